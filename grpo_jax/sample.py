@@ -6,6 +6,7 @@ python -m grpo_jax.sample --config=configs/gsm8k.py --config.model.path=FOLDER -
 python -m grpo_jax.sample --workdir=DIR --question='What is it?' --image=FILE [--image=FILE2]
 """
 
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,11 @@ def _print(completions: list["Completion"]) -> None:
     end = "stopped" if completion.stopped else "cut off"
     print(f"\n--- {number}: {completion.length} {tokens}, {end}, log-prob {completion.logprob:.2f}")
     for turn in completion.turns:
-      print(f"[{turn['role']}] {printable(turn['content'], sys.stdout.isatty())}")
+      calls = [
+        json.dumps(one["function"], ensure_ascii=False) for one in turn.get("tool_calls", ())
+      ]
+      text = "\n".join([turn["content"], *calls])
+      print(f"[{turn['role']}] {printable(text, sys.stdout.isatty())}")
     if not completion.turns:
       print(printable(completion.text, sys.stdout.isatty()))
 

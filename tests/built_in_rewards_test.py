@@ -265,6 +265,32 @@ def test_long_expressions_take_no_time(text):
     ("Answer: B-52", 0),
     ("answer B", 0),
     ("", 0),
+    ("ANSWER: B", 1),
+    ("answer: B", 1),
+    ("**Answer**: B", 1),
+    ("The answer is (B)", 1),
+    ("The answer is (B). A gas has no shape.", 1),
+    ("The correct answer is: **B**.", 1),
+    ("The answer is option B", 1),
+    ("So it is \\boxed{B}.", 1),
+    ("So it is $\\boxed{\\text{(B)}}$", 1),
+    ("I first took \\boxed{A}, but it is \\boxed{B}", 1),
+    ("<think>Answer: A</think><answer>B</answer>", 1),
+    ("<answer>The answer is B</answer>", 1),
+    ("Answer: B <answer>a gas</answer>", 1),
+    ("Answer: B. This answer is supported by A.", 1),
+    ("Answer: A. No, the answer is B.", 1),
+    ("The answer is B. Wait, the answer is not B.", 0),
+    ("The answer is B. Wait, the answer isn't B.", 0),
+    ("The answer is A or B", 0),
+    ("The answer is A gas", 0),
+    ("Answer: B. The answer is A gas", 1),
+    ("\\boxed{B + C}", 0),
+    ("\\boxed{BC}", 0),
+    ("\\boxed{A}, \\boxed{42}", 0),
+    ("<answer>B or C</answer>", 0),
+    ("<answer>A</answer> Answer: B", 0),
+    ("The answer is b", 0),
   ],
 )
 def test_choice(text, expected):
@@ -274,8 +300,35 @@ def test_choice(text, expected):
 
 def test_choice_with_another_marker_and_another_gold():
   assert score("choice(marker='####')", "x #### C", answer="C") == 1
+  assert score("choice(marker='####')", "The answer is C. ANSWER: C", answer="C") == 0
   assert score("choice", "Answer: 7", answer="7") is None
   assert score("choice", "Answer: B", answer=None) is None
+
+
+@pytest.mark.parametrize("name", ["math", "reasoning_accuracy"])
+@pytest.mark.parametrize(
+  "tail, gold, expected",
+  [
+    ("<answer>42</answer>", "42", 1),
+    ("<answer> 42 apples </answer>", "42", 1),
+    ("<answer>\n42\n</answer> Done.", "42", 1),
+    ("<answer>The answer is 42.</answer>", "42", 1),
+    ("<answer>You need $42$ apples.</answer>", "42", 1),
+    ("<answer>\\pi</answer>", "\\pi", 1),
+    ("<answer>(1,2)</answer>", "(1,2)", 1),
+    ("<answer>\\boxed{42}</answer>", "42", 1),
+    ("\\boxed{41} <answer>42</answer>", "42", 1),
+    ("<answer>42</answer> or \\boxed{41}", "42", 1),
+    ("<answer>41</answer><answer>42</answer>", "42", 1),
+    ("<answer>41</answer> \\boxed{42}", "42", 0),
+    ("<answer></answer> 42", "42", 0),
+    ("<answer>41 or 42</answer>", "42", 0),
+    ("<answer>42, 43</answer>", "42", 0),
+  ],
+)
+def test_math_reads_what_stands_in_answer_tags(name, tail, gold, expected):
+  pytest.importorskip("math_verify")
+  assert score(name, f"<think>Is it 41?</think>{tail}", answer=gold) == expected
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

@@ -42,7 +42,7 @@ BEFORE_LAST_USER = """{% for m in messages %}
 SHOWS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 SHOWS += "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
 SPECIAL = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|start|>", "<|channel|>", "<|constrain|>")
-SPECIAL += ("<|message|>", "<|end|>", "<|call|>")
+SPECIAL += ("<|message|>", "<|end|>", "<|call|>", "<tool_call>", "</tool_call>")
 
 
 def tokens_for(folder, template, corpus="Set it. user assistant"):

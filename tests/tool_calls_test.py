@@ -455,6 +455,20 @@ def test_a_wrong_pattern_is_refused(pattern):
     format_for("", pattern, [ADD])
 
 
+@pytest.mark.parametrize(
+  "pattern, marks",
+  [
+    (r"<tool_call>(?P<arguments>.*?)</tool_call>", {"<tool_call>", "</tool_call>"}),
+    (r"<\|tool_call\|>\s*(?P<arguments>\{.*\})", {"<|tool_call|>"}),
+    (r"\[TOOL_CALLS\](?P<name>\w+)\[ARGS\](?P<arguments>\{.*\})", {"[TOOL_CALLS]", "[ARGS]"}),
+    (r"<｜tool▁call▁begin｜>(?P<arguments>.*)", {"<｜tool▁call▁begin｜>"}),
+  ],
+)
+def test_the_special_tokens_of_a_pattern_are_those_that_stand_in_it(pattern, marks):
+  found = format_for("", pattern, [ADD]).marks
+  assert marks <= set(found) and not set(found) & {"<|im_end|>", "</s>"}
+
+
 def test_several_tools_need_a_name():
   with pytest.raises(ConfigError, match="several tools"):
     format_for("", r"\[(?P<arguments>.*?)\]", [ADD, ADD])

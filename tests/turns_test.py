@@ -17,9 +17,11 @@ from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import acting, of_config, written_calls
 from grpo_jax.environments.built_in import calculator
 from grpo_jax.rollouts.talk import Talk
+from grpo_jax.rollouts.turns import from_line
 from grpo_jax.sampler.requests import Ended
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
@@ -322,6 +324,7 @@ class Says:
   def step(self, message):
     return "Again.", 0.0, False
 """
+SET = {"type": "function", "function": {"name": "set", "parameters": {}}}
 
 
 def talk_of(folder, template, **environment):
@@ -375,6 +378,112 @@ def test_tools_get_what_the_family_writes_as_their_hints_say(template, text, tmp
   (ids,) = answered(talk, [row])
   assert "('12345', True, 5, None)" in tokens.decode(ids)
   assert talk._conversations[0, 0].calls == 1 and talk._conversations[0, 0].failures == 0
+
+
+@pytest.mark.parametrize(
+  "calls", ["hermes", r"<tool_call>(?P<arguments>\{.*?\})</tool_call>"], ids=["hermes", "pattern"]
+)
+def test_a_call_between_special_tokens_is_seen_and_no_other_special_token(calls, tmp_path):
+  """The decoder leaves them out of the text of the turn."""
+  talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, calls=calls)
+  given = {"zip": "12345", "on": True, "n": 5, "note": None}
+  written = json.dumps({"name": "set", "arguments": given} if calls == "hermes" else given)
+  ids = tokens.encode_batch_after([f"Hm. <tool_call>{written}</tool_call>"])[0]
+  assert "<tool_call>" not in tokens.decode(ids)
+  (stop, *_) = tokens.stop_ids
+  (answer,) = answered(talk, [Ended(0, 0, [*ids, stop], stop, 500)])
+  assert "('12345', True, 5, None)" in tokens.decode(answer)
+  conversation = talk._conversations[0, 0]
+  assert (conversation.calls, conversation.failures) == (1, 0)
+  assert "im_end" not in str(conversation.turns[0])
+
+
+def written_by_hermes(**given):
+  return f"<tool_call>{json.dumps({'name': 'set', 'arguments': given})}</tool_call>"
+
+
+@pytest.fixture
+def two_turns(tmp_path):
+  """(a row with two turns of calls, the tokens that followed each turn, the tokenizer)."""
+  talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, calls="hermes")
+  (stop, *_) = tokens.stop_ids
+  first = f"Hm. {written_by_hermes(zip='1', on=True, n=2)}{written_by_hermes(zip=3)}"
+  second = written_by_hermes(zip="4", on=False, n=5) + "<tool_call>{</tool_call>"
+  row, replies = [], []
+  for text in (first, second, "Done."):
+    row += [*tokens.encode_batch_after([text])[0], stop]
+    (ids,) = answered(talk, [Ended(0, 0, list(row), stop, 500)])
+    replies.append(ids)
+    row += ids or []
+  return talk._conversations[0, 0], replies, tokens
+
+
+def test_messages_have_their_calls_as_openai_and_trl_write_them(two_turns):
+  conversation, _, _ = two_turns
+  first, one, wrong, second, three, malformed, last = (x.message for x in conversation.turns)
+
+  def call(id, **given):
+    return {"id": id, "type": "function", "function": {"name": "set", "arguments": given}}
+
+  calls = [call("call00000", zip="1", on=True, n=2), call("call00001", zip=3)]
+  assert first == {"role": "assistant", "content": "Hm.", "tool_calls": calls}
+  said = {"role": "tool", "name": "set", "tool_call_id": "call00000"}
+  assert one == {**said, "content": "('1', True, 2, '')"}
+  assert wrong["tool_call_id"] == "call00001" and wrong["content"].startswith("error: ")
+  # A call that is not well-formed is no call of a message. Its answer names none.
+  assert second["tool_calls"] == [call("call00002", zip="4", on=False, n=5)]
+  assert three["tool_call_id"] == "call00002" and three["name"] == "set"
+  assert malformed["name"] == "unknown" and "tool_call_id" not in malformed
+  assert last == {"role": "assistant", "content": "Done."}
+  assert "fields" not in json.dumps(conversation.as_json())
+  assert from_line(json.loads(json.dumps(conversation))) == conversation
+
+
+def test_the_ids_of_calls_change_no_token_of_a_prompt(two_turns):
+  """What the template writes after a turn is what it wrote when messages had a name alone."""
+  conversation, replies, tokens = two_turns
+  messages = [turn.message for turn in conversation.turns]
+  for some, ids in ((messages[1:3], replies[0]), (messages[4:6], replies[1])):
+    plain = [{name: one[name] for name in ("role", "name", "content")} for one in some]
+    assert all(one["content"] in tokens.decode(ids) for one in some)
+    assert Replies(tokens, True, [SET]).ids(plain, tokens.stop_ids[0], [SET]) == ids
+
+
+def test_a_template_that_writes_ids_writes_those_of_before(tmp_path):
+  """Gemma 4's finds the call of an answer by its id, in the turn that stands for the real one."""
+  replies = Replies(tokens_for(tmp_path, GEMMA4), True, [SET])
+  said = [
+    {"role": "tool", "name": "set", "content": "1"},
+    {"role": "tool", "name": "b", "content": "2"},
+  ]
+  with_ids = [one | {"tool_call_id": f"call0000{7 + i}"} for i, one in enumerate(said)]
+  assert replies.ids(with_ids, -1) == replies.ids(said, -1)
+
+
+# As TRL's example of an agent reads messages: examples/scripts/grpo_agent.py.
+AGENT = """
+def structure(completions, turns, **_):
+  found = []
+  for completion in turns:
+    calls = any(turn.get("role") == "assistant" and turn.get("tool_calls") for turn in completion)
+    answers = any(turn.get("role") == "tool" for turn in completion)
+    found.append(0.1 if calls and answers else -0.15 if calls else 0.0)
+  return found
+
+def arguments(completions, turns, **_):
+  calls = [[call for turn in one for call in turn.get("tool_calls") or []] for one in turns]
+  return [float(sum(len(one["function"]["arguments"]["x"]) for one in own)) for own in calls]
+"""
+
+
+def test_rewards_of_agents_read_the_calls_as_with_trl(tmp_path):
+  config = config_of(tmp_path, TOOLS, tools=(f"{tmp_path}/env.py:double",), calls=DIGITS)
+  found = Collected(with_reward(config, tmp_path, AGENT, ["structure", "arguments"]))
+  answered = [any(turn["role"] == "tool" for turn in row["turns"]) for row in found.rows]
+  structure = [row["rewards/structure"] for row in found.rows]
+  assert [value == pytest.approx(0.1) for value in structure] == answered and True in answered
+  written = [sum(len(re.findall(DIGITS, turn["text"])) for turn in own(row)) for row in found.rows]
+  assert [row["rewards/arguments"] for row in found.rows] == [2.0 * count for count in written]
 
 
 def test_the_answer_to_a_turn_shows_the_tools_of_its_row(tmp_path):

@@ -16,7 +16,8 @@
   olmo3    <function_calls>add(x=1)</function_calls>, with a line for each of several
 
 A decoder leaves special tokens out. `marks` are those that a reader needs, so that what decodes can
-keep them. call_formats.py reads the formats, and arguments.py decides what the arguments are.
+keep them. Those of a user's pattern are the ones that stand in it. call_formats.py reads the
+formats, and arguments.py decides what the arguments are.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ from grpo_jax.environments.call_formats import Names, Read
 from grpo_jax.settings import ConfigError, is_text, shown
 
 _LONGEST = 20_000  # characters that are searched for a pattern of a user, which may be slow
+# What may be a special token in a pattern: <tool_call>, <|"|>, [ARGS], their escapes taken away.
+_MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_ESCAPE = re.compile(r"\\(?=[^\w\s])")
 KEY = "environment.calls"
 
 
@@ -201,4 +205,4 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
     content = (compiled.sub("", searched) + rest).strip() if calls else text
     return Read(content, calls, problems)
 
-  return Format(read, ("",), ())
+  return Format(read, ("",), tuple(dict.fromkeys(_MARK.findall(_ESCAPE.sub("", pattern)))))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,8 @@ from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
-from grpo_jax.pending import Pending
+from grpo_jax.pending import Pending, there
 from grpo_jax.progress import doing
-from grpo_jax.rewards.functions.final_number import final_answer
 from grpo_jax.rollouts.complete import Rollout, make_rollout
 from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.run.run import Run
@@ -31,7 +31,8 @@ class Outcomes:
     right_NG: bool.
     lengths_NG: int32, tokens.
     cut_off_NG: bool, True where the completion did not stop within sampling.max_tokens.
-    majority_N: float32, the chance that a majority vote over the completions is right.
+    majority_N: float32, the chance that a majority vote over the completions is right. NaN where
+      the function does not say which answer it reads.
   """
 
   right_NG: np.ndarray
@@ -66,6 +67,14 @@ class Evaluator:
     if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
     samples, at_once = self._config.samples, self._config.batch
+    self._has_votes = samples > 0 and self._score.has_votes({*self._tasks} or {""})
+    if samples and not self._has_votes and run.hosts.is_first:
+      print(
+        f"eval.function: maj@{samples} is left out, because {', '.join(self._score.names)} does not"
+        " say which answer it reads: give it the mark answer_of (docs/rewards.md)",
+        file=sys.stderr,
+        flush=True,
+      )
     make = functools.partial(make_rollout, run, at_once=at_once, talkers=scorers.talkers)
     self._greedy = make(1, greedy=True)
     self._sampled = make(samples) if samples else None
@@ -104,17 +113,35 @@ class Evaluator:
     with doing("evaluating", samples * total, unit, is_routine=self._is_compiled) as work:
       for some, rollouts in rollout.parts(*arguments, on_ended=work.reach):
         own = prompt_batch(self.prompts, indices[some], self._run.hosts)
-        scores = self._score.start(rollouts, own, given.step)
-        pending.append(scores.then(functools.partial(self._outcomes_of, rollouts, own)))
+        pending.append(self._start(rollouts, own, given.step))
         numbers.extend(some)
       parts = zip(*(dataclasses.astuple(one.result()) for one in pending))
     order = np.argsort(numbers)[:total]
     return Outcomes(*(np.concatenate(part)[order] for part in parts))
 
-  def _outcomes_of(self, rollouts: Rollouts, prompts: PromptBatch, scores: Scores) -> Outcomes:
-    """The outcomes of some problems."""
-    right_PG = first_scores(scores.rewards.scores_PGJ) == 1
-    own_majority = majority_right(rollouts.texts_PG[prompts.own], right_PG[prompts.own])
+  def _start(self, rollouts: Rollouts, prompts: PromptBatch, step: int) -> Pending[Outcomes]:
+    """Lets the workers score some problems, and count votes where there are several."""
+    scores = self._score.start(rollouts, prompts, step)
+    votes: Pending[np.ndarray | None] = there(None)
+    if self._has_votes and rollouts.texts_PG.shape[1] > 1:
+      votes = self._score.start_votes(rollouts, prompts, step)
+    return Pending(
+      lambda: self._outcomes_of(rollouts, prompts, scores.result(), votes.result()),
+      [*scores.futures, *votes.futures],
+    )
+
+  def _outcomes_of(
+    self, rollouts: Rollouts, prompts: PromptBatch, scores: Scores, votes_PGJ: np.ndarray | None
+  ) -> Outcomes:
+    """The outcomes of some problems, from their scores and the votes of this process's own."""
+    scores_PGJ = scores.rewards.scores_PGJ
+    right_PG = first_scores(scores_PGJ) == 1
+    own_right_PG = right_PG[prompts.own]
+    own_majority = own_right_PG.mean(1, dtype=np.float32)  # of one completion
+    if votes_PGJ is not None:
+      own_majority = majority_right(first_scores(scores_PGJ[prompts.own], votes_PGJ), own_right_PG)
+    if not self._has_votes:
+      own_majority = np.full_like(own_majority, np.nan)
     return Outcomes(
       right_NG=right_PG,
       lengths_NG=rollouts.completions.sampled_PGT.sum(-1, dtype=np.int32),
@@ -137,23 +164,34 @@ def accuracies(right_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
   return metrics
 
 
-def first_scores(scores_PGJ: np.ndarray) -> np.ndarray:
-  """Of each completion the score of the first function that scored it, [P, G]. NaN if none did."""
+def first_scores(scores_PGJ: np.ndarray, values_PGJ: np.ndarray | None = None) -> np.ndarray:
+  """Of each completion the score of the first function that scored it, [P, G]. NaN if none did.
+
+  Args:
+    scores_PGJ: The scores.
+    values_PGJ: What of this function is returned in place of its score.
+  """
+  values_PGJ = scores_PGJ if values_PGJ is None else values_PGJ
   first_PG1 = np.argmax(~np.isnan(scores_PGJ), axis=-1, keepdims=True)
-  return np.take_along_axis(scores_PGJ, first_PG1, axis=-1)[..., 0]
+  return np.take_along_axis(values_PGJ, first_PG1, axis=-1)[..., 0]
 
 
-def majority_right(texts_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:
-  """The chance that a majority vote over the G texts of each problem is right, float32 [P]."""
+def majority_right(votes_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:
+  """The chance that a majority vote over the G completions of each problem is right, float32 [P].
+
+  Args:
+    votes_PG: Equal numbers where the answers are equal. NaN is no vote.
+    right_PG: bool, whether each completion is right.
+  """
   chances = [
-    estimators.majority([final_answer(text) for text in texts], right)
-    for texts, right in zip(texts_PG, right_PG)
+    estimators.majority([None if np.isnan(vote) else float(vote) for vote in votes], right)
+    for votes, right in zip(votes_PG, right_PG)
   ]
   return np.array(chances, np.float32)
 
 
 def sample_metrics(draws: Outcomes, samples: int) -> dict[str, float]:
-  """mean@k, pass@k for powers of two up to k, and maj@k, for k = `samples`."""
+  """mean@k, pass@k for powers of two up to k, and maj@k where votes count, for k = `samples`."""
   right_N = draws.right_NG.sum(1)
   metrics = named(f"mean@{samples}", estimators.mean(draws.right_NG.mean(1)))
   powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
@@ -161,6 +199,8 @@ def sample_metrics(draws: Outcomes, samples: int) -> dict[str, float]:
   for k in powers + last:
     passed_N = estimators.unbiased_pass_at_k(right_N, samples, k)
     metrics |= named(f"pass@{k}", estimators.mean(passed_N))
+  if np.isnan(draws.majority_N).any():
+    return metrics
   return metrics | named(f"maj@{samples}", estimators.mean(draws.majority_N.astype(float)))
 
 

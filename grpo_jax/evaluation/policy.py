@@ -53,7 +53,7 @@ class Completion:
   length: int
   logprob: float
   stopped: bool
-  turns: Sequence[Mapping[str, str]] = ()
+  turns: Sequence[Mapping[str, Any]] = ()
 
 
 class Policy:

@@ -16,8 +16,10 @@ completions:
   messages        only with data.chat: the conversations that the prompts were rendered from, each
                   a list of {"role": ..., "content": ...}
   turns           only with an environment: the messages of each completion, of the policy and of
-                  the environment, each {"role": ..., "content": ...}. `completions` has the
-                  policy's last turn
+                  the environment, each {"role": ..., "content": ...}. Those of turns with calls of
+                  tools have `tool_calls`, and those of tools `name` and `tool_call_id`, as OpenAI
+                  has them, but for arguments, which are dicts. `completions` has the policy's last
+                  turn
   turn_rewards    only with an environment: the rewards of the policy's turns, None for a turn
                   without one. Empty for a completion in which the environment failed
   question, solution, answer, ...
@@ -52,6 +54,11 @@ For example, a function that prefers short completions:
 
   def brevity(completions, **columns):
     return [-len(text) / 100 for text in completions]
+
+**Which answer it reads.** `answer_of`, an attribute of the function, gets the same arguments and
+returns the answer that the function reads in each completion, None for none. maj@k counts these.
+Two are equal if `same_answer(first, second)` says so, or without this attribute by ==. Without
+`answer_of` there is no maj@k.
 
 **Messages, as in TRL.** With data.chat, a function may read messages instead of texts:
 

@@ -5,7 +5,7 @@ of a text, and reward models are called in the process of the run. All others ar
 unless reward.workers is 0.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 
@@ -17,6 +17,7 @@ from grpo_jax.rewards.asking import asking
 from grpo_jax.rewards.call import Columns, call_here, call_in_parts, is_async, rows_of
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rewards.names import Reward, is_named, name_of
+from grpo_jax.rewards.votes import voting
 from grpo_jax.rewards.workers.messages import Call, NotPortable
 from grpo_jax.rewards.workers.pool import Pool
 from grpo_jax.settings import ConfigError
@@ -125,7 +126,13 @@ class Caller:
     return conversation.as_messages(columns) if is_conversation else columns
 
   def start(
-    self, functions: Sequence[Reward], columns: Columns, step: int, group_size: int
+    self,
+    functions: Sequence[Reward],
+    columns: Columns,
+    step: int,
+    group_size: int,
+    *,
+    votes: bool = False,
   ) -> list[Pending[Answer]]:
     """Starts calls. The workers begin at once.
 
@@ -134,6 +141,7 @@ class Caller:
       columns: Their arguments: completions and other lists, with the groups one after the other.
       step: The number of the step.
       group_size: How many completions a group has.
+      votes: Whether to ask which completions have equal answers, in place of scores: `votes.py`.
 
     Returns:
       The answer of each function. Whoever asks for that of a function that no worker calls makes
@@ -143,7 +151,7 @@ class Caller:
     groups = [range(start, min(start + group_size, count)) for start in range(0, count, group_size)]
     sent = [function for function in functions if self.uses_workers(function)]
     calls = [
-      self._call(function, rows_of(own, rows), step)
+      self._call(function, rows_of(own, rows), step, votes)
       for function in sent
       for own in [self._columns_of(function, columns)]
       for rows in groups
@@ -155,7 +163,8 @@ class Caller:
       return joined(count, zip(groups, own))
 
     def of_this_process(function: Reward) -> Answer:
-      return self._call_here(function, self._columns_of(function, columns), step, group_size)
+      called = voting(function, group_size) if votes else function
+      return self._call_here(called, self._columns_of(function, columns), step, group_size)
 
     found, place = list[Pending[Answer]](), 0
     for function in functions:
@@ -173,16 +182,17 @@ class Caller:
       raise RewardError(errors[0].text)
     return answer
 
-  def _call(self, function: Reward, columns: Columns, step: int) -> Call:
+  def _call(self, function: Reward, columns: Columns, step: int, votes: bool = False) -> Call:
     return Call(
       key=next(key for one, key in self._for_workers if one is function),
       name=name_of(function),
       columns=columns,
       step=step,
-      is_async=is_async(function),
-      whole_groups=has_mark(function, "whole_groups"),
+      is_async=is_async(function) and not votes,
+      whole_groups=has_mark(function, "whole_groups") or votes,
       one_worker=has_mark(function, "one_worker"),
       at_once=getattr(function, "keywords", {}).get("at_once", 0),
+      votes=votes,
     )
 
   def _call_here(self, function: Reward, columns: Columns, step: int, group_size: int) -> Answer:
@@ -264,6 +274,8 @@ def start_for_tasks(
   columns: Columns,
   step: int,
   group_size: int,
+  *,
+  votes: bool = False,
 ) -> list[Pending[Answer]]:
   """As `Caller.start`, but a function gets only the rows of its tasks, and scores no others.
 
@@ -273,30 +285,32 @@ def start_for_tasks(
     columns: The arguments. `task` holds the task of each row.
     step: The number of the step.
     group_size: How many completions a group has. They are of one prompt, and so of one task.
+    votes: As for `Caller.start`.
   """
+  start = functools.partial(caller.start, step=step, group_size=group_size, votes=votes)
   everyone = [function for function, entry in functions if not tasks_in(entry)]
-  for_everyone = iter(caller.start(everyone, columns, step, group_size))
+  for_everyone = iter(start(everyone, columns))
   found = []
   for function, entry in functions:
     if tasks_in(entry):
       own = [row for row, task in enumerate(columns["task"]) if task in tasks_in(entry)]
-      found.append(_start_for(caller, function, columns, own, (step, group_size)))
+      found.append(_start_for(start, function, columns, own))
     else:
       found.append(next(for_everyone))
   return found
 
 
 def _start_for(
-  caller: Caller, function: Reward, columns: Columns, rows: list[int], place: tuple[int, int]
+  start: Callable[..., list[Pending[Answer]]], function: Reward, columns: Columns, rows: list[int]
 ) -> Pending[Answer]:
-  """Starts the calls of a function for some rows. `place` is the step and the size of a group."""
+  """Starts the calls of a function for some rows."""
   count = len(columns["completions"])
   if has_mark(function, "needs_every_row"):
-    (for_all,) = caller.start([function], columns, *place)
+    (for_all,) = start([function], columns)
     return for_all.then(lambda answer: _without_others(answer, set(rows)))
   if not rows:
     return there(Answer([[] for _ in range(count)]))
-  (for_rows,) = caller.start([function], rows_of(columns, rows), *place)
+  (for_rows,) = start([function], rows_of(columns, rows))
   return for_rows.then(lambda answer: joined(count, [(rows, answer)]))
 
 

@@ -19,6 +19,11 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   that is seen at the start, in calls that are made up: `asking.py`.
   by_turn         With an environment, the function's rewards are those of `turn_rewards`, and each
                   turn with a reward is a step of process supervision.
+  answer_of       For maj@k: a function of the same arguments that returns for each completion the
+                  answer which the reward function reads there, or None where it reads none. An
+                  answer may be anything. Without this mark, maj@k is left out.
+  same_answer     Whether two of these answers are equal: same_answer(first, second). Without it,
+                  they are compared with ==.
   reads           Of functions of this package: the columns that the function compares with, and the
                   types of values that it can read there. Where a row has another value, or none, it
                   gives None, and the run counts and names such rows at the start.
@@ -41,6 +46,12 @@ def in_process(function: F) -> F:
 def by_turn(function: F) -> F:
   """Says that the rewards of the function are those of turns."""
   function.__dict__["by_turn"] = True
+  return function
+
+
+def whole_groups(function: F) -> F:
+  """Says that the function is never called with a part of the completions of a prompt."""
+  function.__dict__["whole_groups"] = True
   return function
 
 
@@ -68,6 +79,20 @@ def checked_by(check: Callable[[str, dict[str, Any]], None]) -> Callable[[F], F]
 
   def mark(function: F) -> F:
     function.__dict__["check_options"] = check
+    return function
+
+  return mark
+
+
+def answers_by(
+  answer_of: Callable[..., Any], same_answer: Callable[[Any, Any], bool] | None = None
+) -> Callable[[F], F]:
+  """Says which answer the function reads in a completion, and when two answers are equal."""
+
+  def mark(function: F) -> F:
+    function.__dict__["answer_of"] = answer_of
+    if same_answer is not None:
+      function.__dict__["same_answer"] = same_answer
     return function
 
   return mark

@@ -10,7 +10,7 @@ import uuid
 import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
-from grpo_jax.data.tokenizers.replies import Replies
+from grpo_jax.data.tokenizers.replies import Replies, call_id, tool_calls
 from grpo_jax.environments import Environments, Outcome, Request, Runner
 from grpo_jax.environments.arguments import check_arguments
 from grpo_jax.environments.tool_calls import Call
@@ -34,6 +34,7 @@ class Talkers(NamedTuple):
     replies: Makes tokens of what they say.
     decode_text: Makes a text of tokens.
     decode_calls: Makes a text of tokens with the special tokens that calls of tools have.
+    marks: The texts of these special tokens. They are no content.
     hosts: The processes of the run.
     stops_on_error: Whether an environment that raises something ends the run.
   """
@@ -43,8 +44,25 @@ class Talkers(NamedTuple):
   replies: Replies
   decode_text: Callable[[list[int]], str]
   decode_calls: Callable[[list[int]], str]
+  marks: Sequence[str]
   hosts: Hosts
   stops_on_error: bool
+
+
+class _Called(NamedTuple):
+  """A call of a tool.
+
+  Attributes:
+    name: Of the tool.
+    problem: What is wrong with the call, or "".
+    id: Names it in its conversation. "" for a call that is not well-formed, which no message has.
+    arguments: By name.
+  """
+
+  name: str
+  problem: str
+  id: str
+  arguments: dict[str, Any]
 
 
 class _Asked(NamedTuple):
@@ -53,14 +71,16 @@ class _Asked(NamedTuple):
   Attributes:
     row: The row that wrote it.
     text: What it wrote.
-    calls: Its calls of tools, and what is wrong with each, or "".
+    content: The text without its calls.
+    calls: Its calls of tools.
     requests: To tools, in the order of the calls that can be made, or to the environment.
     is_last: Whether no other turn can follow.
   """
 
   row: Ended
   text: str
-  calls: list[tuple[str, str]]
+  content: str
+  calls: list[_Called]
   requests: list[Request]
   is_last: bool
 
@@ -200,12 +220,15 @@ class Talk:
     # One token of a reply and one of another turn.
     is_last = row.room < 2 or number + 1 >= self._settings.max_turns
     example = self._example(row.prompt)
-    calls, requests = self._calls(tokens, self._schemas(example), conversation.calls)
+    content, calls = self._calls(tokens, self._schemas(example), conversation.calls)
     if calls:
-      return _Asked(row, text, calls, [] if is_last else requests, is_last)
+      requests: list[Request] = [
+        {"tool": one.name, "arguments": one.arguments} for one in calls if not one.problem
+      ]
+      return _Asked(row, text, content, calls, [] if is_last else requests, is_last)
     task, is_first = str(example.get("task", "")), index not in self._states
     if self._talkers.environments.parts.of_task(task) is None:
-      return _Asked(row, text, [], [], is_last)
+      return _Asked(row, text, text, [], [], is_last)
     request = {
       "task": task,
       "example": example if is_first else None,
@@ -215,7 +238,7 @@ class Talk:
       "message": {"role": POLICY, "content": text},
       "is_last": is_last,
     }
-    return _Asked(row, text, [], [request], is_last)
+    return _Asked(row, text, text, [], [request], is_last)
 
   def _example(self, number: int) -> dict[str, Any]:
     """The fields of the example that the prompt of a group was made from."""
@@ -228,30 +251,28 @@ class Talk:
     tools = self._talkers.environments.tools_of(example)
     return {one["function"]["name"]: one for one in tools}
 
-  def _calls(
-    self, tokens: list[int], schemas: Schemas, before: int
-  ) -> tuple[list[tuple[str, str]], list[Request]]:
-    """The calls in a turn, what is wrong with each, and requests for those that are right.
+  def _calls(self, tokens: list[int], schemas: Schemas, before: int) -> tuple[str, list[_Called]]:
+    """The content of a turn without its calls, and these calls.
 
     Args:
       tokens: What the policy wrote.
       schemas: Of the tools that it may call.
       before: How many calls the completion had before.
     """
-    calls: list[tuple[str, str]] = []
-    requests: list[Request] = []
+    calls: list[_Called] = []
     if not schemas:
-      return calls, requests
+      return "", calls
     text = self._talkers.decode_calls(tokens)
     parsed = self._talkers.environments.format.parse(text, list(schemas.values()))
-    for call in parsed.calls:
+    for number, call in enumerate(parsed.calls, before):
       problem, arguments = _checked(call, schemas)
-      if not problem and before + len(calls) >= self._settings.max_calls:
+      if not problem and number >= self._settings.max_calls:
         problem = f"no more than {self._settings.max_calls} calls are allowed"
-      calls.append((call.name, problem))
-      if not problem:
-        requests.append({"tool": call.name, "arguments": arguments})
-    return calls + [("unknown", problem) for problem in parsed.malformed], requests
+      calls.append(_Called(call.name, problem, call_id(number), arguments))
+    content = parsed.content
+    for mark in self._talkers.marks:
+      content = content.replace(mark, "")
+    return content, calls + [_Called("unknown", problem, "", {}) for problem in parsed.malformed]
 
   def _answer(self, one: _Asked, outcomes: Sequence[Outcome]) -> _Answer:
     if one.calls and one.is_last:
@@ -270,7 +291,8 @@ class Talk:
   def _news(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
     """A turn and what answers it, and the tokens that follow."""
     row, end = one.row, len(one.row.tokens)
-    turns = [Turn(POLICY, one.text, self._conversation(row).tokens, end, answer.reward)]
+    start, called = self._conversation(row).tokens, _as_fields(one)
+    turns = [Turn(POLICY, one.text, start, end, answer.reward, called)]
     ids: list[int] | None = None
     if answer.messages and not one.is_last:
       ids = self._ids(answer.messages, row)
@@ -278,7 +300,7 @@ class Talk:
         ids = None
     if ids is not None:
       after = end + len(ids)
-      turns += [Turn(one["role"], one["content"], end, after) for one in answer.messages]
+      turns += [_turn_of(message, end, after) for message in answer.messages]
     calls, failures = len(one.calls), answer.failures
     return Conversation(tuple(turns), calls, failures, answer.problem, answer.kind), ids
 
@@ -311,30 +333,46 @@ class Talk:
       self._has_warned = True
 
 
+def _as_fields(one: _Asked) -> dict[str, Any] | None:
+  """What the message of a turn has beside its role. None for a turn without calls."""
+  calls = [call for call in one.calls if call.id]
+  if not calls:
+    return None
+  given = [(call.id, call.name, call.arguments) for call in calls]
+  return {"content": one.content, "tool_calls": tool_calls(given)}
+
+
+def _turn_of(message: dict[str, Any], start: int, end: int) -> Turn:
+  """The turn of a message that answers the policy."""
+  fields = {name: value for name, value in message.items() if name in ("name", "tool_call_id")}
+  return Turn(message["role"], message["content"], start, end, fields=fields or None)
+
+
 def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
   """What is wrong with a call, or "", and its arguments."""
-  if call.name not in schemas:
-    return f"there is no tool {call.name!r:.80}; there are {', '.join(schemas)}", {}
   try:
     arguments = json.loads(call.arguments)
   except (ValueError, RecursionError):
     return "the arguments are not JSON", {}
+  if call.name not in schemas:
+    return f"there is no tool {call.name!r:.80}; there are {', '.join(schemas)}", arguments
   return check_arguments(schemas[call.name], arguments), arguments
 
 
-def _of_tools(calls: Sequence[tuple[str, str]], outcomes: Iterator[Outcome]) -> _Answer:
+def _of_tools(calls: Sequence[_Called], outcomes: Iterator[Outcome]) -> _Answer:
   """The messages of tools.
 
   Args:
-    calls: What was called, and what is wrong with each call, or "".
+    calls: What was called.
     outcomes: Iterates over what the calls that are right gave.
   """
   messages, failures = [], 0
-  for name, problem in calls:
-    outcome: Outcome = {"failed": True} if problem else next(outcomes)
-    problem = problem or problem_of(outcome, name)[0]
+  for call in calls:
+    outcome: Outcome = {"failed": True} if call.problem else next(outcomes)
+    problem = call.problem or problem_of(outcome, call.name)[0]
     if problem:
       outcome = {"content": f"error: {problem}", "failed": True}
     failures += outcome["failed"]
-    messages.append({"role": "tool", "name": name, "content": outcome["content"]})
+    message = {"role": "tool", "name": call.name, "content": outcome["content"]}
+    messages.append(message | ({"tool_call_id": call.id} if call.id else {}))
   return _Answer(messages, failures=failures)

@@ -15,6 +15,8 @@ class Turn(NamedTuple):
     end: The token after its last one. The messages of an environment that come together share their
       tokens, with those that the chat template writes around them.
     reward: What the environment gave for it, or None.
+    fields: What its message has beside its role, and in place of its text: of a turn with calls the
+      `tool_calls` and the content without them, of a tool's reply its `name` and `tool_call_id`.
   """
 
   role: str
@@ -22,11 +24,12 @@ class Turn(NamedTuple):
   start: int
   end: int
   reward: float | None = None
+  fields: dict[str, Any] | None = None
 
   @property
-  def message(self) -> dict[str, str]:
-    """As messages have it."""
-    return {"role": self.role, "content": self.text}
+  def message(self) -> dict[str, Any]:
+    """The message of OpenAI. The arguments of calls are dicts, as in TRL."""
+    return {"role": self.role, "content": self.text, **(self.fields or {})}
 
 
 class Conversation(NamedTuple):
@@ -76,8 +79,11 @@ class Conversation(NamedTuple):
     return Conversation(self.turns + news.turns, calls, failures, news.problem, news.kind)
 
   def as_json(self) -> list[dict[str, Any]]:
-    """The turns as files hold them."""
-    return [turn._asdict() for turn in self.turns]
+    """The turns as files hold them: their texts have the calls."""
+    return [
+      {name: value for name, value in turn._asdict().items() if name != "fields"}
+      for turn in self.turns
+    ]
 
 
 def from_line(values: list[Any]) -> Conversation:

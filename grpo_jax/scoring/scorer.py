@@ -1,7 +1,7 @@
 """Calls a run's reward functions for rollouts, and counts what failed."""
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -21,6 +21,7 @@ from grpo_jax.pending import Pending, together
 from grpo_jax.progress import doing
 from grpo_jax.rewards import conversation, dispatch
 from grpo_jax.rewards.marks import has_mark
+from grpo_jax.rewards.votes import has_votes
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
 from grpo_jax.scoring.scores import DecodeText, steps_on_tokens
 from grpo_jax.settings import ConfigError, shown
@@ -253,6 +254,44 @@ class Scorer:
       for _, name, answer in order:
         answers[name] = self._hosts.on_each(answer.result)
       return self._scored(own, {name: answers[name] for name in self.names}, place)
+
+    return Pending(finish, together(asked).futures)
+
+  def has_votes(self, tasks: Collection[str]) -> bool:
+    """Whether the first function for each of some tasks says which answer it reads."""
+    firsts = (self._first_for(task) for task in tasks)
+    return all(function is not None and has_votes(function) for function in firsts)
+
+  def _first_for(self, task: str) -> rewards_lib.Reward | None:
+    named = zip(self._functions, map(dispatch.tasks_in, self._tasks), strict=True)
+    return next((function for function, own in named if not own or task in own), None)
+
+  def start_votes(
+    self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0
+  ) -> Pending[np.ndarray]:
+    """Lets the workers see which completions of a prompt have equal answers.
+
+    Returns:
+      float64 [P, G, J] of this process's own prompts: completions of a prompt whose answers are
+      equal for function j have equal numbers there. NaN for no answer. Whoever asks for it calls
+      the functions that no worker calls. All processes ask together.
+    """
+    own = take(rollouts, prompts.own)
+    columns = completion_columns(own, prompts)
+    voters = [j for j, function in enumerate(self._functions) if has_votes(function)]
+    functions = [(self._functions[j], self._tasks[j]) for j in voters]
+    G = own.texts_PG.shape[1]
+    asked = dispatch.start_for_tasks(self._caller, functions, columns, step, G, votes=True)
+
+    def finish() -> np.ndarray:
+      votes_PGJ = np.full((*own.texts_PG.shape, len(self._functions)), np.nan)
+      for j, answer in zip(voters, asked, strict=True):
+        found = self._hosts.on_each(answer.result)
+        if found.failures:
+          print(f"warning: no vote of maj@k: {found.failures[0].text}", file=sys.stderr, flush=True)
+        votes = [steps[0][1] if steps else np.nan for steps in found.steps]
+        votes_PGJ[..., j] = np.reshape(votes, own.texts_PG.shape)
+      return votes_PGJ
 
     return Pending(finish, together(asked).futures)
 

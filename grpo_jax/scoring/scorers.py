@@ -97,7 +97,8 @@ class Scorers:
     decode = run.tokenizer.decode
     shown = run.tokenizer.skipped(environments.format.marks)
     decode_calls = functools.partial(decode, shown=shown)
-    return Talkers(environments, runner, replies, decode, decode_calls, run.hosts, stops)
+    marks = [*shown.values()]
+    return Talkers(environments, runner, replies, decode, decode_calls, marks, run.hosts, stops)
 
   def close(self) -> None:
     """Ends the workers that call reward functions, and what plays with the policy."""

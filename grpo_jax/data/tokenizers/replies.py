@@ -137,7 +137,7 @@ class Replies:
     """What follows a turn that stands for the real one, or ""."""
     called = iter(range(len(messages)))
     given = [
-      {"name": "tool", **one, "tool_call_id": _call_id(0 if turn is _calls_once else next(called))}
+      {"name": "tool", **one, "tool_call_id": call_id(0 if turn is _calls_once else next(called))}
       if one["role"] == "tool"
       else one
       for one in messages
@@ -168,15 +168,18 @@ def _calls_once(messages: Sequence[Message]) -> Message:
 
 def call_turn(calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   """A turn of the assistant that calls functions: their names and arguments."""
-  return {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-      {"id": _call_id(number), "type": "function", "function": {"name": name, "arguments": given}}
-      for number, (name, given) in enumerate(calls)
-    ],
-  }
+  given = [(call_id(number), *call) for number, call in enumerate(calls)]
+  return {"role": "assistant", "content": "", "tool_calls": tool_calls(given)}
 
 
-def _call_id(number: int) -> str:
+def tool_calls(calls: Sequence[tuple[str, str, Any]]) -> list[dict[str, Any]]:
+  """Calls as a message has them: their ids, the names of functions, and arguments."""
+  return [
+    {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    for id, name, arguments in calls
+  ]
+
+
+def call_id(number: int) -> str:
+  """The id of a call by its number."""
   return f"call{number:05}"  # Mistral's templates want nine letters and digits

@@ -6,7 +6,8 @@ from fractions import Fraction
 import re
 from typing import Annotated, Any
 
-from grpo_jax.rewards.marks import in_process, reads
+from grpo_jax.rewards.functions.stated import in_tags
+from grpo_jax.rewards.marks import answers_by, in_process, reads
 from grpo_jax.settings import at_least
 
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
@@ -16,7 +17,15 @@ _LONGEST = (
 _LARGEST_INT = 10**12
 
 
+def _expressions(completions: list[str], **columns: Any) -> list[str | None]:
+  """Without spaces, so that two that are written alike are equal."""
+  del columns
+  found = map(_expression, completions)
+  return [None if one is None else one.replace(" ", "") for one in found]
+
+
 @in_process
+@answers_by(_expressions)
 @reads(numbers=(list, tuple), target=(int, float))
 def countdown(
   completions: list[str],
@@ -90,10 +99,9 @@ def _score(
 
 
 def _expression(text: str) -> str | None:
-  before, closing, _ = text.rpartition("</answer>")
-  _, opening, inside = before.rpartition("<answer>")
-  if closing and opening:
-    return inside.strip()
+  inside = in_tags(text)
+  if inside is not None:
+    return inside
   _, anchor, tail = text.rpartition("####")
   return tail.partition("\n")[0].strip() if anchor else None
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import unicodedata
 
 from grpo_jax.rewards.gold import READABLE, gold_text
-from grpo_jax.rewards.marks import in_process, reads
+from grpo_jax.rewards.marks import answers_by, in_process, reads
 
 # What may stand between the marker and the number: emphasis, currency, the opening of a formula.
 # Words may not, but for the name in x = 72.
@@ -68,7 +68,18 @@ class Number(NamedTuple):
 Value = Number | Fraction
 
 
+def _answers_by(find_answer: Callable[[str], Value | None]) -> Callable[..., Any]:
+  """The mark `answer_of` for what a function finds in a text. Equal numbers are equal answers."""
+
+  def answer_of(completions: list[str], **columns: Any) -> list[Value | None]:
+    del columns
+    return [find_answer(text) for text in completions]
+
+  return answers_by(answer_of)
+
+
 @in_process
+@_answers_by(lambda text: _after_anchor(text))
 @reads(answer=READABLE)
 def strict(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   """1.0 if the answer directly follows the last `####` and no other number is on that line."""
@@ -76,6 +87,7 @@ def strict(completions: list[str], answer: list[Any], **columns: Any) -> list[fl
 
 
 @in_process
+@_answers_by(lambda text: _last_number(text))
 @reads(answer=READABLE)
 def flexible(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   """1.0 if the last number of the text is the answer."""
@@ -83,19 +95,11 @@ def flexible(completions: list[str], answer: list[Any], **columns: Any) -> list[
 
 
 @in_process
+@_answers_by(lambda text: _in_box(text))
 @reads(answer=READABLE)
 def boxed(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   """1.0 if the last `\\boxed{...}` holds the answer and no other number."""
   return _score(_in_box, completions, answer)
-
-
-def final_answer(text: str) -> Value | None:
-  """The answer of a text, for a majority vote.
-
-  It is the number after `####`, else the number in a box, else the last number of the text. None if
-  the text has no number.
-  """
-  return _after_anchor(text) or _in_box(text) or _last_number(text)
 
 
 def _score(

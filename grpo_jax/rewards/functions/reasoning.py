@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from grpo_jax.rewards.functions import final_number, symbolic
 from grpo_jax.rewards.gold import READABLE, gold_text
-from grpo_jax.rewards.marks import checked_by, prepared_by, reads
+from grpo_jax.rewards.marks import answers_by, checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError, one_of
 
 # The functions that compare a completion with the gold answer, for functions that build on one.
@@ -38,7 +38,26 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
     raise ConfigError(f"{where}(delimiter=''): give what ends the reasoning, such as '</think>'")
 
 
+def _answers(
+  completions: list[str], *, scorer: str = "math", delimiter: str = "</think>", **columns: Any
+) -> list[Any]:
+  del columns
+  tails = [_tail(text, delimiter) for text in completions]
+  found: list[Any] = SCORERS[scorer].__dict__["answer_of"](completions=tails)
+  return found
+
+
+def _same_answer(first: Any, second: Any) -> bool:
+  """Of the scorer `math`, whose answers are texts. The numbers of the others are equal or not."""
+  return isinstance(first, str) and symbolic.same_formula(first, second)
+
+
+def _tail(text: str, delimiter: str) -> str:
+  return text.rpartition(delimiter)[2] if delimiter in text else ""
+
+
 @prepared_by(prepare_scorers)
+@answers_by(_answers, _same_answer)
 @checked_by(_check_options)
 @reads(answer=READABLE)
 def reasoning_accuracy(
@@ -62,7 +81,7 @@ def reasoning_accuracy(
     delimiter: What ends the reasoning.
     columns: Not read.
   """
-  tails = [text.rpartition(delimiter)[2] if delimiter in text else "" for text in completions]
+  tails = [_tail(text, delimiter) for text in completions]
   scores = SCORERS[scorer](completions=tails, answer=answer)
   return [
     score if delimiter in text or gold_text(gold) is None else 0.0

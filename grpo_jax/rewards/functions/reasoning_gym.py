@@ -11,7 +11,8 @@ from typing import Any
 import warnings
 
 from grpo_jax import gym
-from grpo_jax.rewards.marks import checked_by, prepared_by, reads
+from grpo_jax.rewards.functions.stated import in_tags
+from grpo_jax.rewards.marks import answers_by, checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError
 
 _RIGHT = 1 - 1e-6  # a score from here on is 1: evaluation counts no other one as right
@@ -57,7 +58,17 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
   gym.names()
 
 
+def _answers(
+  completions: list[str], *, tag: str = "answer", tagged: bool = False, **columns: Any
+) -> list[str | None]:
+  """Without what sets them off."""
+  del columns
+  found = [answer_of(text, tag, tagged) for text in completions]
+  return [None if one is None else [*readings(one)][-1] for one in found]
+
+
 @prepared_by(_prepare)
+@answers_by(_answers)
 @checked_by(_check_options)
 @reads(verifier=(str,), entry=(dict,))
 def reasoning_gym(
@@ -111,10 +122,9 @@ def answer_of(text: str, tag: str = "answer", tagged: bool = False) -> str | Non
     tagged: Whether a text without tags has no answer. It is then None.
   """
   text = text.rpartition("</think>")[2]
-  before, closing, _ = text.rpartition(f"</{tag}>")
-  _, opening, inside = before.rpartition(f"<{tag}>")
-  if closing and opening:
-    return inside.strip()
+  inside = in_tags(text, tag)
+  if inside is not None:
+    return inside
   if tagged:
     return None
   _, anchor, tail = text.rpartition("####")

@@ -1,7 +1,8 @@
 r"""The answer that a completion states, in a form that a parser of formulas understands.
 
-`stated_answer` finds the place of the answer, and `as_formula` rewrites what stands there. Both
-refuse what decides on no answer: a box that was cut off, a list of numbers, "5 hours 30 minutes".
+`in_tags` finds what stands in <answer> tags, which is then all that is read. `stated_answer` finds
+the place of the answer, and `as_formula` rewrites what stands there. Both refuse what decides on no
+answer: a box that was cut off, a list of numbers, "5 hours 30 minutes".
 """
 
 import re
@@ -76,6 +77,18 @@ _WORD = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{3,}(?![a-zA-Z}])")
 _FUNCTION = re.compile(r"sqrt|sin|cos|tan|cot|sec|csc|log|exp|max|min|mod|gcd|lcm|arc\w+")
 
 
+def in_tags(text: str, tag: str = "answer") -> str | None:
+  """What stands in the last pair of <answer> and </answer>. None where there is no pair.
+
+  Args:
+    text: A completion.
+    tag: The name in the tags.
+  """
+  before, closing, _ = text.rpartition(f"</{tag}>")
+  _, opening, inside = before.rpartition(f"<{tag}>")
+  return inside.strip() if closing and opening else None
+
+
 def stated_answer(text: str) -> str | None:
   r"""What a text gives as its answer.
 
@@ -109,6 +122,11 @@ def affirmed(text: str) -> str:
   Without those that are half of a quantity, too.
   """
   return _TWO_UNITS.sub(" ", _NOT_THIS.sub(" ", text[-_TAIL:]))
+
+
+def has_formula(text: str) -> bool:
+  """Whether a text has a formula between signs such as $."""
+  return _FORMULA.search(text) is not None
 
 
 def last_formula(text: str) -> str:

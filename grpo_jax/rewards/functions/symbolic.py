@@ -8,9 +8,16 @@ import logging
 import re
 from typing import Any, NamedTuple
 
-from grpo_jax.rewards.functions.stated import affirmed, as_formula, last_formula, stated_answer
+from grpo_jax.rewards.functions.stated import (
+  affirmed,
+  as_formula,
+  has_formula,
+  in_tags,
+  last_formula,
+  stated_answer,
+)
 from grpo_jax.rewards.gold import READABLE, gold_text
-from grpo_jax.rewards.marks import prepared_by, reads
+from grpo_jax.rewards.marks import answers_by, prepared_by, reads
 from grpo_jax.settings import ConfigError
 
 # The time limit for parsing an answer, and again for comparing it. A slower answer counts as wrong.
@@ -80,13 +87,29 @@ def warm_up() -> None:
   packages.verify(packages.parse(r"\boxed{\frac12}"), packages.parse("0.5"))
 
 
+def formulas(completions: list[str], **columns: Any) -> list[str | None]:
+  """The answer of each completion as `math` reads it. None where it reads none."""
+  del columns
+  read = _Compare(_import()).answer_of
+  return [read(text) or None for text in completions]
+
+
+def same_formula(first: str, second: str) -> bool:
+  """Whether one of two answers is right where the other one is the gold answer."""
+  # An equation answers a value, as x = 72 answers 72. A value does not answer an equation.
+  gold, formula = (second, first) if "=" in first else (first, second)
+  return _Compare(_import()).is_right(gold, formula)
+
+
 @prepared_by(warm_up)
+@answers_by(formulas, same_formula)
 @reads(answer=READABLE)
 def math(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   r"""1.0 if the answer of the text equals the gold answer as an expression, else 0.0.
 
   For example, 1/2 equals \frac12 and 0.5. The answer is the content of the last \boxed{}, else what
-  follows ####, else what follows "the answer is", else the last formula or line of the text.
+  follows ####, else what follows "the answer is", else the last formula or line of the text. Where
+  the text has <answer> tags, only what stands in the last pair is read.
 
   Returns:
     The scores. None where the gold answer is missing, or no formula that math-verify can parse.
@@ -111,11 +134,32 @@ class _Compare:
     self._packages = packages
 
   def __call__(self, gold: str, completion: str) -> bool:
+    formula, text = self._found(completion)
+    if text:
+      return self._equal(self.read_formula(gold), self._read(text))
+    return self.is_right(gold, formula)
+
+  def is_right(self, gold: str, formula: str) -> bool:
+    """Whether a formula, or "", equals a gold formula."""
+    return bool(formula) and all(self._side_is_right(gold, side) for side in _sides(gold, formula))
+
+  def answer_of(self, completion: str) -> str:
+    """The formula of a completion. "" where there is none."""
+    formula, text = self._found(completion)
+    # The last thing that math-verify returns is the text that it has read.
+    return str(([*self._read(text)] or [""])[-1]) if text else formula
+
+  def _found(self, completion: str) -> tuple[str, str]:
+    """The formula of a completion, or the text in which math-verify has to look for one."""
+    inside = in_tags(completion)
+    completion = completion if inside is None else inside
     stated = stated_answer(completion)
+    if stated is None and inside is not None and not ("\n" in inside or has_formula(inside)):
+      stated = inside  # which marks the answer, though it may have no number
     formula = as_formula(last_formula(completion) if stated is None else stated)
     if stated is None and not (formula and self.read_formula(formula)):
-      return self._equal(self.read_formula(gold), self._read(affirmed(completion)))
-    return bool(formula) and all(self._side_is_right(gold, side) for side in _sides(gold, formula))
+      return "", affirmed(completion)
+    return formula, ""
 
   def read_formula(self, formula: str) -> list[Any]:
     """What math-verify makes of a formula. Empty where it can parse nothing of it."""

@@ -39,6 +39,8 @@ class Call:
     again: Whether a call that failed is made again. It may have changed something outside.
     asks: Whether the answer is what the function reads, in place of its scores:
       `asking.asking`.
+    votes: Whether the answer is which completions have equal answers, in place of their scores:
+      `votes.voting`.
   """
 
   key: str
@@ -51,6 +53,7 @@ class Call:
   at_once: int = 0
   again: bool = True
   asks: bool = False
+  votes: bool = False
 
 
 class NotPortable(Exception):

@@ -22,6 +22,7 @@ from grpo_jax.foreign import describe
 from grpo_jax.rewards.answer import Answer, ContractError, RewardError
 from grpo_jax.rewards.asking import asking
 from grpo_jax.rewards.call import call, call_async
+from grpo_jax.rewards.votes import voting
 from grpo_jax.rewards.workers import messages
 from grpo_jax.rewards.workers.messages import Call
 from grpo_jax.settings import ConfigError
@@ -91,8 +92,9 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
 
 
 def _function(functions: dict[str, Any], one: Call) -> Any:
-  """The function that a call is for, or what asks it what it reads."""
-  return asking(functions[one.key]) if one.asks else functions[one.key]
+  """The function that a call is for, or what asks it what it reads, or counts its answers."""
+  function = functions[one.key]
+  return asking(function) if one.asks else voting(function) if one.votes else function
 
 
 def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> None:
