@@ -6,14 +6,15 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from grpo_jax.model.attention import decode_choice
 from grpo_jax.model.attention.softmax import Int8, Own, Scoring, as_int8, softmax_attention
 from grpo_jax.model.blocks import LayerMemory, Pass
 from grpo_jax.model.cache import Cache, Prefix, with_axes, without_axes
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.layouts import in_order
 from grpo_jax.model.mixers.seen import Attend, KeysAndValues, Recur, Scan
 
 
@@ -38,7 +39,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       layer = [memory.place][: stack.ndim - new.ndim]
       new = new.reshape((1,) * len(layer) + new.shape)
       start = [*layer, *[0] * len(cache.axes), cache.time % C, 0]
-      return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config, E)
+      return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config, cache.axes)
 
     def by_kernel(q_PKGRTE: jax.Array, own: KeysAndValues, prefix_mask: Any) -> jax.Array:
       whole = jax.tree.map(lambda x: with_axes(x, cache.axes), own)
@@ -190,16 +191,23 @@ def _prefix_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Arra
   return mask
 
 
-def _slots_last(stack: jax.Array, config: ModelConfig, head_dim: int) -> jax.Array:
+def _slots_last(stack: jax.Array, config: ModelConfig, axes: str) -> jax.Array:
   """Fixes the order of a stack [..., C, E] in the memory of a TPU: the slots vary fastest.
 
   A TPU pads the axis that varies fastest to 128. If XLA may choose, it takes E, which is 64 in
-  small models, and a second order for the other stack, and keeps copies in both.
+  small models, and a second order for the other stack, and keeps copies in both. `axes` are those
+  of `Cache.axes`.
   """
-  if config.platform != "tpu" or head_dim % 128 == 0:
+  if config.platform != "tpu" or stack.shape[-1] % 128 == 0:
     return stack
   *outer, slots, element = range(stack.ndim)
-  return with_layout_constraint(stack, Layout(major_to_minor=(*outer, element, slots)))
+  spec = PartitionSpec()
+  if not config.on_one_device:
+    of_axis = {"P": config.rows.spec[0], "K": None, "G": None}
+    if "K" in axes:
+      of_axis["K"] = config.axis_of(stack.shape[axes.index("K") - len(axes) - 2])
+    spec = PartitionSpec(*[None] * (stack.ndim - len(axes) - 2), *(of_axis[axis] for axis in axes))
+  return in_order(stack, (*outer, element, slots), config.rows, spec)
 
 
 def _kernel() -> ModuleType:

@@ -5,8 +5,10 @@ from typing import Any
 
 from flax import struct
 import jax
-from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from grpo_jax.model.layouts import in_order
 
 BRANCH = 16  # children of a node in the tree over the vocabulary
 _FEWEST_FASTEST = 64  # rows for which padding costs a TPU less than copies
@@ -19,10 +21,12 @@ class Decoding:
   Attributes:
     max_tokens: T, the longest completion.
     stop_ids: The token ids that end a completion.
+    sharding: Of the rows on a mesh of several devices. None on one device.
   """
 
   max_tokens: int
   stop_ids: tuple[int, ...] = ()
+  sharding: NamedSharding | None = None
 
 
 class RowSettings(struct.PyTreeNode):
@@ -189,17 +193,22 @@ def sums_by_axis(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
   return jnp.exp(by_node - largest_B[:, None, None]).sum(-1)
 
 
-def _rows_fastest(x_BV: jax.Array) -> jax.Array:
+def _rows_fastest(x_BV: jax.Array, sharding: NamedSharding | None) -> jax.Array:
   """Fixes the order in the memory of a TPU, which pads the axis that varies fastest to 128.
 
   With the rows there, BRANCH neighbours of the vocabulary are a bitcast away. If XLA may choose, it
   takes the vocabulary, and writes all weights, copies them into this order and reads them again.
   """
-  if len(x_BV) < _FEWEST_FASTEST:
+  shards = 1 if sharding is None else sharding.num_devices // sharding.mesh.shape["tensor"]
+  if len(x_BV) // shards < _FEWEST_FASTEST:
     return x_BV
 
   def on_tpu(x_BV: jax.Array) -> jax.Array:
-    return with_layout_constraint(x_BV, Layout(major_to_minor=(1, 0)))
+    spec = PartitionSpec()
+    if sharding is not None:
+      size = sharding.mesh.shape["tensor"]
+      spec = PartitionSpec(sharding.spec[0], None if x_BV.shape[1] % size else "tensor")
+    return in_order(x_BV, (1, 0), sharding, spec)
 
   return jax.lax.platform_dependent(x_BV, tpu=on_tpu, default=lambda x_BV: x_BV)
 
@@ -214,6 +223,7 @@ def sample_token(
   uniforms_BN: jax.Array,
   settings: RowSettings,
   is_barred_BV: jax.Array | None = None,
+  sharding: NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Draws the next token of each row.
 
@@ -222,6 +232,7 @@ def sample_token(
     uniforms_BN: As in `draw`.
     settings: Temperature and filters of each row, as arrays [B].
     is_barred_BV: Tokens that a row may not draw now, or None.
+    sharding: `Decoding.sharding`.
 
   Returns:
     (token, logprob, behavior_logprob), each [B]. The first log-prob is under softmax(logits /
@@ -230,7 +241,7 @@ def sample_token(
     because the choice is certain.
   """
   is_greedy_B = settings.temperature == 0
-  logits_BV = _rows_fastest(logits_BV)
+  logits_BV = _rows_fastest(logits_BV, sharding)
   tempered_BV = logits_BV / jnp.where(is_greedy_B, 1, settings.temperature)[:, None]
   kept_BV = tempered_BV
   if is_barred_BV is not None:
@@ -239,7 +250,7 @@ def sample_token(
   drawn_B, log_total_B = draw(kept_BV, uniforms_BN)
 
   def with_likeliest() -> jax.Array:  # `filtered` keeps the likeliest token
-    return jnp.where(is_greedy_B, _rows_fastest(kept_BV).argmax(-1), drawn_B)
+    return jnp.where(is_greedy_B, _rows_fastest(kept_BV, sharding).argmax(-1), drawn_B)
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
   logprobs_B = behavior_B = _of_token(kept_BV, tokens_B) - log_total_B

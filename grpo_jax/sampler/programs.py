@@ -85,8 +85,9 @@ class FlightPrograms:
 
   def __init__(self, config: model.ModelConfig, decoding: Decoding, columns: int):
     """`config` is the model in the dtype of sampling. The rest are attributes."""
-    self.decoding, self.columns = decoding, columns
-    self._config = config
+    sharding = None if config.on_one_device else config.rows
+    self.decoding = dataclasses.replace(decoding, sharding=sharding)
+    self.columns, self._config = columns, config
 
   @functools.cached_property
   def begin(self) -> Any:

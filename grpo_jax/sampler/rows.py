@@ -158,7 +158,9 @@ def _draw(
   if rows.settings.min_tokens is not None:
     is_stop_V = jnp.zeros(logits_RV.shape[1], bool).at[stop_ids].set(True)
     is_barred_RV = (rows.drawn_R < rows.settings.min_tokens)[:, None] & is_stop_V
-  token_R, *logprobs = sample_token(logits_RV, uniforms_RU, rows.settings, is_barred_RV)
+  token_R, *logprobs = sample_token(
+    logits_RV, uniforms_RU, rows.settings, is_barred_RV, decoding.sharding
+  )
   token_R = jnp.where(is_given_R, given_R, token_R.astype(jnp.int32))
   logprobs = [jnp.where(is_given_R, 0, x_R) for x_R in logprobs]
   stops_R = draws_R & ~is_given_R & (token_R[:, None] == stop_ids).any(-1)
