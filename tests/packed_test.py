@@ -180,10 +180,14 @@ def test_groups_with_equally_many_tokens_come_into_one_part():
   assert packed.real_tokens(batch) == real
 
 
+def slow(value):
+  return pytest.param(value, marks=pytest.mark.slow)
+
+
 UNEVEN = [[7, 7, 7], [1, 0, 0], [4, 2, 3], [1, 1, 0]]
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [slow(1), 2, slow(4)])
 def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch):
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
   params, batch = params_of(CONFIG), make_batch(UNEVEN)
@@ -194,11 +198,9 @@ def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch)
   np.testing.assert_allclose(parts, whole, atol=2e-5)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
-@pytest.mark.parametrize(
-  "change", [{}, pytest.param(dict(top_entropy_quantile=0.4), marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize("lengths", [UNEVEN, pytest.param([[0] * 3] * 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batch", [slow(1), 2, slow(4)])
+@pytest.mark.parametrize("change", [{}, slow(dict(top_entropy_quantile=0.4))], ids=str)
+@pytest.mark.parametrize("lengths", [UNEVEN, slow([[0] * 3] * 4)])
 def test_an_update_in_few_slots_is_a_train_step(lengths, change, micro_batch, monkeypatch):
   """The update compiles a program for each number of slots, and train_step computes rows of T."""
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
