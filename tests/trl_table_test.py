@@ -158,9 +158,9 @@ def test_every_metric_of_the_table_is_in_a_run(tmp_path):
   grpo_jax.train(config, tmp_path)
   (row,) = grpo_jax.read_metrics(tmp_path)
   (name,) = (key.split("/")[1] for key in row if key.startswith("rewards/") and "/std" in key)
-  needs_experts = {"router/aux_loss"}
+  needs_more = {"router/aux_loss", "tools/call_frequency", "tools/failure_frequency"}
   ours = {one.replace("NAME", name) for _, here, _ in metric_rows() for one in here}
-  assert ours - row.keys() == needs_experts
+  assert ours - row.keys() == needs_more
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 import signal
 import sys
 import traceback
+import types
 from typing import NoReturn
 
 from grpo_jax.console.stdout import discard
@@ -54,7 +55,21 @@ def open_standard_streams() -> None:
 def interruptible() -> None:
   """Makes Ctrl-C raise KeyboardInterrupt, unless it is ignored. The imports before could not."""
   if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> None:
+  """Raises KeyboardInterrupt. During an import, which may lose or not survive it, the process ends.
+
+  Nothing has been written then: commands import what computes before they begin.
+  """
+  inner = frame
+  while inner is not None:
+    if inner.f_code.co_filename.startswith("<frozen importlib"):
+      signal.signal(number, signal.SIG_DFL)
+      signal.raise_signal(number)
+    inner = inner.f_back
+  signal.default_int_handler(number, frame)
 
 
 def leave(code: int, line: str) -> NoReturn:
