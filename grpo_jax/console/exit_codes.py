@@ -1,10 +1,12 @@
 """How a program ends: its exit code, and the line that says why."""
 
+import _thread
 import contextlib
 import os
 from pathlib import Path
 import signal
 import sys
+import threading
 import traceback
 import types
 from typing import NoReturn
@@ -63,6 +65,10 @@ def _interrupt(number: int, frame: types.FrameType | None) -> None:
 
   Nothing has been written then: commands import what computes before they begin.
   """
+  if frame is not None and frame.f_code.co_name == "_xla_gc_callback":
+    # JAX's callback of the garbage collector, which loses exceptions: a moment later, it is over.
+    threading.Timer(0.02, _thread.interrupt_main, (number,)).start()
+    return
   inner = frame
   while inner is not None:
     if inner.f_code.co_filename.startswith("<frozen importlib"):
