@@ -63,7 +63,7 @@ def interruptible() -> None:
 def _interrupt(number: int, frame: types.FrameType | None) -> None:
   """Raises KeyboardInterrupt. During an import, which may lose or not survive it, the process ends.
 
-  Nothing has been written then: commands import what computes before they begin.
+  Commands import what computes before they write anything, and a run has handlers of its own.
   """
   if frame is not None and frame.f_code.co_name == "_xla_gc_callback":
     # JAX's callback of the garbage collector, which loses exceptions: a moment later, it is over.

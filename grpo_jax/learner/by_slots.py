@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from grpo_jax import model
 from grpo_jax.algo.metrics import Metrics
 from grpo_jax.learner import train_step as pieces
 from grpo_jax.learner.packed import (
@@ -167,7 +168,7 @@ class Update:
     if rule.objective.look is not None:
       look = rule.objective.look
       self._look = MicroBatchPass(
-        lambda parameters, part: look(pieces.model.join(*parameters), part),
+        lambda parameters, part: look(model.join(*parameters), part),
         rule.micro_batch,
         platform,
         places,
