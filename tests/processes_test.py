@@ -13,6 +13,7 @@ import time
 from lora_run_test import REWARD, make_checkpoint, rows_of
 import pytest
 
+from grpo_jax.learner.packed import slot_sizes
 from grpo_jax.storage.json_files import parse_rows
 from grpo_jax.storage.reading import read_completions
 
@@ -203,6 +204,22 @@ def test_a_second_run_on_the_same_folder_is_refused_and_named(tmp_path):
   assert f"is in use by process {first[0].pid} on {socket.gethostname()} since" in outputs[0]
   first[0].send_signal(signal.SIGTERM)
   assert finish(first)[0] == [75, 75]
+
+
+def test_two_processes_choose_the_same_slots(tmp_path):
+  """Micro-batches need one of two numbers of slots, and each process reads which."""
+  keys = {
+    "steps": 3,
+    "warm_start.steps": 0,
+    "batch.prompts": 16,
+    "batch.group_size": 8,
+    "batch.micro_batch": 4,
+    "sampling.max_tokens": 32,
+    "eval.every": 0,
+  }
+  one, two = train(1, tmp_path / "one", **keys), train(2, tmp_path / "two", **keys)
+  assert_same(two, one)
+  assert len(slot_sizes(8, 32, "cpu")) == 2 and len(one) == 3
 
 
 def test_evaluate_sample_and_export_on_two_processes_do_what_they_do_on_one(tmp_path):
