@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-from typing import TYPE_CHECKING
 
 from grpo_jax.algo.advantages import answers, batch, group, steps
 from grpo_jax.algo.advantages.record import Advantage
 from grpo_jax.lazy import jax
 from grpo_jax.registry import register
 from grpo_jax.settings import Settings, one_of, setting
-
-if TYPE_CHECKING:
-  from grpo_jax.types import Rewards
 
 __all__ = ["ADVANTAGES", "Advantage", "AdvantageSettings", "register_advantage"]
 
