@@ -2,11 +2,13 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from grpo_jax import model
 from grpo_jax.model.huggingface import families
+from grpo_jax.settings import ConfigError
 
 FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
 _QWEN3_5 = dict(
@@ -283,6 +285,18 @@ CONFIGS = {  # the file, and the parameters without vision towers and heads that
     106.9,
   ),
 }
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_published_field_beside_a_vision_tower_is_known(family, tmp_path):
+  """The files of Qwen3.5 say that they hold a tower. Without one, it would have to be ignored."""
+  folder = Path(__file__).parent / "golden" / "vision" / family
+  values = json.loads((folder / "config.json").read_text()) | {"language_model_only": False}
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  assert model.load_model_config(tmp_path, vision=True).vision is not None
+  (tmp_path / "config.json").write_text(json.dumps(values | {"language_model_only": True}))
+  with pytest.raises(ConfigError, match="language_model_only is True, which is not supported"):
+    model.load_model_config(tmp_path, vision=True)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -20,6 +20,8 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _MOST_LAYERS = 4096
 # Fields of the whole config.json that have been read with the text part, or change nothing.
 _OF_WHOLE = {"text_config", "vision_config", "model_type", "architectures", "tie_word_embeddings"}
+# Fields of the whole -> the values with which they change nothing. Qwen3.5 publishes this one.
+_WHOLE_SUPPORTED = {"language_model_only": (False,)}
 _HARMLESS = r"vision_config\.(model_type|tie_word_embeddings|architectures|attention_dropout)"
 
 
@@ -67,7 +69,7 @@ def _check(
       refuse_of_tower(name, f"is {shown(vision[name])}: towers of this family have {wanted[0]!r}")
   if "text_config" in values:
     rest = {k: v for k, v in values.items() if k not in _OF_WHOLE and not pattern.fullmatch(k)}
-    check_fields(rest, {*family.others}, {}, refuse)
+    check_fields(rest, {*family.others}, _WHOLE_SUPPORTED, refuse)
 
 
 def _other(values: Mapping[str, Any], vision: Mapping[str, Any], name: str, default: Any) -> Any:
