@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 NO_METRICS = {"step", "time"}
 WRITTEN_BY = ("algo", "asynchronous", "batches", "evaluation", "learner", "scoring", "training")
 KINDS = (
-  "advantage check clip_ratio completions correction curriculum dynamic_sampling environment eval"
+  "advantage batch check clip_ratio completions correction curriculum dynamic_sampling environment eval"
   " harness perf prompts ratio rewards rollout router sampler sampling selection staleness teacher"
   " time tools update warm_start"
 ).split()
