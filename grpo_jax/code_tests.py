@@ -373,6 +373,7 @@ def _livecodebench_tests(row: Row) -> Tests:
   private = row.get("private_test_cases")
   if isinstance(private, str) and not private.lstrip().startswith("["):
     private = _decompressed(private) if private.strip() else None
+  private = _json(private, "private_test_cases")
   if private:
     cases += _cases(private, "private_test_cases", function)
   return Tests(cases=cases)

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from grpo_jax import learner, model
-from grpo_jax.config import Config, Eval
+from grpo_jax.config import Config, Environment, Eval
 from grpo_jax.data.files.rows import InMemory
 from grpo_jax.data.images import processor
 from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tasks import exams, tasks
 from grpo_jax.data.tokenizers import chat, tokenizer
 from grpo_jax.environments import Environments, of_config
 from grpo_jax.model.huggingface import hub
@@ -182,6 +182,54 @@ class Run:
     run.config = dataclasses.replace(self.config, eval=settings)
     return run
 
+  def with_exam(self, entry: exams.Entry) -> "tuple[Run, Prompts]":
+    """The same parts for an exam, which is answered in one turn and without tools.
+
+    Returns:
+      The run, whose settings of data, sampling and evaluation are those of the exam, and the
+      prompts.
+
+    Raises:
+      ConfigError: The exam cannot be read, or none of its prompts fits the model.
+    """
+    replace, config = dataclasses.replace, self.config
+    max_tokens = entry.max_tokens or config.sampling.max_tokens
+    left = self.parameters.model.max_positions - max_tokens
+    where = f"eval.tasks: {entry.name}"
+    if left < 1:
+      raise ConfigError(
+        f"{where}: the model has {left + max_tokens} positions, and a completion may have"
+        f" {max_tokens}; set max_tokens"
+      )
+    data = replace(
+      config.data,
+      **dict(task="columns", path="", mixture=(), prompts=(), weights=(), columns=(), few_shot=()),
+      prompt=entry.prompt or entry.exam.prompt,
+      max_prompt_tokens=left,
+    )
+    run = copy.copy(self)
+    run.__dict__.pop("environments", None)
+    run.processor = None
+    sampling = replace(config.sampling, max_tokens=max_tokens)
+    run.config = replace(config, data=data, sampling=sampling, environment=Environment())
+    try:
+      with doing(f"reading the exam {entry.name}"):
+        run.task = tasks.Task((), exams.problems(entry))
+        settings = replace(
+          config.eval,
+          examples=len(run.task.test),
+          function=entry.function or entry.exam.function,
+          samples=config.eval.samples if entry.samples < 0 else entry.samples,
+        )
+        run.config = replace(run.config, eval=settings)
+        prompts = run.prompts("test")
+    except ConfigError as error:
+      raise ConfigError(f"{where}: {str(error).removeprefix('data.path: ')}") from None
+    data = replace(data, max_prompt_tokens=prompts.max_tokens)
+    run.config = replace(run.config, data=data)
+    run.programs = Programs(run.config, run.mesh, run.parameters)
+    return run, prompts
+
   def initial_params(self) -> Any:
     """The trained parameters before the first update, on the mesh."""
     return self.parameters.initial(self.key("init"))
@@ -205,7 +253,8 @@ class Run:
       if loaded is not None:
         tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens
-    alphabet = tasks.characters(config.data, self.task, config.environment.has_messages)
+    others = config.environment.has_messages or bool(config.eval.tasks)
+    alphabet = tasks.characters(config.data, self.task, others)
     return tokenizer.characters(alphabet)
 
 
