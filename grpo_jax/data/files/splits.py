@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_jax.data.files import download
+from grpo_jax.data.files.given import is_given, rows_given
 from grpo_jax.data.files.parquet import Parquet
 from grpo_jax.data.files.rows import Chosen, Example, Examples, Joined, JsonLines, Row, Rows
 from grpo_jax.data.files.tables import csv_table, json_table
@@ -29,7 +30,8 @@ def rows_of(path: str, split: str) -> Rows | None:
   """The rows of a split.
 
   A folder has SPLIT.jsonl (or .parquet, .csv, .json), or several files SPLIT-*.jsonl, or was
-  prepared by TensorFlow Datasets. A single file has training rows alone.
+  prepared by TensorFlow Datasets. A single file has training rows alone. A path may also stand for
+  rows that a program gave (`given.py`).
 
   Args:
     path: data.path.
@@ -41,6 +43,8 @@ def rows_of(path: str, split: str) -> Rows | None:
   Raises:
     ConfigError: They cannot be read, or there are none.
   """
+  if is_given(path):
+    return rows_given(path, split)
   given = Path(path).expanduser()
   if os.path.isfile(given / "dataset_info.json"):  # which never raises
     rows: Rows = Prepared(given, split)
