@@ -103,6 +103,8 @@ def _json(value: Any, name: str) -> Any:
   """A value, or what its text holds in JSON."""
   if not isinstance(value, str):
     return value
+  if not value.strip():
+    raise Unreadable(f"{name} is empty: leave such rows out")
   try:
     return json.loads(value)
   except (ValueError, RecursionError) as error:
@@ -372,7 +374,7 @@ def _livecodebench_tests(row: Row) -> Tests:
   cases = _cases(row["public_test_cases"], "public_test_cases", function)
   private = row.get("private_test_cases")
   if isinstance(private, str) and not private.lstrip().startswith("["):
-    private = _decompressed(private) if private.strip() else None
+    private = _decompressed(private) if private.strip() else "[]"
   private = _json(private, "private_test_cases")
   if private:
     cases += _cases(private, "private_test_cases", function)
@@ -380,7 +382,7 @@ def _livecodebench_tests(row: Row) -> Tests:
 
 
 def _livecodebench_function(row: Row) -> str:
-  metadata = _json(row.get("metadata") or {}, "metadata")
+  metadata = _json(row.get("metadata") or "{}", "metadata")
   return (metadata.get("func_name") or "") if isinstance(metadata, Mapping) else ""
 
 

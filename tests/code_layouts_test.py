@@ -308,6 +308,7 @@ class Names:
   "row, error",
   [
     ({"input_output": "{"}, "input_output is not JSON"),
+    ({"input_output": ""}, "input_output is empty: leave such rows out"),
     ({"input_output": {"inputs": ["1"], "outputs": []}}, "has 1 inputs and 0 outputs"),
     ({"input_output": {"inputs": [], "outputs": []}}, "input_output has no cases"),
     ({"tests": [{"input": "1"}]}, "tests has a case without input and output"),

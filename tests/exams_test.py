@@ -387,6 +387,7 @@ def test_an_exam_that_cannot_be_read_is_named(text, error, tmp_path):
     made(tmp_path, [f"math500:{file}"])
   assert str(caught.value).startswith("eval.tasks: math500: ")
   assert error.replace("FILE", str(file)) in str(caught.value)
+  assert "data.path" not in str(caught.value)
 
 
 def test_files_and_folders_of_exams(tmp_path):

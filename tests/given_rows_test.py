@@ -147,6 +147,21 @@ def test_rows_of_another_program_are_asked_for():
     make_task(Data(task="columns", path="python:0123456789ab"))
 
 
+class LikeDataset(ByNumber):
+  """As Arrow has it, all messages have the keys of all others."""
+
+  column_names = ["question", "answer", "note"]
+
+  def __getitem__(self, index):
+    message = {"role": "user", "content": "1", "name": None}
+    return {"question": [message], "answer": "1", "note": {"a": None}}
+
+
+def test_nulls_that_arrow_added_are_left_out_of_messages():
+  (row,) = make_task(Data(task="columns", chat=True, path=give(LikeDataset(1)))).train
+  assert row["question"] == [{"role": "user", "content": "1"}] and row["note"] == {"a": None}
+
+
 def test_rows_of_the_package_datasets():
   datasets = pytest.importorskip("datasets")
   messages = [

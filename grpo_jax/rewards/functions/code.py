@@ -242,7 +242,7 @@ def _problem(number: int, row: Mapping[str, Any]) -> _Problem:
 
 def _whole(program: str, tests: Tests) -> str:
   """The program with what the prompt began. Where that is a function, it may only be its end."""
-  if not tests.entry or re.search(rf"^(async\s+)?def\s+{tests.entry}\b", program, re.M):
+  if not tests.entry or re.search(rf"^(async\s+)?def\s+{re.escape(tests.entry)}\b", program, re.M):
     return f"{tests.header}\n{program}" if tests.header else program
   lines = itertools.takewhile(lambda line: not line[:1].strip(), program.split("\n"))
   return tests.header + "\n".join(lines)
