@@ -299,6 +299,14 @@ def test_the_solutions_of_the_rows_pass(examples):
   assert _check_rows("x", code, rows) == ""
 
 
+def test_rows_without_tests_are_said_at_the_start():
+  with pytest.raises(ConfigError, match="x: the examples have no tests, which are in one of the c"):
+    _check_rows("x", code, [("row 0", {"question": "1+1"})])
+  of_sums = {"reward_model": {"ground_truth": "72"}}
+  said = "x: none of the rows that were looked at has tests"
+  assert _check_rows("x", code, [("row 0", of_sums)]) == said
+
+
 class Names:
   def __reduce__(self):
     return print, ("run",)

@@ -376,7 +376,7 @@ def test_a_task_by_name_has_votes_of_its_own(tmp_path):
     ('{"problem": "x"}', "FILE line 1 has no text field 'answer' or 'Answer'"),
     ("{", "FILE line 1 is not JSON"),
     ("", "FILE is empty"),
-    (None, "cannot read FILE"),
+    (None, "cannot read FILE (No such file or directory)"),
   ],
 )
 def test_an_exam_that_cannot_be_read_is_named(text, error, tmp_path):

@@ -105,7 +105,10 @@ def rows_of_test(path: str, hub: str) -> Rows:
   for file in found:
     if file.suffix not in _KINDS:
       raise ConfigError(f"data.path: {file} is none of {', '.join(_KINDS)}")
-  parts = [_read(file) for file in found]
+  try:
+    parts = [_KINDS[file.suffix](file) for file in found]
+  except OSError as error:
+    raise ConfigError(f"data.path: cannot read {given} ({error.strerror or error})") from None
   rows = parts[0] if len(parts) == 1 else Joined(parts)
   if not len(rows):
     raise ConfigError(f"data.path: {found[0]} is empty")

@@ -78,7 +78,15 @@ def _check_rows(
   """
   deadline = time.monotonic() + _SECONDS
   tried, problems = 0, list[str]()
-  with_tests = itertools.islice((one for one in rows if layout_of(one[1])), _TRIED)
+  rows = iter(rows)
+  first = next(rows)
+  if not {*MAIN_COLUMNS} & first[1].keys():
+    raise ConfigError(
+      f"{where}: the examples have no tests, which are in one of the columns"
+      f" {', '.join(MAIN_COLUMNS)}"
+    )
+  all_of_them = itertools.chain([first], rows)
+  with_tests = itertools.islice((one for one in all_of_them if layout_of(one[1])), _TRIED)
   while time.monotonic() < deadline:
     some = list(itertools.islice(with_tests, _TRIED_AT_ONCE))
     if not some:
@@ -98,6 +106,8 @@ def _check_rows(
       elif solution.strip() and given < 1:
         problems.append(f"{place}: its own solution fails its tests")
     tried += len(some)
+  if not tried and time.monotonic() < deadline:
+    return f"{where}: none of the rows that were looked at has tests"
   if not problems:
     return ""
   more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
