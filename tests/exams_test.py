@@ -390,6 +390,16 @@ def test_an_exam_that_cannot_be_read_is_named(text, error, tmp_path):
   assert "data.path" not in str(caught.value)
 
 
+def test_a_completion_leaves_room_for_a_prompt(tmp_path):
+  file = write(tmp_path, "math500", [row for row, _, _ in PAPERS["math500"]])
+  with pytest.raises(
+    ConfigError, match="math500: the model has 32768 positions, .* set max_tokens"
+  ):
+    made(tmp_path, [f"math500(max_tokens=32768):{file}"])
+  with pytest.raises(ConfigError, match="math500: .*drops all 5 prompts"):
+    made(tmp_path, [f"math500(max_tokens=32760):{file}"])
+
+
 def test_files_and_folders_of_exams(tmp_path):
   (tmp_path / "x.txt").write_text("")
   with pytest.raises(ConfigError, match="x.txt is none of .jsonl, .parquet, .csv, .json"):

@@ -192,41 +192,19 @@ class Run:
     Raises:
       ConfigError: The exam cannot be read, or none of its prompts fits the model.
     """
-    replace, config = dataclasses.replace, self.config
-    max_tokens = entry.max_tokens or config.sampling.max_tokens
-    left = self.parameters.model.max_positions - max_tokens
-    where = f"eval.tasks: {entry.name}"
-    if left < 1:
-      raise ConfigError(
-        f"{where}: the model has {left + max_tokens} positions, and a completion may have"
-        f" {max_tokens}; set max_tokens"
-      )
-    data = replace(
-      config.data,
-      **dict(task="columns", path="", mixture=(), prompts=(), weights=(), columns=(), few_shot=()),
-      prompt=entry.prompt or entry.exam.prompt,
-      max_prompt_tokens=left,
-    )
+    where, positions = f"eval.tasks: {entry.name}", self.parameters.model.max_positions
     run = copy.copy(self)
     run.__dict__.pop("environments", None)
     run.processor = None
-    sampling = replace(config.sampling, max_tokens=max_tokens)
-    run.config = replace(config, data=data, sampling=sampling, environment=Environment())
     try:
       with doing(f"reading the exam {entry.name}"):
         run.task = tasks.Task((), exams.problems(entry))
-        settings = replace(
-          config.eval,
-          examples=len(run.task.test),
-          function=entry.function or entry.exam.function,
-          samples=config.eval.samples if entry.samples < 0 else entry.samples,
-        )
-        run.config = replace(run.config, eval=settings)
+        run.config = _config_of_exam(self.config, entry, len(run.task.test), positions)
         prompts = run.prompts("test")
     except ConfigError as error:
       raise ConfigError(f"{where}: {str(error).removeprefix('data.path: ')}") from None
-    data = replace(data, max_prompt_tokens=prompts.max_tokens)
-    run.config = replace(run.config, data=data)
+    data = dataclasses.replace(run.config.data, max_prompt_tokens=prompts.max_tokens)
+    run.config = dataclasses.replace(run.config, data=data)
     run.programs = Programs(run.config, run.mesh, run.parameters)
     return run, prompts
 
@@ -256,6 +234,42 @@ class Run:
     others = config.environment.has_messages or bool(config.eval.tasks)
     alphabet = tasks.characters(config.data, self.task, others)
     return tokenizer.characters(alphabet)
+
+
+def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions: int) -> Config:
+  """The config of a run with the settings of an exam, whose prompts get all that positions leave.
+
+  Raises:
+    ConfigError: A completion takes all positions.
+  """
+  max_tokens = entry.max_tokens or config.sampling.max_tokens
+  if max_tokens >= positions:
+    raise ConfigError(
+      f"the model has {positions} positions, and a completion may have {max_tokens} tokens; set"
+      " max_tokens"
+    )
+  data = dataclasses.replace(
+    config.data,
+    task="columns",
+    path="",
+    columns=(),
+    mixture=(),
+    weights=(),
+    prompts=(),
+    few_shot=(),
+    prompt=entry.prompt or entry.exam.prompt,
+    max_prompt_tokens=positions - max_tokens,
+  )
+  settings = dataclasses.replace(
+    config.eval,
+    examples=problems,
+    function=entry.function or entry.exam.function,
+    samples=config.eval.samples if entry.samples < 0 else entry.samples,
+  )
+  sampling = dataclasses.replace(config.sampling, max_tokens=max_tokens)
+  return dataclasses.replace(
+    config, data=data, eval=settings, sampling=sampling, environment=Environment()
+  )
 
 
 def set_matmul_precision(config: Config) -> None:

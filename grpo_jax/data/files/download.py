@@ -1,5 +1,6 @@
 """Downloads of data: files of huggingface.co, and whether a server answers at all."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 import re
 import sys
@@ -21,7 +22,7 @@ def dataset_files(name: str) -> list[Path]:
   """Files of a data set of huggingface.co, which are downloaded once.
 
   Args:
-    name: OWNER/NAME/FILE. FILE may be a pattern.
+    name: OWNER/NAME/FILE. FILE may be a pattern, whose * stands for folders, too.
 
   Raises:
     ConfigError: They cannot be downloaded, or there are none.
@@ -40,7 +41,8 @@ def dataset_files(name: str) -> list[Path]:
       f"data.path: {name} cannot be downloaded from huggingface.co ({type(error).__name__}:"
       f" {reason:.200}); give a file of your own: EXAM:FILE"
     ) from None
-  found = sorted(Path(folder).glob(pattern))
+  files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+  found = [file for file in files if fnmatch(file.relative_to(folder).as_posix(), pattern)]
   if not found:
     raise ConfigError(f"data.path: {repository} on huggingface.co has no file {pattern}")
   return found

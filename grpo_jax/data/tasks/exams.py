@@ -96,10 +96,10 @@ _MATH = _seedless(examples.math)
 EXAMS: dict[str, Exam] = {
   "aime24": Exam(_MATH, "math", _BOXED, "HuggingFaceH4/aime_2024/data/train-*.parquet"),
   "aime25": Exam(_MATH, "math", _BOXED, "MathArena/aime_2025/data/train-*.parquet"),
-  "amc23": Exam(_MATH, "math", _BOXED, "math-ai/amc23/data/test-*.parquet"),
+  "amc23": Exam(_MATH, "math", _BOXED, "math-ai/amc23/*test*.parquet"),
   "math500": Exam(_MATH, "math", _BOXED, "HuggingFaceH4/MATH-500/test.jsonl"),
   "gsm8k": Exam(_seedless(examples.gsm8k), "math", _BOXED, "openai/gsm8k/main/test-*.parquet"),
-  "svamp": Exam(_seedless(examples.svamp), "math", _BOXED, "ChilleD/SVAMP/data/test-*.parquet"),
+  "svamp": Exam(_seedless(examples.svamp), "math", _BOXED, "ChilleD/SVAMP/*test*.parquet"),
   "gpqa_diamond": Exam(_gpqa, "choice", _LETTER, "Idavidrein/gpqa/gpqa_diamond.csv"),
   "mmlu_pro": Exam(
     _seedless(_mmlu_pro), "choice", _LETTER, "TIGER-Lab/MMLU-Pro/data/test-*.parquet"
