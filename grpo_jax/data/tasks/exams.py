@@ -5,6 +5,7 @@ An exam is evaluated beside the data of a run (`eval.tasks`), and never trained 
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import re
 from typing import Any, get_type_hints
 import zlib
@@ -12,8 +13,9 @@ import zlib
 import numpy as np
 
 from grpo_jax import calls
-from grpo_jax.data.files.rows import Chosen, Example, Examples, Row
+from grpo_jax.data.files.rows import Chosen, Example, Examples, Row, Rows
 from grpo_jax.data.files.splits import rows_of_test
+from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.tasks import examples
 from grpo_jax.data.tasks.code import code_example
 from grpo_jax.settings import LARGEST_INT, ConfigError, shown
@@ -32,23 +34,37 @@ class Exam:
   """A published test set.
 
   Attributes:
-    example: Makes an example of a row, from its place for error messages, and a seed.
+    maker: (rows, entry) -> what makes an example of a row and its place, for error messages.
     function: The reward function that decides.
     prompt: The template of its prompts.
-    hub: Its files on huggingface.co: OWNER/NAME/FILE, perhaps with * for several files.
+    hub: Its files on huggingface.co: OWNER/NAME/FILE, perhaps with * for several files. "" if a
+      file must be given.
   """
 
-  example: Callable[[Row, str, int], Example]
+  maker: "Callable[[Rows, Entry], MakeExample]"
   function: str
   prompt: str
   hub: str
 
 
-def _seedless(make: Callable[[Row, str], Example]) -> Callable[[Row, str, int], Example]:
-  return lambda row, where, seed: make(row, where)
+MakeExample = Callable[[Row, str], Example]
 
 
-def _gpqa(row: Row, where: str, seed: int) -> Example:
+def _each(make: MakeExample) -> "Callable[[Rows, Entry], MakeExample]":
+  """The maker of examples that depend on their row alone."""
+  return lambda rows, entry: make
+
+
+def _columns(rows: Rows, entry: "Entry") -> MakeExample:
+  """Rows with any columns, of which the prompt and the function of the entry read some."""
+  return examples.Columns(rows, rows.columns(), (), fields_of(entry.prompt or entry.exam.prompt))
+
+
+def _gpqa(rows: Rows, entry: "Entry") -> MakeExample:
+  return functools.partial(_gpqa_example, seed=entry.seed)
+
+
+def _gpqa_example(row: Row, where: str, seed: int) -> Example:
   """A row of GPQA, whose right option comes first. The seed and the question order them."""
   question = _texts(row, where, "Question")[0].strip()
   names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
@@ -91,31 +107,28 @@ def _texts(row: Row, where: str, *names: str) -> list[str]:
   return [row[name] for name in names]
 
 
-_MATH = _seedless(examples.math)
+_MATH = _each(examples.math)
 
 EXAMS: dict[str, Exam] = {
   "aime24": Exam(_MATH, "math", _BOXED, "HuggingFaceH4/aime_2024/data/train-*.parquet"),
   "aime25": Exam(_MATH, "math", _BOXED, "MathArena/aime_2025/data/train-*.parquet"),
   "amc23": Exam(_MATH, "math", _BOXED, "math-ai/amc23/*test*.parquet"),
   "math500": Exam(_MATH, "math", _BOXED, "HuggingFaceH4/MATH-500/test.jsonl"),
-  "gsm8k": Exam(_seedless(examples.gsm8k), "math", _BOXED, "openai/gsm8k/main/test-*.parquet"),
-  "svamp": Exam(_seedless(examples.svamp), "math", _BOXED, "ChilleD/SVAMP/*test*.parquet"),
+  "gsm8k": Exam(_each(examples.gsm8k), "math", _BOXED, "openai/gsm8k/main/test-*.parquet"),
+  "svamp": Exam(_each(examples.svamp), "math", _BOXED, "ChilleD/SVAMP/*test*.parquet"),
   "gpqa_diamond": Exam(_gpqa, "choice", _LETTER, "Idavidrein/gpqa/gpqa_diamond.csv"),
-  "mmlu_pro": Exam(
-    _seedless(_mmlu_pro), "choice", _LETTER, "TIGER-Lab/MMLU-Pro/data/test-*.parquet"
-  ),
-  "ifeval": Exam(
-    _seedless(_ifeval), "ifeval", "{question}", "google/IFEval/ifeval_input_data.jsonl"
-  ),
+  "mmlu_pro": Exam(_each(_mmlu_pro), "choice", _LETTER, "TIGER-Lab/MMLU-Pro/data/test-*.parquet"),
+  "ifeval": Exam(_each(_ifeval), "ifeval", "{question}", "google/IFEval/ifeval_input_data.jsonl"),
   "humaneval": Exam(
-    _seedless(code_example),
+    _each(code_example),
     _CODE,
     "{question}",
     "openai/openai_humaneval/openai_humaneval/test-*.parquet",
   ),
   "livecodebench": Exam(
-    _seedless(code_example), _CODE, "{question}", "livecodebench/code_generation_lite/test*.jsonl"
+    _each(code_example), _CODE, "{question}", "livecodebench/code_generation_lite/test*.jsonl"
   ),
+  "columns": Exam(_columns, "flexible", "{question}", ""),
 }
 
 
@@ -200,6 +213,8 @@ def _entry(text: str) -> Entry:
       what = "a text" if kinds[name] is str else f"a whole number{least}"
       raise ConfigError(f"eval.tasks holds {text!r}: {name} must be {what}, got {shown(value)}")
   name = match["name"] or match["exam"]
+  if not match["path"] and not EXAMS[match["exam"]].hub:
+    raise ConfigError(f"eval.tasks holds {text!r}: write {match['exam']}:FILE")
   return Entry(name=name, exam=EXAMS[match["exam"]], path=match["path"] or "", **options)
 
 
@@ -217,11 +232,7 @@ def problems(entry: Entry) -> Sequence[Example]:
     ConfigError: There are no rows, or their file cannot be read or downloaded.
   """
   rows = rows_of_test(entry.path, entry.exam.hub)
-
-  def example(row: Row, where: str) -> Example:
-    return entry.exam.example(row, where, entry.seed)
-
-  found = Examples(rows, example)
+  found = Examples(rows, entry.exam.maker(rows, entry))
   if not 0 < entry.examples < len(found):
     return found
   words = np.random.Philox(key=np.array([0, 2**64 - 2], np.uint64)).random_raw(len(found))
