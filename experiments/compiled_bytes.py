@@ -19,8 +19,8 @@ from accelerator_parts import Part
 import jax
 
 from grpo_jax.planning.cost import instruction_runs
-from grpo_jax.planning.programs import programs
 from grpo_jax.planning.topologies import devices_of
+from grpo_jax.run.stages import programs
 
 
 def stage_of(what: str, topology: str, rows: int) -> tuple[str, dict[int, float], float]:

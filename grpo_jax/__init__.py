@@ -25,12 +25,17 @@ if sys.argv[0] == "-m":
   line.start()  # before the imports that take long
 
 if TYPE_CHECKING:
+  from grpo_jax.algo.advantages import register_advantage
+  from grpo_jax.algo.corrections import register_correction
+  from grpo_jax.algo.kl import register_kl
   from grpo_jax.algo.surrogates import register_surrogate
+  from grpo_jax.batches.own_metrics import register_metric
   from grpo_jax.config import Config
   from grpo_jax.console.exit_codes import Stopped
   from grpo_jax.data.tasks.tasks import Task, register_task
   from grpo_jax.environments.names import register_environment, register_tool
   from grpo_jax.evaluation.policy import Completion, Policy, load_policy
+  from grpo_jax.learner.optimizer import register_optimizer
   from grpo_jax.recipes import load_config
   from grpo_jax.rewards.names import register_reward
   from grpo_jax.settings import ConfigError, RunFailed
@@ -55,7 +60,12 @@ __all__ = [
   "read_completions",
   "read_config",
   "read_metrics",
+  "register_advantage",
+  "register_correction",
   "register_environment",
+  "register_kl",
+  "register_metric",
+  "register_optimizer",
   "register_reward",
   "register_surrogate",
   "register_task",
@@ -64,12 +74,17 @@ __all__ = [
 ]
 
 _MODULES = {
+  "algo.advantages": ("register_advantage",),
+  "algo.corrections": ("register_correction",),
+  "algo.kl": ("register_kl",),
   "algo.surrogates": ("register_surrogate",),
+  "batches.own_metrics": ("register_metric",),
   "config": ("Config",),
   "console.exit_codes": ("Stopped",),
   "data.tasks.tasks": ("Task", "register_task"),
   "environments.names": ("register_environment", "register_tool"),
   "evaluation.policy": ("Completion", "Policy", "load_policy"),
+  "learner.optimizer": ("register_optimizer",),
   "recipes": ("load_config",),
   "rewards.names": ("register_reward",),
   "settings": ("ConfigError", "RunFailed"),

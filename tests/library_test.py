@@ -17,11 +17,17 @@ import numpy as np
 import pytest
 
 import grpo_jax
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.corrections import CORRECTIONS
+from grpo_jax.algo.kl import KL
 from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.batches.own_metrics import OWN_METRICS, own_metrics
 from grpo_jax.config import Mesh
 from grpo_jax.data.tasks.tasks import TASKS
 from grpo_jax.evaluation.policy import _on_this_machine
+from grpo_jax.learner.optimizer import OPTIMIZERS
 from grpo_jax.rewards import REWARDS
+from grpo_jax.settings import RunFailed
 from grpo_jax.timing import is_of_clock
 from tests.small_run import small_config
 
@@ -272,6 +278,11 @@ NO_CONFIGS += [grpo_jax.Config(steps=value) for value in (1.5, None, Raises())]
     (grpo_jax.register_reward, NO_FUNCTIONS),
     (grpo_jax.register_task, NO_FUNCTIONS),
     (grpo_jax.register_surrogate, NO_FUNCTIONS),
+    (grpo_jax.register_advantage, NO_FUNCTIONS),
+    (grpo_jax.register_correction, NO_FUNCTIONS),
+    (grpo_jax.register_kl, NO_FUNCTIONS),
+    (grpo_jax.register_optimizer, NO_FUNCTIONS),
+    (grpo_jax.register_metric, NO_FUNCTIONS),
   ],
 )
 def test_what_a_call_cannot_use_is_one_line_and_nothing_is_written(
@@ -317,15 +328,30 @@ def test_the_line_says_what_to_give(tmp_path, monkeypatch, call, message):
     call()
 
 
+@pytest.fixture
+def own_tables():
+  """Tables of names, which lose what a test registers."""
+  tables = ADVANTAGES, CORRECTIONS, KL, OPTIMIZERS, OWN_METRICS, REWARDS, SURROGATES, TASKS
+  before = [set(table) for table in tables]
+  yield
+  for table, names in zip(tables, before, strict=True):
+    for name in set(table) - names:
+      del table[name]
+
+
 @pytest.mark.parametrize(
   ("register", "table"),
   [
     (grpo_jax.register_reward, REWARDS),
     (grpo_jax.register_surrogate, SURROGATES),
+    (grpo_jax.register_advantage, ADVANTAGES),
+    (grpo_jax.register_correction, CORRECTIONS),
+    (grpo_jax.register_kl, KL),
+    (grpo_jax.register_optimizer, OPTIMIZERS),
     (grpo_jax.register_task, TASKS),
   ],
 )
-def test_registered_functions_are_found_by_name_and_can_be_replaced(register, table):
+def test_registered_functions_are_found_by_name_and_can_be_replaced(register, table, own_tables):
   def mine(*args):
     return args
 
@@ -350,6 +376,10 @@ def test_a_name_that_this_process_has_not_registered_says_what_to_do(tmp_path):
   for key, value, name in (
     ("reward.functions", ("gone",), "register_reward"),
     ("algo.surrogate", "gone", "register_surrogate"),
+    ("algo.advantage", "gone", "register_advantage"),
+    ("algo.correction", "gone", "register_correction"),
+    ("algo.kl", "gone", "register_kl"),
+    ("optimizer.name", "gone", "register_optimizer"),
     ("data.task", "gone", "register_task"),
   ):
     with pytest.raises(grpo_jax.ConfigError, match=f"{key}.*gone.*or call grpo_jax.{name} first"):
@@ -452,6 +482,67 @@ def test_another_definition_under_the_same_name_counts_in_the_next_run(tmp_path)
   once, twice, other = run("a", "a", 1.0), run("b", "a", 2.0), run("c", "b", 1.0)
   assert once["reward"] > 0 < other["reward"]
   assert twice["grad_norm"] == pytest.approx(2 * once["grad_norm"])
+
+
+def test_parts_of_a_program_s_own_are_what_a_run_computes(tmp_path, monkeypatch, own_tables):
+  page = Path("docs/developing.md").read_text()
+  (code,) = [block for block in page.split("```")[1::2] if "register_advantage" in block]
+  code = code.removeprefix("python").replace("/tmp/own_parts", str(tmp_path / "run"))
+  calls = []
+  monkeypatch.setattr(
+    grpo_jax,
+    "load_config",
+    lambda recipe, changes: (
+      calls.append(changes) or config(log__completions_every=1).replace(changes)
+    ),
+  )
+  names = {}
+  exec(code, names)
+  row = grpo_jax.read_metrics(tmp_path / "run")[-1]
+  rows = grpo_jax.read_completions(tmp_path / "run", row["step"])
+  marks = [one["completion"].count("?") for one in rows]
+  assert row["own/question_marks"] == sum(marks) / len(marks)
+  by_prompt = {}
+  for one in rows:
+    by_prompt.setdefault(one["prompt"], []).append(one)
+  for group in by_prompt.values():
+    rewards = np.array([one["reward"] for one in group])
+    best = rewards == rewards.max()
+    np.testing.assert_allclose([one["advantage"] for one in group], best - best.mean(), atol=1e-6)
+  assert set(calls[0]) == {
+    "steps", "algo.advantage", "algo.correction", "algo.kl", "algo.kl_coef", "optimizer.name",
+  }  # fmt: skip
+  logprobs = np.log(np.array([0.5, 0.25, 0.3])), np.log(np.array([0.25, 0.5, 0.3]))
+  # 0.5 d (1 - e^-d): ln 2 / 4 and ln 2 / 2
+  np.testing.assert_allclose(names["jeffreys"](*logprobs), [0.1732868, 0.3465736, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("value", "message"),
+  [
+    ("many", "metric bad returned 'many': it must be a number"),
+    (None, "metric bad returned None"),
+    ({"a": [1]}, r"metric bad/a returned \[1\]"),
+    (ValueError("no texts"), "metric bad raised ValueError: no texts"),
+  ],
+)
+def test_a_metric_that_is_no_number_ends_the_run_in_one_line(tmp_path, value, message, own_tables):
+  @grpo_jax.register_metric
+  def bad(rollouts, rewards_PG):
+    if isinstance(value, Exception):
+      raise value
+    return value
+
+  with pytest.raises(RunFailed, match=message):
+    grpo_jax.train(config(), tmp_path / "run")
+
+
+def test_a_metric_may_have_several_numbers(own_tables):
+  @grpo_jax.register_metric
+  def bad(rollouts, rewards_PG):
+    return {"best": rewards_PG.max(), "count": rewards_PG.size}
+
+  assert own_metrics(None, np.array([[1.0, 2.0]])) == {"own/bad/best": 2.0, "own/bad/count": 2.0}
 
 
 def test_sample_takes_a_text_messages_or_a_list_of_either():

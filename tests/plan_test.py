@@ -18,9 +18,9 @@ from grpo_jax.parallel import chips
 from grpo_jax.parallel.mesh import sampling_mesh
 from grpo_jax.planning import plan, table, topologies
 from grpo_jax.planning.phases import compiled
-from grpo_jax.planning.programs import programs, shape_alone
 from grpo_jax.run import fitting
 from grpo_jax.run.parameters import count
+from grpo_jax.run.stages import programs, shape_alone
 from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -339,7 +339,7 @@ import re
 import conftest
 import jax
 from plan_test import config_of_large_activations, small_run
-from grpo_jax.planning.programs import programs
+from grpo_jax.run.stages import programs
 run = small_run(config_of_large_activations())
 (update,) = [program for program in programs(run) if program.name == "update"]
 (stage,) = update.stages

@@ -17,7 +17,7 @@ from small_run import (
 )
 
 from grpo_jax.algo.settings import Algo
-from grpo_jax.planning.programs import programs
+from grpo_jax.run.stages import programs
 from grpo_jax.types import Rewards
 
 

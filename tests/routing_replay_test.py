@@ -18,9 +18,9 @@ from grpo_jax.learner.features import completion_features
 from grpo_jax.model.mlps.router import route
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
-from grpo_jax.planning.programs import programs
 from grpo_jax.run.checks import check_config
 from grpo_jax.run.run import Run
+from grpo_jax.run.stages import programs
 from grpo_jax.sampler import sampling
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.sampler.sampling import Draws, Sampler, whole

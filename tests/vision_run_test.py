@@ -18,11 +18,11 @@ from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import load_policy
-from grpo_jax.planning.programs import programs
 from grpo_jax.reporting.completions import shares, shown_completions
 from grpo_jax.reporting.runs import read_run
 from grpo_jax.run import memory
 from grpo_jax.run.run import Run
+from grpo_jax.run.stages import programs
 from grpo_jax.sampler.sampling import shared_tokens
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_completions, read_metrics

@@ -1,7 +1,7 @@
 """What must hold between the settings of the algorithm, and which of them change nothing."""
 
 from grpo_jax.algo.advantages import ADVANTAGES
-from grpo_jax.algo.corrections import LEVELS
+from grpo_jax.algo.corrections import CORRECTIONS, LEVELS, BoundSettings
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.record import require
@@ -141,8 +141,9 @@ def _check_correction(algo: Algo, sampler_filters: bool) -> None:
     "correction_level",
     f"a weight per token undoes the {algo.ratio} ratio; choose {row_levels}",
   )
+  has_bounds = issubclass(CORRECTIONS[algo.correction].settings, BoundSettings)
   require(
-    bool(algo.correction_low or algo.correction_high),
+    not has_bounds or bool(algo.correction_low or algo.correction_high),
     algo,
     "correction",
     "set algo.correction_low or algo.correction_high, or it changes nothing",

@@ -13,6 +13,7 @@ import dataclasses
 from grpo_jax import masked
 from grpo_jax.algo.record import Example, Record, Records, S
 from grpo_jax.lazy import jax, jnp
+from grpo_jax.registry import register
 from grpo_jax.settings import Settings, at_least, one_of, setting
 
 
@@ -169,7 +170,7 @@ class _Choice(Settings):
     "none",
     "what becomes of the weights for the gap between sampler and learner: a name in"
     " algo/corrections.py",
-    one_of(CORRECTIONS),
+    one_of(CORRECTIONS, "or call grpo_jax.register_correction first"),
   )
   correction_level: str = setting(
     "token",
@@ -219,3 +220,24 @@ def correction_weights(
   weights_PGT = importance(old_logprobs_PGT, mu_PGT, mask_PGT, algo)
   weights_PGT = CORRECTIONS[algo.correction].compute(weights_PGT, algo)
   return jax.lax.stop_gradient(masked.masked(weights_PGT, mask_PGT))
+
+
+def register_correction(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+  """Gives a correction of this program a name in configs: that of its function.
+
+  It can be used as a decorator. `algo.correction` then finds the name. A program that goes on with
+  a run registers the function first, because the run saves the name alone.
+
+  Args:
+    compute: (weights_PGT, algo) -> [P, G, T], in JAX. The weights belong to a token or to a row, as
+      `algo.correction_level` says. What it returns multiplies the loss of each token.
+
+  Returns:
+    The function.
+
+  Raises:
+    ConfigError: A correction of grpo_jax has this name, or it has none.
+  """
+  record = Correction(compute=compute, settings=Settings, examples=())
+  register("correction", CORRECTIONS, compute, record)
+  return compute

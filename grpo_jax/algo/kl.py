@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from grpo_jax.algo.record import Example
 from grpo_jax.lazy import jax, jnp
+from grpo_jax.registry import register
 from grpo_jax.settings import Settings, above, at_least, fraction, one_of, setting
 
 Estimate: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
@@ -184,7 +185,7 @@ KL["full"] = KLEstimator(
 class KLSettings(Settings):
   """The choice of a KL estimator, what becomes of the KL, and how the reference moves."""
 
-  kl: str = setting("k3", "a name in algo/kl.py", one_of(KL))
+  kl: str = setting("k3", "a name in algo/kl.py", one_of(KL, "or call grpo_jax.register_kl first"))
   kl_coef: float = setting(
     0.0,
     "weight of the KL to the reference; 0 = no reference is kept and no forward pass spent on it",
@@ -213,3 +214,23 @@ class KLSettings(Settings):
     "how far the reference moves towards the policy",
     fraction("1 makes the reference the policy"),
   )
+
+
+def register_kl(estimate: Estimate) -> Estimate:
+  """Gives a KL estimate of this program a name in configs: that of its function.
+
+  It can be used as a decorator. `algo.kl` then finds the name. A program that goes on with a run
+  registers the function first, because the run saves the name alone.
+
+  Args:
+    estimate: (logprobs_PGT, ref_logprobs_PGT) -> [P, G, T], in JAX. Its gradient is that of its
+      value. `straight_through` gives an estimate the gradient of k2.
+
+  Returns:
+    The function.
+
+  Raises:
+    ConfigError: An estimate of grpo_jax has this name, or it has none.
+  """
+  register("KL estimate", KL, estimate, KLEstimator(estimate, ()))
+  return estimate

@@ -12,6 +12,7 @@ from grpo_jax.algo.metrics import disjoint
 from grpo_jax.batches.curriculum import PassRateCurriculum
 from grpo_jax.batches.flow import DrawnGroups, Flow, Policy
 from grpo_jax.batches.groups import ScoredGroups, choose
+from grpo_jax.batches.own_metrics import own_metrics
 from grpo_jax.batches.rollout_metrics import (
   check_metrics,
   completion_rows,
@@ -429,7 +430,7 @@ class Collector:
     if self._config.algo.overlong:
       shaped = self._shaped(sampled.rewards, sampled.rollouts)
       metrics |= score_metrics(shaped, self._names)
-    return metrics
+    return disjoint(metrics, own_metrics(sampled.rollouts, host_scores(sampled.rewards)))
 
 
 class _Choice(NamedTuple):

@@ -16,6 +16,7 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.algo.metrics import Metrics
+from grpo_jax.compiling import Compiler, Jitted
 from grpo_jax.learner import train_step as pieces
 from grpo_jax.learner.packed import (
   Parts,
@@ -81,18 +82,19 @@ class MicroBatchPass:
     """
     places = places or Places()
     self._function, self._micro_batch, self._platform = function, micro_batch, platform
-    self.whole = jax.jit(self._plain, out_shardings=places.rows)
-    of_parts = Parts(places.parts, places.everywhere, places.everywhere)
+    self.whole = Jitted(self._plain, out_shardings=places.rows)
+    self._of_parts = Parts(places.parts, places.everywhere, places.everywhere)
     split = functools.partial(in_parts, micro_batch=micro_batch)
-    self._split = jax.jit(split, out_shardings=None if places.rows is None else of_parts)
-    self._zeros = jax.jit(self._nothing, out_shardings=places.parts)
-    self._add = jax.jit(
+    self._split = Jitted(split, out_shardings=None if places.rows is None else self._of_parts)
+    self._zeros = Jitted(self._nothing, out_shardings=places.parts)
+    self._add = Jitted(
       self._segment,
+      _slots,
       static_argnames="slots",
       donate_argnames="found",
       out_shardings=places.parts,
     )
-    self._in_order = jax.jit(_in_order, out_shardings=places.rows)
+    self._in_order = Jitted(_in_order, out_shardings=places.rows)
 
   def __call__(self, params: Any, batch: Batch) -> Any:
     sizes = sizes_of(batch, self._platform)
@@ -103,6 +105,26 @@ class MicroBatchPass:
     for slots, first, end in segments(np.asarray(parts.needed_M), sizes):
       found = self._add(params, parts, found, first, end, slots=slots)
     return self._in_order(found, parts.order_P)
+
+  def compile_ahead(self, compiler: Compiler, params: Any, batch: Batch) -> None:
+    """Has compiled what every call needs, and what calls may need if these are few programs.
+
+    Args:
+      compiler: Who compiles.
+      params: The shapes and places of the parameters.
+      batch: Those of the batch.
+    """
+    sizes = sizes_of(batch, self._platform)
+    if len(sizes) == 1:
+      self.whole.compile_ahead(compiler, params, batch)
+      return
+    self._split.compile_ahead(compiler, batch)
+    parts = placed(self._split.shapes(batch), self._of_parts)
+    self._zeros.compile_ahead(compiler, params, parts)
+    found = placed(self._zeros.shapes(params, parts), self._of_parts.batch)
+    for slots in _likely(sizes, self._platform):
+      self._add.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
+    self._in_order.compile_ahead(compiler, found, parts.order_P)
 
   def _plain(self, params: Any, batch: Batch) -> Any:
     return in_micro_batches(functools.partial(self._function, params), batch, self._micro_batch)
@@ -155,15 +177,20 @@ class Update:
       of_parts = Parts(places.parts, places.everywhere, places.everywhere)
       begun = Begun(of_parts, places.everywhere, places.everywhere)
       sums = Sums(places.state.params, places.everywhere, places.everywhere)
-    self.whole = jax.jit(self._train_step, donate_argnums=0, out_shardings=updated)
-    self._begin = jax.jit(self._prepare_and_begin, out_shardings=begun)
+    self._begun_places, self._sums_places = begun, sums
+    self.whole = Jitted(self._train_step, donate_argnums=0, out_shardings=updated)
+    self._begin = Jitted(self._prepare_and_begin, out_shardings=begun)
     zeros = functools.partial(pieces.no_gradients, rule=rule)
-    self._zeros = jax.jit(zeros, out_shardings=sums)
-    self._add = jax.jit(
-      self._add_gradients, static_argnames="slots", donate_argnames="sums", out_shardings=sums
+    self._zeros = Jitted(zeros, out_shardings=sums)
+    self._add = Jitted(
+      self._add_gradients,
+      _slots,
+      static_argnames="slots",
+      donate_argnames="sums",
+      out_shardings=sums,
     )
     finish = functools.partial(pieces.finish, rule=rule)
-    self._finish = jax.jit(finish, donate_argnums=0, out_shardings=updated)
+    self._finish = Jitted(finish, donate_argnums=0, out_shardings=updated)
     self._look: MicroBatchPass | None = None
     if rule.objective.look is not None:
       look = rule.objective.look
@@ -198,6 +225,37 @@ class Update:
       computed += (end - first) * m * (batch.prompts_PS.shape[1] + (slots or rows))
     return self._finish(state, begun, sums, float(computed))
 
+  def compile_ahead(
+    self, compiler: Compiler, state: TrainState, base: Any, reference: Any, batch: Batch
+  ) -> None:
+    """Has compiled what every call needs, and what calls may need if these are few programs.
+
+    Args:
+      compiler: Who compiles.
+      state: The shapes and places of the state.
+      base: Those of the frozen parameters.
+      reference: Those of the reference.
+      batch: Those of the batch.
+    """
+    sizes, P = sizes_of(batch, self._platform), len(batch.prompts_PS)
+    if len(sizes) == 1:
+      self.whole.compile_ahead(compiler, state, base, reference, batch)
+      return
+    m = self._rule.micro_batch or P
+    if self._rule.objective.looks_at(P // m):
+      self._look.compile_ahead(compiler, (base, state.params), batch)
+      return  # what it sees has no places yet
+    begin = state.coefs, batch, None
+    self._begin.compile_ahead(compiler, *begin)
+    begun = placed(self._begin.shapes(*begin), self._begun_places)
+    given = Given(state.params, base, reference, begun)
+    sums = placed(self._zeros.shapes(given), self._sums_places)
+    if m < P:
+      self._zeros.compile_ahead(compiler, given)
+    for slots in _likely(sizes, self._platform):
+      self._add.compile_ahead(compiler, given, None if m == P else sums, 0, 1, slots=slots)
+    self._finish.compile_ahead(compiler, state, begun, sums, 0.0)
+
   def _train_step(
     self, state: TrainState, base: Any, reference: Any, batch: Batch
   ) -> tuple[TrainState, Metrics]:
@@ -216,6 +274,32 @@ def sizes_of(batch: Batch, platform: str) -> list[int]:
   """`slot_sizes` of the completions of a batch."""
   _, G, T = batch.completions_PGT.shape
   return slot_sizes(G, T, platform)
+
+
+def placed(shapes: Any, places: Any) -> Any:
+  """Shapes with places, which are those of the arrays or of whole parts of the tree. None: any."""
+  if places is None:
+    return shapes
+
+  def place(where: Any, part: Any) -> Any:
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=x.weak_type), part
+    )
+
+  return jax.tree.map(place, places, shapes, is_leaf=lambda x: x is None)
+
+
+def _slots(*args: Any, slots: int) -> int:
+  return slots
+
+
+def _likely(sizes: list[int], platform: str) -> list[int]:
+  """The sizes that are compiled before anybody knows which will occur, the largest first.
+
+  Beside an accelerator, the cores of the host have nothing else to do. On a CPU they sample, and
+  programs that may never be called would take their time.
+  """
+  return [] if platform == "cpu" else sizes[::-1]
 
 
 def _in_order(found: Any, order_P: jax.Array) -> Any:

@@ -8,6 +8,7 @@ import optax
 
 from grpo_jax import model
 from grpo_jax.config import Optimizer
+from grpo_jax.registry import register
 from grpo_jax.settings import ConfigError
 
 # optimizer.schedule: (learning rate, steps of the decay) -> the rate of an update.
@@ -31,7 +32,10 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
   """
   if config.name not in OPTIMIZERS:
     names = ", ".join(repr(name) for name in OPTIMIZERS)
-    raise ConfigError(f"config key optimizer.name is {config.name!r}: choose one of {names}")
+    raise ConfigError(
+      f"config key optimizer.name is {config.name!r}: choose one of {names}, or call"
+      " grpo_jax.register_optimizer first"
+    )
   clip = optax.identity()
   if config.max_grad_norm:
     clip = optax.clip_by_global_norm(config.max_grad_norm)
@@ -126,13 +130,36 @@ def muon(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformatio
   )
 
 
-OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule], optax.GradientTransformation]] = {
+Make = Callable[[Optimizer, optax.Schedule], optax.GradientTransformation]
+OPTIMIZERS: dict[str, Make] = {
   "adamw": adamw,
   "adafactor": adafactor,
   "lion": lion,
   "muon": muon,
   "sgd": sgd,
 }
+
+
+def register_optimizer(make: Make) -> Make:
+  """Gives an optimizer of this program a name in configs: that of its function.
+
+  It can be used as a decorator. `optimizer.name` then finds the name. A program that goes on with a
+  run registers the function first, because the run saves the name alone.
+
+  Args:
+    make: (settings of the section `optimizer`, schedule of the learning rate) -> a transformation
+      of optax. It need not clip, because `optimizer.max_grad_norm` does. `decayed` is the mask that
+      keeps weight decay from norms and biases. Its state may hold arrays of the shapes of
+      parameters, which lie as these do, and scalars.
+
+  Returns:
+    The function.
+
+  Raises:
+    ConfigError: An optimizer of grpo_jax has this name, or it has none.
+  """
+  register("optimizer", OPTIMIZERS, make, make)
+  return make
 
 
 def _refuse_moments_dtype(config: Optimizer, why: str) -> None:

@@ -9,7 +9,7 @@ import jax
 
 from grpo_jax.parallel.chips import Chip
 from grpo_jax.planning import cost
-from grpo_jax.planning.programs import Program, Stage
+from grpo_jax.run.stages import Program, Stage
 
 
 @dataclasses.dataclass(frozen=True)

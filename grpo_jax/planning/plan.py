@@ -13,11 +13,11 @@ from grpo_jax.parallel.chips import chip_of, memory_of
 from grpo_jax.parallel.mesh import sizes_of
 from grpo_jax.planning import overlap, split, table
 from grpo_jax.planning.phases import Phase, compiled
-from grpo_jax.planning.programs import programs, shape_alone
 from grpo_jax.planning.topologies import devices_of
 from grpo_jax.progress import doing
 from grpo_jax.run.device_checks import check_batches
 from grpo_jax.run.run import Run
+from grpo_jax.run.stages import programs, shape_alone
 from grpo_jax.settings import ConfigError
 
 

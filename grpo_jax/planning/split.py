@@ -9,8 +9,8 @@ from grpo_jax.config import Config
 from grpo_jax.parallel.chips import Chip
 from grpo_jax.planning.overlap import Job, Outcome, Split, best
 from grpo_jax.planning.phases import Phase, seconds_by_limit
-from grpo_jax.planning.programs import Program
 from grpo_jax.planning.table import columns
+from grpo_jax.run.stages import Program
 from grpo_jax.sampler.sampling import longest_chunk
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import completion_steps, read_completions, read_config

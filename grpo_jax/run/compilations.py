@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from grpo_jax.compiling import is_ahead
 from grpo_jax.progress import PROGRESS, Work
 
 # What JAX reports. If a version names them otherwise, nothing is said of its compilations.
@@ -32,7 +33,7 @@ _is_told = threading.Event()
 
 
 def _on_event(event: str, seconds: float, **details: Any) -> None:
-  if event not in (_LOWERED, _COMPILED):
+  if event not in (_LOWERED, _COMPILED) or is_ahead():
     return
   if _compiling.work is not None:
     PROGRESS.end(_compiling.work)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from grpo_jax import learner
 from grpo_jax.algo import batch as batch_lib
 from grpo_jax.algo.settings import Algo
+from grpo_jax.compiling import Jitted
 from grpo_jax.config import Config, Optimizer
 from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
@@ -117,14 +118,14 @@ class Programs:
     return jax.jit(to_batch, out_shardings=self._rows)
 
   @functools.cached_property
-  def with_advantages(self) -> Callable[..., tuple[Batch, dict[str, jax.Array]]]:
+  def with_advantages(self) -> Jitted:
     """`algo.batch.with_advantages`: (batch, rewards, weight of a KL in the reward)."""
     with_advantages = functools.partial(
       batch_lib.with_advantages,
       algo=self._algo,
       teacher_weight=self._config.reward.teacher_weight,
     )
-    return jax.jit(with_advantages, out_shardings=(self._rows, self._everywhere))
+    return Jitted(with_advantages, out_shardings=(self._rows, self._everywhere))
 
   @functools.cached_property
   def minibatches(self) -> Callable[[Batch], list[Batch]]:

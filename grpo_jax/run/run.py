@@ -1,6 +1,6 @@
 """The parts that a config describes: the mesh, the model, the tokenizer, the data, the programs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import copy
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from grpo_jax import learner, model
+from grpo_jax.compiling import Jitted
 from grpo_jax.config import Config, Environment, Eval
 from grpo_jax.data.files.rows import InMemory
 from grpo_jax.data.images import processor
@@ -166,7 +167,7 @@ class Run:
     return of_config(self.config, self.tokenizer)
 
   @functools.cached_property
-  def encode(self) -> Callable[[Any, Images], Visual]:
+  def encode(self) -> Jitted:
     """(parameters with the vision tower, images) -> what the tower makes of them."""
     shape, micro_batch = self.parameters.model, self.programs.micro_batch
 
@@ -174,7 +175,7 @@ class Run:
       is_whole = len(images.seen_PS2) % micro_batch != 0  # a batch of the warm start
       return learner.encoded(params, shape, images, 0 if is_whole else micro_batch)
 
-    return jax.jit(encode, out_shardings=batch_sharding(self.mesh))
+    return Jitted(encode, out_shardings=batch_sharding(self.mesh))
 
   def with_eval(self, settings: Eval) -> "Run":
     """The same parts with other settings of the evaluation."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import model
+from grpo_jax.compiling import Jitted
 from grpo_jax.sampler.flight import (
   Flight,
   NewRows,
@@ -90,23 +91,23 @@ class FlightPrograms:
     self.columns, self._config = columns, config
 
   @functools.cached_property
-  def begin(self) -> Any:
+  def begin(self) -> Jitted:
     """(grid, slots, params, Prompts, prompt_N, RowSettings) -> (Flight, experts).
 
     prompt_N says which of the prompts each place gets. None means that there is one for each. The
     settings are arrays [R] of the kind that the rows will have. The experts [n, S, Y] are those of
     the prompts' tokens with `keeps_experts`, otherwise None.
     """
-    return jax.jit(self._begin, static_argnums=(0, 1))
+    return Jitted(self._begin, static_argnums=(0, 1))
 
   @functools.cached_property
-  def arrive(self) -> Any:
+  def arrive(self) -> Jitted:
     """(flight, params, Prompts, places_n) -> (Flight, experts): computes prompts for n places.
 
     The experts are those of `begin`. A place past the last is left out. The prompts may be padded
     to fewer tokens than a place has slots for.
     """
-    return jax.jit(self._arrive, donate_argnums=0)
+    return Jitted(self._arrive, donate_argnums=0)
 
   @functools.cached_property
   def copy(self) -> Any:
@@ -129,12 +130,16 @@ class FlightPrograms:
     return jax.jit(self._grow, static_argnums=1)
 
   @functools.cached_property
-  def chunk(self) -> Any:
+  def chunk(self) -> Jitted:
     """(params, flight, new, goes_on_R, chunk) -> (Flight, Drawn, goes_on_R).
 
     All but the Flight lies whole on every device. The argument goes_on_R is False for free seats.
     """
-    return jax.jit(self._chunk, donate_argnums=1)
+
+    def key(params: Any, flight: Flight, *rest: Any) -> tuple[Grid, int]:
+      return flight.grid, flight.cache.slots
+
+    return Jitted(self._chunk, key, donate_argnums=1)
 
   def abstract(
     self, grid: Grid, slots: int, params: Any, prompt_slots: int, settings: RowSettings

@@ -17,12 +17,14 @@ from grpo_jax.asynchronous.remote_groups import RemoteGroups
 from grpo_jax.asynchronous.schedule import Schedule
 from grpo_jax.asynchronous.terms import terms_of
 from grpo_jax.batches.collect import Collector, unscored_steps
+from grpo_jax.compiling import Compiler
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stop import StopRequest
 from grpo_jax.progress import Work, doing
 from grpo_jax.run.device_checks import check_batches
 from grpo_jax.run.run import Run
+from grpo_jax.run.stages import compile_ahead
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed, address_of
 from grpo_jax.storage import starts
@@ -93,6 +95,9 @@ class Trainer:
     stack.enter_context(signals(stop_request))
     stack.callback(self.reporter.close)
     self.reporter.start_terminal()
+    compiler = Compiler()
+    stack.callback(compiler.close)
+    compile_ahead(self.run, compiler)
     stack.callback(self._checkpoints.close)
 
   def _access(self) -> Access | None:

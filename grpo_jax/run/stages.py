@@ -1,6 +1,6 @@
 """The programs of a run's steps with the shapes of their arguments, before they are compiled."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 from typing import Any, TypeVar, cast
@@ -10,6 +10,7 @@ import jax
 
 from grpo_jax import model
 from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.compiling import Compiler, Jitted
 from grpo_jax.config import Config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
@@ -31,18 +32,24 @@ class Stage:
   """A compiled program, or one of those that do something together.
 
   Attributes:
-    lower: Makes it.
+    program: What is compiled.
+    arguments: The shapes, dtypes and places of its arguments.
     runs: How often it is called.
     rounds: How often its loops run in a call at most, by the largest value of their counter.
     cache: The bytes of the key/value cache that it takes or makes.
     visual: The bytes of visual tokens that wait beside its arguments.
   """
 
-  lower: Callable[[], Any]
+  program: Jitted
+  arguments: tuple[Any, ...]
   runs: int = 1
   rounds: Mapping[int, float] = dataclasses.field(default_factory=dict)
   cache: float = 0.0
   visual: float = 0.0
+
+  def lower(self) -> Any:
+    """Lowers the program, as `jax.jit` does."""
+    return self.program.lower(*self.arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +127,23 @@ def programs(run: Run) -> Iterator[Program]:
       yield parts.sampling("draws", runs, of_eval, config.eval.samples)
 
 
+def compile_ahead(run: Run, compiler: Compiler) -> None:
+  """Has compiled what the first steps will call, so that they need not wait for all of it.
+
+  What depends on the data, such as the programs that compute prompts, is left to its first call.
+  The first evaluation calls its own programs at once.
+
+  Args:
+    run: The run. Its prompts are read.
+    compiler: Who compiles.
+  """
+  config, parts = run.config, _Parts(run)
+  if config.samples_in_turn and not config.keeps_flight and not config.environment.harness:
+    run.programs.sampler(keeps_experts=config.learner.router_replay)  # made by this thread
+    compiler.submit(lambda: parts.compile_sampling(compiler))
+  parts.compile_learning(compiler)
+
+
 class _Parts:
   """The arguments of a run's programs, and what the run holds beside them.
 
@@ -164,12 +188,12 @@ class _Parts:
     grid, S = pace.grid, self._config.data.max_prompt_tokens
     settings = self._settings(grid.rows)
     count = min(grid.places, prompts)
-    first = (self._sampled, self._prompts(count, is_encoded), None, settings)
-    begin = functools.partial(programs.begin.lower, grid, pace.slots[0], *first)
     flight = programs.abstract(grid, pace.slots[0], self._sampled, S, settings)
     visual = self._held.waiting if is_encoded else 0.0
     others = visual * (1 - count / prompts)
-    stages = [Stage(begin, cache=device_bytes(flight.cache), visual=others)]
+    begin = grid, pace.slots[0], self._sampled, self._prompts(count, is_encoded), None, settings
+    cache = device_bytes(flight.cache)
+    stages = [Stage(programs.begin, begin, cache=cache, visual=others)]
     waves = -(-prompts * group_size // grid.rows)
     done = 0
     for slots in pace.slots:
@@ -183,9 +207,10 @@ class _Parts:
             self._prompts(pace.prompts_at_once, is_encoded),
             self._some("int32", pace.prompts_at_once),
           )
-          lower = functools.partial(programs.arrive.lower, flight, self._sampled, *waiting)
           runs = -(-(prompts - grid.places) // pace.prompts_at_once)
-          stages.append(Stage(lower, runs, cache=device_bytes(flight.cache), visual=visual))
+          cache = device_bytes(flight.cache)
+          arrive = flight, self._sampled, *waiting
+          stages.append(Stage(programs.arrive, arrive, runs, cache=cache, visual=visual))
         rounds += (waves - 1) * (programs.decoding.max_tokens - 1)
       done = needed
       if not rounds:
@@ -205,7 +230,8 @@ class _Parts:
       runs = -(-rounds // (programs.columns - 1))
       stages.append(
         Stage(
-          functools.partial(programs.chunk.lower, *arguments),
+          programs.chunk,
+          arguments,
           runs,
           {programs.columns: rounds / runs},
           device_bytes(flight.cache),
@@ -216,19 +242,19 @@ class _Parts:
 
   def encode(self) -> Program:
     """A frozen vision tower on the images of a batch."""
-    P, encode = self._config.batch.prompts, cast(Any, self._run.encode)
+    P = self._config.batch.prompts
     images = self._with_rows(images_of(self._config, self._run.parameters.model, P), P)
-    lower = functools.partial(encode.lower, self._run.parameters.abstract_base, images)
+    stage = Stage(self._run.encode, (self._run.parameters.abstract_base, images))
     held = self._beside_flight(self._held.learning)
-    return Program("encode", "1", (Stage(lower),), held, ("frozen base",))
+    return Program("encode", "1", (stage,), held, ("frozen base",))
 
   def logprobs(self, name: str, params: Any, taken: tuple[str, ...]) -> Program:
     """A pass over the batch without gradients."""
     logprobs: Any = self._run.programs.logprobs
     batch = self._batch.without_experts() if name == "reference" else self._batch
-    lower = functools.partial(logprobs.whole.lower, params, batch)
+    stage = Stage(logprobs.whole, (params, batch))
     held = self._beside_flight(self._held.learning)
-    return Program(name, "1", (Stage(lower),), held, taken)
+    return Program(name, "1", (stage,), held, taken)
 
   def update(self) -> Program:
     """A GRPO update."""
@@ -244,13 +270,42 @@ class _Parts:
     parts = prompts // (self._run.programs.micro_batch or prompts)
     state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
     update: Any = self._run.programs.update
-    lower = functools.partial(update.whole.lower, state, base, self.reference, part)
     read_by_loss = ("reference",) if algo.needs_full_kl else ()
     taken = ("weights", "moments", "frozen base", *read_by_loss)
     held, gradients = self._beside_flight(self._held.learning), self._held.gradients
     updates = str(algo.updates_per_step)
-    stage = Stage(lower, rounds={parts: parts})
+    stage = Stage(update.whole, (state, base, self.reference, part), rounds={parts: parts})
     return Program("update", updates, (stage,), held, taken, gradients)
+
+  def compile_sampling(self, compiler: Compiler) -> None:
+    """Has the first chunk of a step compiled."""
+    batch = self._config.batch
+    stages = self.sampling("sample", "1", batch.prompts, batch.group_size).stages
+    chunk = next(stage for stage in stages if stage.rounds)
+    chunk.program.compile_ahead(compiler, *chunk.arguments)
+
+  def compile_learning(self, compiler: Compiler) -> None:
+    """Has compiled what follows the sampling of a step."""
+    programs, algo = self._run.programs, self._config.algo
+    if algo.uses_reference and not algo.needs_full_kl:
+      batch = self._batch.without_experts()
+      logprobs, reference = programs.logprobs, self.reference
+      compiler.submit(lambda: logprobs.compile_ahead(compiler, reference, batch))
+    update, arguments = programs.update, self._of_update
+    compiler.submit(lambda: update.compile_ahead(compiler, *arguments))
+
+  @property
+  def _of_update(self) -> tuple[Any, ...]:
+    """The arguments of an update."""
+    algo, like_mask = self._config.algo, self._batch.mask_PGT
+    batch = self._batch.replace(
+      advantages_PGT=like_mask,
+      old_logprobs_PGT=None if self._config.old_is_policy else like_mask,
+      ref_logprobs_PGT=like_mask if algo.uses_reference and not algo.needs_full_kl else None,
+    )
+    part = self._with_rows(batch, self._config.batch.prompts // algo.minibatches)
+    state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
+    return state, base, self.reference, part
 
   def warm_start(self) -> Program:
     """A supervised update on one completion of each prompt, which makes no micro-batches."""
@@ -265,10 +320,10 @@ class _Parts:
     batch = self._with_rows(self._seeing(batch, count), count)
     update: Any = self._run.programs.warm_update
     state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
-    lower = functools.partial(update.whole.lower, state, base, None, batch)
+    stage = Stage(update.whole, (state, base, None, batch))
     held, gradients = self._held.warm_start, self._held.gradients
     taken = ("weights", "moments", "frozen base")
-    return Program("warm start", "0", (Stage(lower),), held, taken, gradients)
+    return Program("warm start", "0", (stage,), held, taken, gradients)
 
   @functools.cached_property
   def _batch(self) -> Batch:

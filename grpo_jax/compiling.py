@@ -1,0 +1,110 @@
+"""Programs that threads compile before they are called, beside other work."""
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import threading
+from typing import Any
+
+import jax
+
+from grpo_jax.progress import doing
+
+# A program for an accelerator takes a minute. Several compile at once where there are cores.
+_MOST_THREADS = 4
+
+
+class Compiler:
+  """Threads that compile programs, in the order in which they are asked for."""
+
+  def __init__(self) -> None:
+    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+    self._pool = ThreadPoolExecutor(threads, "compiler", initializer=_say_nothing)
+
+  def submit(self, compile: Callable[[], Any]) -> Future[Any]:
+    """Compiles something when a thread is free."""
+    return self._pool.submit(compile)
+
+  def close(self) -> None:
+    """Compiles nothing more. Returns when what is being compiled now is ready."""
+    with doing("finishing what is being compiled"):
+      self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Jitted:
+  """A function that `jax.jit` compiles, at its first call or ahead of it.
+
+  JAX keeps what `lower(...).compile()` made, and a call with arguments of the same shapes, dtypes
+  and places finds it. So a call is right whether or not something was compiled ahead.
+  """
+
+  def __init__(
+    self,
+    function: Callable[..., Any],
+    key: Callable[..., Hashable] = lambda *args, **kwargs: None,
+    **options: Any,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      function: What is compiled.
+      key: (arguments of a call) -> what tells apart the programs that they need.
+      options: Of `jax.jit`.
+    """
+    self._key, self._jitted = key, jax.jit(function, **options)
+    self._ahead: dict[Hashable, Future[Any]] = {}
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Calls the function. Waits where a thread is compiling the program that the call needs."""
+    if self._ahead:
+      future = self._ahead.pop(self._key(*args, **kwargs), None)
+      if future is not None and not future.cancel():
+        _wait(future)
+    return self._jitted(*args, **kwargs)
+
+  def lower(self, *args: Any, **kwargs: Any) -> Any:
+    """Lowers the program for arguments, or their shapes, as `jax.jit` does."""
+    return self._jitted.lower(*args, **kwargs)
+
+  def shapes(self, *args: Any, **kwargs: Any) -> Any:
+    """What a call would return, as shapes without places."""
+    return jax.eval_shape(self._jitted, *args, **kwargs)
+
+  def compile_ahead(self, compiler: Compiler, *args: Any, **kwargs: Any) -> None:
+    """Has the program compiled that a call will need.
+
+    Args:
+      compiler: Who compiles.
+      args: The arguments of the call, or their shapes, dtypes and places.
+      kwargs: The like.
+    """
+
+    def compile() -> None:
+      self._jitted.lower(*args, **kwargs).compile()
+
+    self._ahead[self._key(*args, **kwargs)] = compiler.submit(compile)
+
+
+class _Thread(threading.local):
+  """A thread of this process."""
+
+  is_ahead = False
+
+
+_thread = _Thread()
+
+
+def is_ahead() -> bool:
+  """Whether this thread compiles what others will call."""
+  return _thread.is_ahead
+
+
+def _say_nothing() -> None:
+  _thread.is_ahead = True
+
+
+def _wait(future: Future[Any]) -> None:
+  """Waits for a program. If it could not be compiled, the call compiles it and says why."""
+  if not future.done():
+    with doing("compiling"):
+      future.exception()
