@@ -268,6 +268,12 @@ def test_a_program_that_stops_its_server_has_failed_in_time(examples):
   assert time.monotonic() - started < 9
 
 
+def test_cases_are_judged_without_a_sandbox_too():
+  programs = [ADD, "while True: pass", "print(3)"]
+  options = dict(sandboxed=False, case_seconds=0.5, seconds=8, partial=True)
+  assert scores_of(programs, [ROWS["TACO"]] * 3, **options) == [1, 0, pytest.approx(1 / 3)]
+
+
 def test_all_tests_must_pass_where_no_share_is_asked_for():
   programs = [ADD, "a, b = map(int, input().split())\nprint(abs(a) + abs(b))"]
   assert scores_of(programs, [ROWS["TACO"]] * 2) == [1, 0]
