@@ -256,7 +256,7 @@ def test_programs_are_judged_as_they_should_be(examples):
   assert len(PROGRAMS) >= 40
   names, rows, programs, expected = zip(*PROGRAMS)
   before = children()
-  limits = dict(partial=True, seconds=12, case_seconds=1, at_once=4)
+  limits = dict(partial=True, seconds=20, case_seconds=2, at_once=4)
   found = scores_of(programs, [examples[row] for row in rows], **limits)
   assert dict(zip(names, found)) == dict(zip(names, map(pytest.approx, expected)))
   assert children() <= before
