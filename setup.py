@@ -78,6 +78,7 @@ setup(
     "parquet": ["pyarrow"],
     "gguf": ["gguf>=0.17"],
     "schema": ["jsonschema"],
+    "ifeval": ["lm-eval[ifeval]>=0.4.9"],
     "judge": ["openai"],
     "serve": ["aiohttp>=3.14"],
     "reasoning_gym": ["reasoning-gym>=0.1.25"],

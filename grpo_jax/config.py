@@ -539,6 +539,13 @@ class Eval:
     "the reward function that decides: 1 is right, all else is not. With reward.tasks, 'rewards' is"
     " the first of reward.functions that scores the problem's task",
   )
+  tasks: tuple[str, ...] = setting(
+    (),
+    "exams that are evaluated beside the test split: EXAM:FILE, such as math500:test.jsonl, or EXAM"
+    " alone, which is downloaded. With options: aime24(samples=16,max_tokens=4096):FILE. The exams"
+    " are those of grpo_jax/data/tasks/exams.py",
+    before=(),
+  )
   samples: int = setting(
     0,
     "k draws of each problem for mean@k, pass@k and maj@k; 0 = greedy only",

@@ -2,6 +2,9 @@
 
 python -m grpo_jax.evaluate --workdir=DIR [--step=N] [--samples=16] [--examples=1319]
 python -m grpo_jax.evaluate --config=configs/gsm8k.py --config.model.path=FOLDER
+python -m grpo_jax.evaluate --workdir=DIR --tasks='math500:test.jsonl' --tasks='aime24(samples=16)'
+
+--tasks evaluates exams in place of the test problems: see eval.tasks.
 """
 
 import dataclasses
@@ -11,37 +14,48 @@ from absl import flags
 from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.data.tasks.tasks import name_of
+from grpo_jax.settings import ConfigError
 
 
 def main(argv: list[str]) -> None:
   del argv
-  given = {"samples": flags.FLAGS.samples, "examples": flags.FLAGS.examples}
+  tasks = tuple(flags.FLAGS.tasks or ())
+  given = {"samples": flags.FLAGS.samples, "examples": flags.FLAGS.examples, "tasks": tasks or None}
+  if tasks and flags.FLAGS.examples is not None:
+    raise ConfigError(
+      f"flag --examples={flags.FLAGS.examples} is for the test problems: with --tasks write"
+      " EXAM(examples=N):FILE"
+    )
   changes = {name: value for name, value in given.items() if value is not None}
 
   def with_flags(config: Config) -> Config:
     return dataclasses.replace(config, eval=dataclasses.replace(config.eval, **changes))
 
   from grpo_jax.evaluation.evaluator import (  # here: --help and mistakes in flags need no jax
-    Evaluator,
+    Evaluators,
     table,
   )
 
   cli.join_processes()
   policy = cli.open_policy(with_flags)
-  config = policy.run.config
-  evaluator = Evaluator(policy.run, policy.scorers)
-  dropped = evaluator.prompts.dropped
-  left_out = f" ({dropped} longer than data.max_prompt_tokens left out)" if dropped else ""
-  if unopened := evaluator.prompts.unopened:
-    left_out += f" ({unopened} whose environments cannot begin left out)"
-  count = len(evaluator.prompts)
-  print(f"{policy.name}: {count} test problems of {name_of(config.data)}{left_out}", flush=True)
-  metrics = evaluator(policy.run.parameters.for_sampling(policy.params), policy.step)
-  print("\n".join(table(metrics, config.eval, config.sampling.max_tokens)))
+  data = name_of(policy.run.config.data)
+  params = policy.run.parameters.for_sampling(policy.params)
+  for evaluator in Evaluators(policy.run, policy.scorers, only_exams=bool(tasks)).parts:
+    dropped = evaluator.prompts.dropped
+    limit = "the model's positions" if evaluator.name else "data.max_prompt_tokens"
+    left_out = f" ({dropped} longer than {limit} left out)" if dropped else ""
+    if unopened := evaluator.prompts.unopened:
+      left_out += f" ({unopened} whose environments cannot begin left out)"
+    of = f"problems of {evaluator.name}" if evaluator.name else f"test problems of {data}"
+    print(f"{policy.name}: {len(evaluator.prompts)} {of}{left_out}", flush=True)
+    metrics = evaluator(params, policy.step)
+    lines = table(metrics, evaluator.config, evaluator.max_tokens, evaluator.name)
+    print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":
   flags.DEFINE_integer("samples", None, "draws of each problem for mean@k, pass@k and maj@k")
   flags.DEFINE_integer("examples", None, "how many test problems (default: eval.examples)")
+  flags.DEFINE_multi_string("tasks", None, "an exam in place of the test problems, EXAM:FILE")
   cli.define_policy_flags()
   cli.run(main)

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_jax import calls
 from grpo_jax.algo.presets import CHOICES
 from grpo_jax.config import Config, changed, from_dict, to_dict
+from grpo_jax.data.tasks.exams import path_in
 from grpo_jax.foreign import describe
 from grpo_jax.settings import ConfigError, path_text, shown
 
@@ -75,6 +76,10 @@ def with_absolute_paths(config: Config) -> Config:
       return entry
     return f"{task}{colon}{absolute('data.mixture', path)}"
 
+  def absolute_exam(entry: str) -> str:
+    head, path = path_in(entry)
+    return head + absolute("eval.tasks", path)
+
   replace = dataclasses.replace
   data_path = config.data.path  # which names tasks and no file with this task
   if config.data.task != "reasoning_gym":
@@ -96,7 +101,11 @@ def with_absolute_paths(config: Config) -> Config:
     ),
     reward=replace(config.reward, functions=functions),
     rollout=replace(config.rollout, **rollout_files),
-    eval=replace(config.eval, function=absolute_reward("eval.function", config.eval.function)),
+    eval=replace(
+      config.eval,
+      function=absolute_reward("eval.function", config.eval.function),
+      tasks=tuple(map(absolute_exam, config.eval.tasks)),
+    ),
   )
 
 

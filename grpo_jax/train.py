@@ -12,12 +12,14 @@ package has under this name. So the module can be called, and both always work.
 from pathlib import Path
 import sys
 from types import ModuleType
+from typing import Any
 
 from absl import flags
 
 from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.console.stop import raising_on_second_signal
+from grpo_jax.data.tasks.tasks import given_path
 from grpo_jax.parallel.processes import initialize_distributed
 from grpo_jax.registry import name_of
 from grpo_jax.run.caller_state import leaving_nothing_behind
@@ -26,7 +28,13 @@ from grpo_jax.storage import bucket
 from grpo_jax.training.callback import Callback, Step, with_last_row
 
 
-def train(config: Config, workdir: str | Path, callback: Callback | None = None) -> Step:
+def train(
+  config: Config,
+  workdir: str | Path,
+  callback: Callback | None = None,
+  *,
+  data: Any = None,
+) -> Step:
   """Trains a run to its end, or goes on with it.
 
   While it takes steps, the first Ctrl-C (a notebook's stop button) or SIGTERM lets the step finish,
@@ -37,6 +45,9 @@ def train(config: Config, workdir: str | Path, callback: Callback | None = None)
     workdir: Its folder. It is created, or resumed if it has a checkpoint.
     callback: Called with a `Step` after each step, on the first process. If it returns True, the
       run is saved and `train` returns.
+    data: Rows in the place of data.path: a list of dicts, a `datasets.Dataset`, any object with
+      `__len__` and `__getitem__`, or a dict of these with the keys `train` and perhaps `test`, such
+      as a `DatasetDict`. data.task says how they are read, as those of a file.
 
   Returns:
     The last step that was taken. It is not the run's last one if the callback asked to stop.
@@ -52,6 +63,8 @@ def train(config: Config, workdir: str | Path, callback: Callback | None = None)
       f"train needs a grpo_jax.Config and got a {type(config).__name__}: see grpo_jax.load_config"
     )
   config = config.replace({})  # its dataclasses take values of any type, and this checks them
+  if data is not None:
+    config = config.replace({"data.path": given_path(config.data, data)})
   folder = bucket.folder(workdir)
   if callback is not None:
     try:
@@ -68,8 +81,15 @@ def train(config: Config, workdir: str | Path, callback: Callback | None = None)
 class _CallableModule(ModuleType):
   """A module that can be called as the function `train` in it."""
 
-  def __call__(self, config: Config, workdir: str | Path, callback: Callback | None = None) -> Step:
-    return train(config, workdir, callback)
+  def __call__(
+    self,
+    config: Config,
+    workdir: str | Path,
+    callback: Callback | None = None,
+    *,
+    data: Any = None,
+  ) -> Step:
+    return train(config, workdir, callback, data=data)
 
   __call__.__doc__ = train.__doc__
 

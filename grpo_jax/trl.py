@@ -11,8 +11,10 @@ import shlex
 from typing import Any, NamedTuple
 
 from grpo_jax.algo import presets
-from grpo_jax.config import Config, changed, from_dict, to_dict
+from grpo_jax.config import PROJECTIONS, Config, changed, from_dict, to_dict
+from grpo_jax.data.files.given import give
 from grpo_jax.data.files.splits import rows_of
+from grpo_jax.environments.names import register_tool
 from grpo_jax.rewards.names import name_of, register_reward
 from grpo_jax.settings import ConfigError, shown
 
@@ -423,7 +425,10 @@ def from_trl(
   *,
   model: str = "",
   reward_funcs: Any = (),
-  train_dataset: str = "",
+  train_dataset: Any = "",
+  eval_dataset: Any = None,
+  tools: Sequence[Any] = (),
+  peft_config: Any = None,
   processes: int = 1,
   say: Callable[[str], None] | None = print,
 ) -> Config:
@@ -434,8 +439,12 @@ def from_trl(
     model: A Hugging Face folder, or a name on huggingface.co.
     reward_funcs: Reward functions, or their names as in reward.functions: one or a list. Functions
       are registered, as `grpo_jax.register_reward` does it.
-    train_dataset: A file or a folder as in data.path. Its rows have the column `prompt`: texts, or
-      lists of messages. `dataset.to_json("train.jsonl")` writes one.
+    train_dataset: A `datasets.Dataset` or a list of dicts, or a file or a folder as in data.path.
+      The rows have the column `prompt`: texts, or lists of messages.
+    eval_dataset: The same for the test split. None means that of train_dataset, if it has one.
+    tools: Functions that the policy may call, or their names as in environment.tools. Functions are
+      registered, as `grpo_jax.register_tool` does it.
+    peft_config: A `peft.LoraConfig`, or its fields as a dict. None trains all weights.
     processes: The number of processes of TRL's run, which multiplies its batch.
     say: Called with each line: what each given field became, and the flags that give the same
       config from `--config=default`. None says nothing.
@@ -449,16 +458,32 @@ def from_trl(
   given, left_out = _given(args)
   values = {name: field.default for name, field in (FIELDS | EARLIER).items()} | given
   names = _reward_names(reward_funcs)
-  data, rows = _data(train_dataset)
+  data, rows = _data(train_dataset, eval_dataset)
   port = Port(values, processes, rows, names)
-  changes: Changes = {"model.path": model, **data}
+  changes: Changes = {"model.path": model, **data, **_lora(peft_config)}
+  if tools:
+    changes["environment.tools"] = [_tool_name(tool) for tool in tools]
   if names:
     changes["reward.functions"] = list(names)
     changes["eval.function"] = names[0]
-  refused: list[str] = []
-  lines = [f"{name}: left out: it changes nothing of what is learned" for name in left_out]
+  found, lines, refused = _become(port, given)
+  changes |= found
+  lines[:0] = [f"{name}: left out: it changes nothing of what is learned" for name in left_out]
+  if not refused:
+    config = from_dict(changed(to_dict(Config()), changes))
+    lines.append(f"from --config=default, these flags give it: {' '.join(flags_of(config))}")
+  for line in lines if say else ():
+    say(line)
+  if refused:
+    raise ConfigError(f"from_trl: {'; '.join(refused)}")
+  return config
+
+
+def _become(port: Port, given: Mapping[str, Any]) -> tuple[Changes, list[str], list[str]]:
+  """What the fields become: settings, a line for each one given, and those that are refused."""
+  changes, lines, refused = Changes(), list[str](), list[str]()
   for name, field in (FIELDS | EARLIER).items():
-    value = values[name]
+    value = port[name]
     try:
       found = field.become(port, value) if field.become else {}
     except (Refused, TypeError, ValueError, AttributeError) as error:
@@ -469,14 +494,7 @@ def from_trl(
     if name in given:
       became = ", ".join(f"{key}={one}" for key, one in found.items())
       lines.append(f"{name}={shown(value)}: {became or f'nothing is set: {field.why}'}")
-  if not refused:
-    config = from_dict(changed(to_dict(Config()), changes))
-    lines.append(f"from --config=default, these flags give it: {' '.join(flags_of(config))}")
-  for line in lines if say else ():
-    say(line)
-  if refused:
-    raise ConfigError(f"from_trl: {'; '.join(refused)}")
-  return config
+  return changes, lines, refused
 
 
 def flags_of(config: Config) -> list[str]:
@@ -536,15 +554,24 @@ def _reward_names(reward_funcs: Any) -> tuple[str, ...]:
   return tuple(one if isinstance(one, str) else name_of(register_reward(one)) for one in functions)
 
 
-def _data(path: str) -> tuple[Changes, int | None]:
-  """The settings of the data, and how many rows there are."""
-  if not path:
+def _tool_name(tool: Any) -> str:
+  return tool if isinstance(tool, str) else name_of(register_tool(tool))
+
+
+def _data(train: Any, test: Any) -> tuple[Changes, int | None]:
+  """The settings of the data, and how many training rows there are."""
+  if isinstance(train, str) and not train:
+    if test is not None:
+      raise ConfigError("from_trl: eval_dataset without train_dataset: give both")
     return {}, None
-  if not isinstance(path, str):
-    raise ConfigError(
-      "from_trl: train_dataset must be the name of a file: write a Dataset with"
-      " dataset.to_json('train.jsonl')"
-    )
+  if isinstance(test, Mapping):
+    raise ConfigError("from_trl: eval_dataset must be one data set: name others in eval.tasks")
+  is_path = isinstance(train, str) and test is None
+  if isinstance(train, str) and test is not None:
+    train = rows_of(train, "train")
+  if isinstance(test, str):
+    test = rows_of(test, "train")
+  path = train if is_path else give(train, test, key="from_trl: train_dataset")
   rows = rows_of(path, "train")
   first = rows[0]
   if "prompt" not in first:
@@ -559,3 +586,44 @@ def _data(path: str) -> tuple[Changes, int | None]:
     "data.prompt": "{prompt}",
     "data.chat": is_chat,
   }, len(rows)
+
+
+_RANK, _ALPHA = 8, 8  # of peft.LoraConfig
+_LORA = ("r", "lora_alpha", "target_modules", "use_rslora")  # its fields that become settings
+_LORA_IDLE = (  # and those that change nothing of what is computed
+  *("task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode"),
+  *("auto_mapping", "peft_version", "runtime_config", "megatron_core", "qalora_group_size"),
+)
+
+
+def _lora(given: Any) -> Changes:
+  """The settings of adapters of a `peft.LoraConfig`.
+
+  Raises:
+    ConfigError: It asks for something that there is not here.
+  """
+  if given is None:
+    return {}
+  fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
+  for name, value in fields.items():
+    is_off = value in (None, 0, "none", {}, [], ())
+    if name == "init_lora_weights":
+      is_off = value is True
+    if name not in (*_LORA, *_LORA_IDLE) and not is_off:
+      raise ConfigError(
+        f"from_trl: peft_config has {name}={shown(value)}, which adapters do not have here: leave"
+        " it out"
+      )
+  targets = fields.get("target_modules") or ("q_proj", "v_proj")  # PEFT's, of today's decoders
+  targets = PROJECTIONS if targets == "all-linear" else targets
+  if isinstance(targets, str):
+    raise ConfigError(
+      f"from_trl: peft_config has target_modules={targets!r}: give a list of names, such as"
+      f" {', '.join(PROJECTIONS)}"
+    )
+  return {
+    "lora.rank": fields.get("r", _RANK),
+    "lora.alpha": float(fields.get("lora_alpha", _ALPHA)),
+    "lora.rslora": bool(fields.get("use_rslora", False)),
+    "lora.targets": sorted(targets),
+  }

@@ -428,8 +428,8 @@ def test_the_time_of_linear_functions_is_linear(name):
 
 def test_workers_call_what_can_take_long():
   others = set(REWARDS) - set(LINEAR)
-  slow = {"code", "cosine", "json_schema", "judge", "math", "reasoning_accuracy", "reasoning_gym"}
-  assert others == slow | {"regex"}
+  slow = {"code", "cosine", "ifeval", "json_schema", "judge", "math", "reasoning_accuracy"}
+  assert others == slow | {"reasoning_gym", "regex"}
 
 
 def test_no_function_needs_a_column_that_it_does_not_read():

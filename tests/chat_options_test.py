@@ -7,6 +7,7 @@ import pytest
 from small_qwen import TEMPLATE, make_checkpoint, problems
 from small_run import small_config, small_run, with_section
 
+from grpo_jax.console import show_data
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.tokenizers.chat import options_of
 from grpo_jax.rewards import Caller, resolve
@@ -35,7 +36,10 @@ def test_the_template_gets_them(tmp_path):
   for entries, end in ((), "assistant\n"), (("enable_thinking=False",), "assistant\n<no>"):
     folder = tmp_path / str(len(entries))
     folder.mkdir()
-    assert chat_run(folder, *entries).prompts("train").make([0])[0].text.endswith(end)
+    run = chat_run(folder, *entries)
+    assert run.prompts("train").make([0])[0].text.endswith(end)
+    found = show_data.drawn(run.config, 1)  # what `python -m grpo_jax.data` shows
+    assert found.prompts.make([0])[0].text.endswith(end)
 
 
 def test_rewards_of_the_form_know_that_the_template_opens_the_reasoning(tmp_path):

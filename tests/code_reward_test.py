@@ -9,7 +9,7 @@ import time
 import pytest
 from small_run import small_config, small_run, with_section
 
-from grpo_jax import rewards, train
+from grpo_jax import code_tests, rewards, train
 from grpo_jax.batches.collect import Collector
 from grpo_jax.config import Data
 from grpo_jax.data.tasks import tasks
@@ -632,22 +632,22 @@ def test_the_task_reads_the_layout_of_sanitized_mbpp(tmp_path):
   for split in ("train", "test"):
     (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
   first, second = tasks.make_task(Data(task="code", path=str(tmp_path))).train
-  assert first["test_setup_code"] == "import math\nimport re"
-  assert second["test_setup_code"] == "import x"
+  setups = [code_tests.layout_of(row).tests(row).setup for row in (first, second)]
+  assert setups == ["import math\nimport re", "import x"]
   assert first["solution"] == first["answer"] == first["code"] == ""
 
 
 @pytest.mark.parametrize(
   "row, error",
   [
-    ({"text": "x"}, "line 1 has no list field 'test_list'"),
-    ({"test_list": ["assert 1"]}, "line 1 has no text field 'text' or 'prompt'"),
+    ({"text": "x"}, "line 1 has no tests: it needs one of the columns test_list, test"),
+    ({"test_list": ["assert 1"]}, "line 1: it has no text text or prompt .in the layout of MBPP"),
     ({"text": "x", "test_list": []}, "test_list must be a list of tests"),
-    ({"text": "x", "test_list": [1]}, "test_list must be a list of tests"),
+    ({"text": "x", "test_list": [1]}, "test_list must be a text or a list of texts"),
     ({"text": "x", "test_list": "assert 1"}, "line 1: test_list is a text"),
     ({"text": "x", "test_list": ["assert 1"], "test_imports": 5}, "test_imports must be a list"),
     ({"text": "x", "test_list": ["assert 1"], "test_imports": [5]}, "test_imports must be a list"),
-    ({"text": "x", "test_list": ["assert 1"], "code": 1}, "must be texts"),
+    ({"text": "x", "test_list": ["assert 1"], "code": 1}, "code must be a text"),
     ([], "line 1 is not an object"),
   ],
 )

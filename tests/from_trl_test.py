@@ -13,6 +13,7 @@ import pytest
 import grpo_jax
 from grpo_jax import cli
 from grpo_jax.batches.collect import Collector
+from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.run.checks import check_config
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.trl import LOSSES, from_trl
@@ -191,5 +192,75 @@ def test_data_that_cannot_be_prompts(tmp_path):
   (tmp_path / "rows.jsonl").write_text('{"question": "1+1"}\n')
   with pytest.raises(grpo_jax.ConfigError, match="no column 'prompt', but question"):
     from_trl(train_dataset=f"{tmp_path}/rows.jsonl", say=None)
-  with pytest.raises(grpo_jax.ConfigError, match=r"dataset.to_json\('train.jsonl'\)"):
-    from_trl(train_dataset=[{"prompt": "1"}], say=None)
+  for kwargs, error in (
+    (dict(train_dataset=5), "train_dataset: train is of type int: give a list of dicts, a Dataset"),
+    (dict(train_dataset=[]), "train_dataset: train has no rows"),
+    (dict(train_dataset=[{"question": "1"}]), r"train\[0\] has no column 'prompt', but question"),
+    (dict(eval_dataset=[{"prompt": "1"}]), "eval_dataset without train_dataset"),
+    (dict(train_dataset=[{"prompt": "1"}], eval_dataset={"a": []}), "name others in eval.tasks"),
+  ):
+    with pytest.raises(grpo_jax.ConfigError, match=error):
+      from_trl({"max_steps": 1}, say=None, **kwargs)
+
+
+class LoraConfig:
+  """The fields of `peft.LoraConfig` 0.18, with their defaults."""
+
+  def __init__(self, **given):
+    none = "exclude_modules modules_to_save layers_to_transform eva_config target_parameters"
+    off = dict.fromkeys(none.split())
+    off |= dict(bias="none", lora_dropout=0.0, use_dora=False, rank_pattern={}, lora_bias=False)
+    on = dict(init_lora_weights=True, peft_type="LORA", task_type="CAUSAL_LM", runtime_config=self)
+    vars(self).update(
+      {"r": 8, "lora_alpha": 8, "target_modules": None, "use_rslora": False, **off, **on, **given}
+    )
+
+
+def test_adapters_and_tools_of_trl():
+  def lora_of(**given):
+    return from_trl({"max_steps": 1}, peft_config=LoraConfig(**given), say=None).lora
+
+  found = lora_of()
+  assert (found.rank, found.alpha, found.targets) == (8, 8.0, ("q_proj", "v_proj"))
+  found = lora_of(r=16, lora_alpha=32, target_modules={"o_proj", "k_proj"}, use_rslora=True)
+  assert (found.rank, found.rslora, found.targets) == (16, True, ("k_proj", "o_proj"))
+  assert len(lora_of(target_modules="all-linear").targets) == 7
+  for given, error in (
+    (dict(lora_dropout=0.05), "lora_dropout=0.05, which adapters do not have here"),
+    (dict(use_dora=True), "use_dora=True"),
+    (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+    (dict(init_lora_weights=False), "init_lora_weights=False"),
+    (dict(target_modules=".*proj"), "target_modules='.*proj': give a list of names"),
+  ):
+    with pytest.raises(grpo_jax.ConfigError, match=error):
+      lora_of(**given)
+
+  def weather(city: str) -> str:
+    """Says the weather.
+
+    Args:
+      city: Where.
+    """
+    return city
+
+  config = from_trl({"max_steps": 1}, tools=[weather, "calculator"], say=None)
+  assert config.environment.tools == ("weather", "calculator")
+
+
+def test_rows_of_trl_need_no_file(tmp_path):
+  rows = [
+    {"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in (1, 2)
+  ]
+  config = from_trl({"num_train_epochs": 8}, train_dataset=rows, eval_dataset=rows[:1], say=None)
+  task = make_task(config.data)
+  assert [*task.train] == rows and [*task.test] == rows[:1]
+  assert config.data.chat and config.data.task == "columns" and config.steps == 16
+  assert (
+    config.data.path
+    == from_trl(None, train_dataset=rows, eval_dataset=rows[:1], say=None).data.path
+  )
+  (tmp_path / "a.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+  (tmp_path / "b.jsonl").write_text('{"prompt": "3"}\n')
+  files = dict(train_dataset=f"{tmp_path}/a.jsonl", eval_dataset=f"{tmp_path}/b.jsonl")
+  task = make_task(from_trl({"max_steps": 1}, **files, say=None).data)
+  assert [row["prompt"] for row in (*task.train, *task.test)] == ["1", "2", "3"]

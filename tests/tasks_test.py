@@ -217,6 +217,13 @@ def test_gsm8k_refuses_bad_files(tmp_path, train, message):
   assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("answer, text", [(12, "12"), (27.0, "27"), (0.5, "0.5"), ("12", "12")])
+def test_answers_of_math_may_be_numbers(answer, text, tmp_path):
+  line = json.dumps({"problem": "?", "answer": answer})
+  (example,) = tasks.make_task(data("math", write_folder(tmp_path, line))).train
+  assert example == {"question": "?", "solution": text, "answer": text}
+
+
 def test_math_folder(tmp_path):
   row = {"problem": "1/2?", "answer": r"\frac12", "solution": r"So $\boxed{\frac12}$.", "level": 5}
   bare = {"question": "2?", "answer": "2"}

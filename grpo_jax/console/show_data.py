@@ -16,7 +16,7 @@ from grpo_jax.data.prompts import Prompt, Prompts
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.mixture import Mixture, mixture_of
-from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.data.tokenizers import chat, tokenizer
 from grpo_jax.environments import of_config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
@@ -52,6 +52,8 @@ def open_data(
   path = hub.folder(config.data.tokenizer or config.model.path, "data.tokenizer")
   if path:
     tokens = tokenizer.load(path)  # first, because its errors come sooner
+    options = chat.options_of(config.data.chat_template_kwargs)
+    tokens = dataclasses.replace(tokens, chat_options=options)
     task = tasks.make_task(config.data)
     in_memory = isinstance(task.train, list)
     looked_at = range(len(task.train) if in_memory else min(len(task.train), _LOOKED_AT))
@@ -63,11 +65,8 @@ def open_data(
     folder = hub.folder(config.model.path, "data.tokenizer") if sees else ""
     return task, tokens, processors.load(folder, tokens) if folder else None
   task = tasks.make_task(config.data)
-  return (
-    task,
-    tokenizer.characters(tasks.characters(config.data, task, config.environment.has_messages)),
-    None,
-  )
+  others = config.environment.has_messages or bool(config.eval.tasks)
+  return task, tokenizer.characters(tasks.characters(config.data, task, others)), None
 
 
 def drawn(config: Config, step: int) -> Drawn:

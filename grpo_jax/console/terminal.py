@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 import contextlib
+import re
 import statistics
 from time import monotonic
 from typing import Any
@@ -25,6 +26,7 @@ _MAX_COMPLETIONS = 4
 _STEPS_OF_AN_ESTIMATE = 50  # the newest steps tell how long the next will take
 _GRPO = "grpo"
 _WARM_START = "warm start"
+_EXAM = re.compile(r"eval/(\w+)/accuracy")
 _FORMATS = (
   ("warm_start/loss", "loss {:.3f}"),
   ("reward", "reward {:.2f}"),
@@ -99,7 +101,7 @@ class Terminal:
     is_last = step >= self._total
     if self._bar is None:
       is_due = now - self._printed_at >= _SECONDS_BETWEEN_LINES
-      if is_due or is_last or "eval/accuracy" in metrics:
+      if is_due or is_last or any(name.startswith("eval/") for name in metrics):
         self._printed_at = now
         name = "step" if phase == _GRPO else phase
         self.say("  ".join([f"{name} {step}/{end}", *step_parts(metrics, seconds_left)]))
@@ -275,6 +277,8 @@ def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[s
   # Without a token in the loss there is no KL.
   found = {name: x for name, x in metrics.items() if x == x or name != "kl"}
   parts = [form.format(found[name]) for name, form in _FORMATS if found.get(name) is not None]
+  exams = [_EXAM.fullmatch(name) for name in metrics]
+  parts += [f"{exam[1]} {metrics[exam[0]]:.1%}" for exam in exams if exam]
   if metrics.get("warm_start/tokens") and metrics.get("time/step"):
     parts.append(f"{metrics['warm_start/tokens'] / metrics['time/step']:.0f} tok/s")
   if metrics.get("skipped_updates"):

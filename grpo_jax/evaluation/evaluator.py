@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_jax.config import Eval
 from grpo_jax.data.loader import PromptBatch, prompt_batch
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tasks.exams import Entry, entries_of
 from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
 from grpo_jax.pending import Pending, there
@@ -53,35 +53,50 @@ class Evaluator:
   """Evaluates policies: `evaluator(params, step) -> metrics`. It is compiled once.
 
   Attributes:
+    name: Of the exam. "" for the test split of the data.
     prompts: The test problems whose prompts are not too long.
+    config: The settings of the evaluation.
+    max_tokens: The longest completion.
   """
 
-  def __init__(self, run: Run, scorers: Scorers):
-    """Raises ConfigError for an evaluation that cannot be run."""
-    self._run, self._config = run, run.config.eval
-    run.hosts.check_rows({"eval.batch": self._config.batch})
-    self.prompts: Prompts = run.prompts("test")
-    self._score = scorers.evaluation
-    self._score.check_arguments(self.prompts, "eval.function")
+  def __init__(self, run: Run, scorers: Scorers, exam: Entry | None = None):
+    """Evaluates the test split of the run's data, or an exam in its place.
+
+    Raises:
+      ConfigError: The evaluation cannot be run.
+    """
+    key = "eval.function"
+    if exam is None:
+      self.name, self.prompts = "", run.prompts("test")
+      self._score = scorers.evaluation
+    else:
+      self.name, key = exam.name, f"eval.tasks: {exam.name}"
+      run, self.prompts = run.with_exam(exam)
+      self._score = scorers.deciding(run.config.eval.function, key)
+    self._run, self.config = run, run.config.eval
+    self.max_tokens = run.config.sampling.max_tokens
+    run.hosts.check_rows({"eval.batch": self.config.batch})
+    self._score.check_arguments(self.prompts, key)
     self._tasks: list[str] = []  # of each problem, where rewards depend on it
     if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
-    samples, at_once = self._config.samples, self._config.batch
+    samples, at_once = self.config.samples, self.config.batch
     self._has_votes = samples > 0 and self._score.has_votes({*self._tasks} or {""})
     if samples and not self._has_votes and run.hosts.is_first:
       print(
-        f"eval.function: maj@{samples} is left out, because {', '.join(self._score.names)} does not"
+        f"{key}: maj@{samples} is left out, because {', '.join(self._score.names)} does not"
         " say which answer it reads: give it the mark answer_of (docs/rewards.md)",
         file=sys.stderr,
         flush=True,
       )
-    make = functools.partial(make_rollout, run, at_once=at_once, talkers=scorers.talkers)
+    talkers = scorers.talkers if run.environments else None
+    make = functools.partial(make_rollout, run, at_once=at_once, talkers=talkers)
     self._greedy = make(1, greedy=True)
     self._sampled = make(samples) if samples else None
     self._is_compiled = False
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
-    """Metrics under eval/.
+    """Metrics under eval/, or under eval/NAME/ of an exam.
 
     Args:
       params: The policy, as `Parameters.for_sampling` returns it.
@@ -94,10 +109,10 @@ class Evaluator:
     metrics["eval/mean_length"] = float(greedy.lengths_NG.mean())
     metrics["eval/clipped_ratio"] = float(greedy.cut_off_NG.mean())
     if self._sampled is not None:
-      draws = self._outcomes(self._sampled, self._config.samples, given)
-      metrics |= sample_metrics(draws, self._config.samples)
+      draws = self._outcomes(self._sampled, self.config.samples, given)
+      metrics |= sample_metrics(draws, self.config.samples, self._tasks)
     self._is_compiled = True
-    return metrics
+    return {of_exam(self.name, name): value for name, value in metrics.items()}
 
   def _outcomes(self, rollout: Rollout, samples: int, given: _Given) -> Outcomes:
     """Completes every problem `samples` times. Workers score those that have ended meanwhile.
@@ -108,9 +123,10 @@ class Evaluator:
     indices = np.arange(-(-total // shards) * shards) % total
     numbers, pending = list[int](), list[Pending[Outcomes]]()
     prompts = prompt_batch(self.prompts, indices, self._run.hosts)
-    arguments = given.params, prompts, given.key, self._config.temperature
+    arguments = given.params, prompts, given.key, self.config.temperature
     unit = "problems" if samples == 1 else "draws"
-    with doing("evaluating", samples * total, unit, is_routine=self._is_compiled) as work:
+    what = f"evaluating {self.name}".strip()
+    with doing(what, samples * total, unit, is_routine=self._is_compiled) as work:
       for some, rollouts in rollout.parts(*arguments, on_ended=work.reach):
         own = prompt_batch(self.prompts, indices[some], self._run.hosts)
         pending.append(self._start(rollouts, own, given.step))
@@ -190,10 +206,18 @@ def majority_right(votes_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:
   return np.array(chances, np.float32)
 
 
-def sample_metrics(draws: Outcomes, samples: int) -> dict[str, float]:
-  """mean@k, pass@k for powers of two up to k, and maj@k where votes count, for k = `samples`."""
+def sample_metrics(draws: Outcomes, samples: int, tasks: Sequence[str] = ()) -> dict[str, float]:
+  """mean@k, pass@k for powers of two up to k, and maj@k where votes count, for k = `samples`.
+
+  Of each task, mean@k/TASK and maj@k/TASK.
+
+  Args:
+    draws: The outcomes.
+    samples: The draws of each problem.
+    tasks: The task of each problem, or nothing where there is one task.
+  """
   right_N = draws.right_NG.sum(1)
-  metrics = named(f"mean@{samples}", estimators.mean(draws.right_NG.mean(1)))
+  metrics = _means(f"mean@{samples}", draws.right_NG.mean(1), tasks)
   powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
   last = [samples] if samples > 1 else []
   for k in powers + last:
@@ -201,7 +225,15 @@ def sample_metrics(draws: Outcomes, samples: int) -> dict[str, float]:
     metrics |= named(f"pass@{k}", estimators.mean(passed_N))
   if np.isnan(draws.majority_N).any():
     return metrics
-  return metrics | named(f"maj@{samples}", estimators.mean(draws.majority_N.astype(float)))
+  return metrics | _means(f"maj@{samples}", draws.majority_N.astype(float), tasks)
+
+
+def _means(name: str, values_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
+  """The mean over all problems, and over those of each task."""
+  metrics = named(name, estimators.mean(values_N))
+  for task in dict.fromkeys(tasks):
+    metrics |= named(f"{name}/{task}", estimators.mean(values_N[np.array(tasks) == task]))
+  return metrics
 
 
 def named(name: str, estimate: estimators.Estimate) -> dict[str, float]:
@@ -210,16 +242,55 @@ def named(name: str, estimate: estimators.Estimate) -> dict[str, float]:
   return {f"eval/{name}": value, f"eval/{name}_low": low, f"eval/{name}_high": high}
 
 
-def table(metrics: dict[str, float], config: Eval, max_tokens: int) -> list[str]:
-  """The metrics as lines for a reader."""
+def of_exam(exam: str, name: str) -> str:
+  """The name of a metric of an exam: eval/EXAM/accuracy for eval/accuracy."""
+  return name.replace("eval/", f"eval/{exam}/", 1) if exam else name
+
+
+class Evaluators:
+  """The evaluations of a run: of its test split, and of the exams of eval.tasks.
+
+  Attributes:
+    parts: Each of them.
+  """
+
+  def __init__(self, run: Run, scorers: Scorers, only_exams: bool = False):
+    """Makes all of them.
+
+    Args:
+      run: The run.
+      scorers: Its reward functions.
+      only_exams: Whether to leave out the test split. It is left out, too, where there are exams
+        and the data has no test split.
+
+    Raises:
+      ConfigError: An evaluation cannot be run.
+    """
+    entries = entries_of(run.config.eval.tasks)
+    has_test = not only_exams and (not entries or len(run.task.test) > 0)
+    self.parts = [Evaluator(run, scorers)] if has_test else []
+    self.parts += [Evaluator(run, scorers, entry) for entry in entries]
+
+  def __call__(self, params: Any, step: int) -> dict[str, float]:
+    """The metrics of all of them. The arguments are those of `Evaluator`."""
+    metrics: dict[str, float] = {}
+    for evaluate in self.parts:
+      metrics |= evaluate(params, step)
+    return metrics
+
+
+def table(metrics: dict[str, float], config: Eval, max_tokens: int, exam: str = "") -> list[str]:
+  """The metrics as lines for a reader: those of the test split, or of an exam."""
   measured = [name for name in metrics if f"{name}_low" in metrics]
   width = max(14, *(len(name) + 1 for name in measured))
   greedy, draws = list[str](), list[str]()
   for name in measured:
     low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
     line = f"  {name:{width}}{metrics[name]:7.1%}   95% interval {low:6.1%} to {high:6.1%}"
-    (greedy if name.startswith("eval/accuracy") else draws).append(line)
-  length, cut_off = metrics["eval/mean_length"], metrics["eval/clipped_ratio"]
+    (greedy if name.startswith(of_exam(exam, "eval/accuracy")) else draws).append(line)
+  length, cut_off = (
+    metrics[of_exam(exam, name)] for name in ("eval/mean_length", "eval/clipped_ratio")
+  )
   lines = [
     f"greedy: {length:.1f} tokens on average, {cut_off:.1%} cut off at {max_tokens}",
     *greedy,

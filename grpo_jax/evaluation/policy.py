@@ -17,7 +17,7 @@ from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tokenizers import chat
-from grpo_jax.evaluation.evaluator import Evaluator
+from grpo_jax.evaluation.evaluator import Evaluators
 from grpo_jax.evaluation.limits import check_numbers
 from grpo_jax.model.huggingface import hub
 from grpo_jax.model.huggingface.folders import new_folder
@@ -129,24 +129,33 @@ class Policy:
       found = [self.complete(one, n, temperature, max_tokens, seed) for one in prompts]
     return found if questions is question else found[0]
 
-  def evaluate(self, samples: int | None = None, examples: int | None = None) -> dict[str, float]:
-    """Measures the accuracy on the test problems.
+  def evaluate(
+    self,
+    samples: int | None = None,
+    examples: int | None = None,
+    tasks: Sequence[str] | None = None,
+  ) -> dict[str, float]:
+    """Measures the accuracy on the test problems, or on exams.
 
     Args:
       samples: Draws of each problem for mean@k, pass@k and maj@k. None means eval.samples.
       examples: How many test problems. None means eval.examples.
+      tasks: Exams in place of the test problems, such as "math500:test.jsonl": see eval.tasks. None
+        means the test problems, and eval.tasks beside them.
 
     Returns:
-      eval/accuracy and other metrics. NAME_low and NAME_high are a 95% interval.
+      eval/accuracy and other metrics, and eval/EXAM/accuracy for an exam. NAME_low and NAME_high
+      are a 95% interval.
 
     Raises:
       ConfigError: The evaluation cannot be run.
     """
-    given = {"eval.samples": samples, "eval.examples": examples}
+    given = {"eval.samples": samples, "eval.examples": examples, "eval.tasks": tasks}
     changes = {key: value for key, value in given.items() if value is not None}
     with self._settings(), doing("evaluation"):
       run = self.run.with_eval(self.run.config.replace(changes).eval)
-      return Evaluator(run, self.scorers)(self._for_sampling, self.step)
+      evaluate = Evaluators(run, self.scorers, only_exams=bool(tasks))
+      return evaluate(self._for_sampling, self.step)
 
   def export(self, out: str | Path, adapter: bool = False) -> Path:
     """Writes the policy as a Hugging Face folder, which transformers can load.

@@ -26,7 +26,8 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   they are compared with ==.
   reads           Of functions of this package: the columns that the function compares with, and the
                   types of values that it can read there. Where a row has another value, or none, it
-                  gives None, and the run counts and names such rows at the start.
+                  gives None, and the run counts and names such rows at the start. The names of
+                  several columns in one key mean any of them.
   prepare         A function without arguments that does slow work for all calls, such as an import.
                   It is called once, in the process that workers are forked from.
 """
@@ -102,7 +103,17 @@ def reads(**columns: tuple[type, ...]) -> Callable[[F], F]:
   """Says which types of values the function can read in columns of the data."""
 
   def mark(function: F) -> F:
-    function.__dict__["reads"] = columns
+    function.__dict__["reads"] = {(name,): types for name, types in columns.items()}
+    return function
+
+  return mark
+
+
+def reads_one_of(*columns: str) -> Callable[[F], F]:
+  """Says that the function reads any of these columns of the data, with any values."""
+
+  def mark(function: F) -> F:
+    function.__dict__["reads"] = {columns: (object,)}
     return function
 
   return mark

@@ -10,6 +10,7 @@ from typing import Any
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.checks import check_algo
 from grpo_jax.config import Config
+from grpo_jax.data.tasks.exams import entries_of
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.rewards import dispatch
 from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges
@@ -35,6 +36,7 @@ def check_config(config: Config) -> None:
   sources = [source.name for source in sources_of(mixture_of(config.data))]
   reward = config.reward
   dispatch.check_tasks(reward.tasks, reward.functions, sources, config.eval.function)
+  entries_of(config.eval.tasks)
   environment = config.environment
   if "environment" in reward.functions and not environment.has_messages:
     raise ConfigError(

@@ -12,12 +12,12 @@ import jax
 
 from grpo_jax import learner, model
 from grpo_jax.compiling import Jitted
-from grpo_jax.config import Config, Eval
+from grpo_jax.config import Config, Environment, Eval
 from grpo_jax.data.files.rows import InMemory
 from grpo_jax.data.images import processor
 from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tasks import exams, tasks
 from grpo_jax.data.tokenizers import chat, tokenizer
 from grpo_jax.environments import Environments, of_config
 from grpo_jax.model.huggingface import hub
@@ -183,6 +183,32 @@ class Run:
     run.config = dataclasses.replace(self.config, eval=settings)
     return run
 
+  def with_exam(self, entry: exams.Entry) -> "tuple[Run, Prompts]":
+    """The same parts for an exam, which is answered in one turn and without tools.
+
+    Returns:
+      The run, whose settings of data, sampling and evaluation are those of the exam, and the
+      prompts.
+
+    Raises:
+      ConfigError: The exam cannot be read, or none of its prompts fits the model.
+    """
+    where, positions = f"eval.tasks: {entry.name}", self.parameters.model.max_positions
+    run = copy.copy(self)
+    run.__dict__.pop("environments", None)
+    run.processor = None
+    try:
+      with doing(f"reading the exam {entry.name}"):
+        run.task = tasks.Task((), exams.problems(entry))
+        run.config = _config_of_exam(self.config, entry, len(run.task.test), positions)
+        prompts = run.prompts("test")
+    except ConfigError as error:
+      raise ConfigError(f"{where}: {str(error).removeprefix('data.path: ')}") from None
+    data = dataclasses.replace(run.config.data, max_prompt_tokens=prompts.max_tokens)
+    run.config = dataclasses.replace(run.config, data=data)
+    run.programs = Programs(run.config, run.mesh, run.parameters)
+    return run, prompts
+
   def initial_params(self) -> Any:
     """The trained parameters before the first update, on the mesh."""
     return self.parameters.initial(self.key("init"))
@@ -206,8 +232,45 @@ class Run:
       if loaded is not None:
         tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens
-    alphabet = tasks.characters(config.data, self.task, config.environment.has_messages)
+    others = config.environment.has_messages or bool(config.eval.tasks)
+    alphabet = tasks.characters(config.data, self.task, others)
     return tokenizer.characters(alphabet)
+
+
+def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions: int) -> Config:
+  """The config of a run with the settings of an exam, whose prompts get all that positions leave.
+
+  Raises:
+    ConfigError: A completion takes all positions.
+  """
+  max_tokens = entry.max_tokens or config.sampling.max_tokens
+  if max_tokens >= positions:
+    raise ConfigError(
+      f"the model has {positions} positions, and a completion may have {max_tokens} tokens; set"
+      " max_tokens"
+    )
+  data = dataclasses.replace(
+    config.data,
+    task="columns",
+    path="",
+    columns=(),
+    mixture=(),
+    weights=(),
+    prompts=(),
+    few_shot=(),
+    prompt=entry.prompt or entry.exam.prompt,
+    max_prompt_tokens=positions - max_tokens,
+  )
+  settings = dataclasses.replace(
+    config.eval,
+    examples=problems,
+    function=entry.function or entry.exam.function,
+    samples=config.eval.samples if entry.samples < 0 else entry.samples,
+  )
+  sampling = dataclasses.replace(config.sampling, max_tokens=max_tokens)
+  return dataclasses.replace(
+    config, data=data, eval=settings, sampling=sampling, environment=Environment()
+  )
 
 
 def set_matmul_precision(config: Config) -> None:

@@ -408,28 +408,37 @@ def _some_places(prompts: Prompts) -> list[int]:
   return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
 
 
+# What a function reads: for each of its columns, or for some of which it needs one, the types.
+_Kinds = Mapping[tuple[str, ...], tuple[type, ...]]
+
+
 def _rows_of_tasks(
   rows: Sequence[tuple[str, Mapping[str, Any]]],
-  kinds: Mapping[str, tuple[type, ...]],
+  kinds: _Kinds,
   tasks: Sequence[str],
 ) -> list[tuple[str, Mapping[str, Any]]]:
   """The rows that a function is for: of its tasks, or else of those whose rows have its columns."""
   if not tasks:
-    having = [row for _, row in rows if all(row.get(name) is not None for name in kinds)]
+    having = [row for _, row in rows if all(_first(names, row) is not None for names in kinds)]
     tasks = [row.get("task") for row in having or [row for _, row in rows]]
   known = set(map(str, tasks))
   return [one for one in rows if str(one[1].get("task")) in known]
 
 
-def _unreadable(kinds: Mapping[str, tuple[type, ...]], row: Mapping[str, Any]) -> str:
+def _unreadable(kinds: _Kinds, row: Mapping[str, Any]) -> str:
   """What keeps a function from reading a row. "" if nothing does."""
-  for name, types in kinds.items():
-    value = row.get(name)
+  for names, types in kinds.items():
+    value = _first(names, row)
     if value is None:
-      return f"has no {name}"
+      return f"has no {' or '.join(names)}"
     if not isinstance(value, types):
-      return f"has {shown(value)} as {name}"
+      return f"has {shown(value)} as {' or '.join(names)}"
   return ""
+
+
+def _first(names: Sequence[str], row: Mapping[str, Any]) -> Any:
+  """The first value that a row has in some columns, or None."""
+  return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def _trials(prompts: Prompts, tasks: Sequence[str]) -> Iterator[dict[str, list[Any]]]:

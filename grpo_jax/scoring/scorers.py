@@ -61,7 +61,15 @@ class Scorers:
     name = self._config.eval.function
     if name == FIRST_OF_TASK:
       return self.training
-    return self._scorer([name], [Weighted(resolve(name, "eval.function", is_reward_model))])
+    return self.deciding(name, "eval.function")
+
+  def deciding(self, name: str, key: str) -> Scorer:
+    """What decides in an evaluation by one function, which a config key names.
+
+    Raises:
+      ConfigError: The function cannot be used.
+    """
+    return self._scorer([name], [Weighted(resolve(name, key, is_reward_model))])
 
   @functools.cached_property
   def talkers(self) -> "Talkers | Harness | None":

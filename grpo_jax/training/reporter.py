@@ -15,7 +15,7 @@ from grpo_jax.console.json_console import JsonConsole
 from grpo_jax.console.stdout import Stdout
 from grpo_jax.console.terminal import Terminal
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.evaluation.evaluator import Evaluator
+from grpo_jax.evaluation.evaluator import Evaluators
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import sizes_of
 from grpo_jax.run.run import Run
@@ -66,7 +66,7 @@ class Reporter:
     self._terminal = (
       JsonConsole(console) if run.config.log.console == "json" else _terminal(run.config, console)
     )
-    self.evaluator = Evaluator(run, scorers) if run.config.eval.every else None
+    self.evaluator = Evaluators(run, scorers) if run.config.eval.every else None
 
   def start_terminal(self) -> None:
     """Lets the terminal show what takes long, until `close`."""

@@ -157,7 +157,8 @@ class Trainer:
     self.reporter.open(step if restored else -1)
     splits = [("training", self.collector.prompts)]
     if self.reporter.evaluator:
-      splits.append(("test", self.reporter.evaluator.prompts))
+      parts = self.reporter.evaluator.parts
+      splits += [(part.name or "test", part.prompts) for part in parts]
     devices = self.store.saved_devices
     remarks = (*self.run.remarks, *self._scorers.remarks, *self._remarks_on_ahead(state, step))
     lines = header_lines(self.run, splits, remarks, step, self._workdir, devices)

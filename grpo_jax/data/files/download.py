@@ -1,9 +1,51 @@
-"""Whether a file can be downloaded, before a library that waits long tries it."""
+"""Downloads of data: files of huggingface.co, and whether a server answers at all."""
 
+from fnmatch import fnmatch
+from pathlib import Path
+import re
 import sys
 import threading
 
+from grpo_jax.settings import ConfigError
+
 _SECONDS = 8.0  # that a server, or what stands between, has for an answer
+
+_ON_HUB = re.compile(r"([\w-][\w.-]*/[\w.-]+)/([\w./*-]+)")
+
+
+def is_name(path: str) -> bool:
+  """Whether `path` looks like OWNER/NAME/FILE on huggingface.co."""
+  return _ON_HUB.fullmatch(path) is not None
+
+
+def dataset_files(name: str) -> list[Path]:
+  """Files of a data set of huggingface.co, which are downloaded once.
+
+  Args:
+    name: OWNER/NAME/FILE. FILE may be a pattern, whose * stands for folders, too.
+
+  Raises:
+    ConfigError: They cannot be downloaded, or there are none.
+  """
+  from huggingface_hub import snapshot_download  # imported here because it is slow
+
+  match = _ON_HUB.fullmatch(name)
+  repository, pattern = match.groups()
+  try:
+    folder = snapshot_download(repository, repo_type="dataset", allow_patterns=[pattern])
+  # Each cause has an exception of its own: no such data set, one that needs an agreement, no
+  # network, offline and not in the cache.
+  except Exception as error:
+    reason = " ".join(str(error).split())
+    raise ConfigError(
+      f"data.path: {name} cannot be downloaded from huggingface.co ({type(error).__name__}:"
+      f" {reason:.200}); give a file of your own: EXAM:FILE"
+    ) from None
+  files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+  found = [file for file in files if fnmatch(file.relative_to(folder).as_posix(), pattern)]
+  if not found:
+    raise ConfigError(f"data.path: {repository} on huggingface.co has no file {pattern}")
+  return found
 
 
 def check_connection(url: str, what: str, folder: str) -> None:

@@ -79,8 +79,9 @@ class Parquet:
         value = column[place].as_py()
       except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date beyond 9999
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
-      value = plain(value, where, keeps_bytes=name in COLUMNS)
-      value = _without_nulls(value) if name == TOOLS else _without_added_nulls(value)
+      row[name] = plain(value, where, keeps_bytes=name in COLUMNS)
+    for name, value in without_added_nulls(row).items():
+      where = f"{self.where(index)} column {name!r}"
       row[name] = _decoded(value, self._json[name], where) if name in self._json else value
     return row
 
@@ -91,6 +92,14 @@ class Parquet:
   def columns(self) -> list[str]:
     """The names of the columns."""
     return self._columns
+
+
+def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+  """A row without the nulls that Arrow added to the objects of messages and of tools."""
+  return {
+    name: _without_nulls(value) if name == TOOLS else _without_added_nulls(value)
+    for name, value in row.items()
+  }
 
 
 def _without_added_nulls(value: Any) -> Any:

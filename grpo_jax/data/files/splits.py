@@ -6,12 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_jax.data.files import download
+from grpo_jax.data.files.given import is_given, rows_given
 from grpo_jax.data.files.parquet import Parquet
 from grpo_jax.data.files.rows import Chosen, Example, Examples, Joined, JsonLines, Row, Rows
+from grpo_jax.data.files.tables import csv_table, json_table
 from grpo_jax.data.files.tfds import Prepared
 from grpo_jax.settings import ConfigError
 
-_KINDS: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".parquet": Parquet}
+_KINDS: dict[str, Callable[[Path], Rows]] = {
+  ".jsonl": JsonLines,
+  ".parquet": Parquet,
+  ".csv": csv_table,
+  ".json": json_table,
+}
 _LAYOUT = (
   "it must be a folder with train.jsonl and test.jsonl (or .parquet), or one such file with"
   " data.held_out"
@@ -21,8 +29,9 @@ _LAYOUT = (
 def rows_of(path: str, split: str) -> Rows | None:
   """The rows of a split.
 
-  A folder has SPLIT.jsonl or SPLIT.parquet, or several files SPLIT-*.jsonl or SPLIT-*.parquet, or
-  was prepared by TensorFlow Datasets. A single file has training rows alone.
+  A folder has SPLIT.jsonl (or .parquet, .csv, .json), or several files SPLIT-*.jsonl, or was
+  prepared by TensorFlow Datasets. A single file has training rows alone. A path may also stand for
+  rows that a program gave (`given.py`).
 
   Args:
     path: data.path.
@@ -34,6 +43,8 @@ def rows_of(path: str, split: str) -> Rows | None:
   Raises:
     ConfigError: They cannot be read, or there are none.
   """
+  if is_given(path):
+    return rows_given(path, split)
   given = Path(path).expanduser()
   if os.path.isfile(given / "dataset_info.json"):  # which never raises
     rows: Rows = Prepared(given, split)
@@ -62,6 +73,46 @@ def examples_of(
   """The training and the test examples of files. The latter are none if there is no test file."""
   train, test = rows_of(path, "train"), rows_of(path, "test")
   return Examples(train, make_example), Examples(test, make_example) if test is not None else ()
+
+
+def rows_of_test(path: str, hub: str) -> Rows:
+  """The rows of a test set that needs no training rows.
+
+  Args:
+    path: Its file, a folder with test files or with a single file of rows, or OWNER/NAME/FILE on
+      huggingface.co.
+    hub: What "" stands for.
+
+  Raises:
+    ConfigError: They cannot be read or downloaded, or there are none.
+  """
+  given = Path(path or hub).expanduser()
+  try:
+    if not path or (not given.exists() and download.is_name(path)):
+      found = download.dataset_files(path or hub)
+    elif given.is_dir():
+      others = [file for file in given.iterdir() if file.suffix in _KINDS]
+      found = _found(given, "test") or (others if len(others) == 1 else [])
+    else:
+      found = [given]
+  except OSError as error:
+    raise ConfigError(f"data.path: cannot read {given} ({error})") from None
+  if not found:
+    raise ConfigError(
+      f"data.path: {given} has no test file ({', '.join('test' + kind for kind in _KINDS)}), and"
+      " not a single other file of rows: name the file"
+    )
+  for file in found:
+    if file.suffix not in _KINDS:
+      raise ConfigError(f"data.path: {file} is none of {', '.join(_KINDS)}")
+  try:
+    parts = [_KINDS[file.suffix](file) for file in found]
+  except OSError as error:
+    raise ConfigError(f"data.path: cannot read {given} ({error.strerror or error})") from None
+  rows = parts[0] if len(parts) == 1 else Joined(parts)
+  if not len(rows):
+    raise ConfigError(f"data.path: {found[0]} is empty")
+  return rows
 
 
 def hold_out(

@@ -31,10 +31,14 @@ def gsm8k(row: Row, where: str) -> Example:
 
 
 def math(row: Row, where: str) -> Example:
-  """A row with `problem` (or `question`), `answer`, and perhaps `solution`."""
-  question = _question(row, where, "problem", "question")
-  answer = _text(row, where, "answer")
-  solution = _text(row, where, "solution", "answer")
+  """A row with a problem, its answer, which may be a number, and perhaps a solution.
+
+  The columns are `problem` (or `question`), `answer` and `solution`, or these with capitals.
+  """
+  question = _question(row, where, "problem", "question", "Problem", "Question")
+  answer = _as_text(_field(row, where, ("answer", "Answer"), (str, int, float)))
+  solutions = (row.get(name) for name in ("solution", "Solution"))
+  solution = next((one for one in solutions if isinstance(one, str)), answer)
   return {"question": question, "solution": solution, "answer": answer}
 
 

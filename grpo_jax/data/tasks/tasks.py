@@ -17,6 +17,7 @@ import numpy as np
 
 from grpo_jax import gym, registry
 from grpo_jax.data.files import tfds
+from grpo_jax.data.files.given import OfProgram, give
 from grpo_jax.data.files.rows import Example, Examples, InMemory
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
 from grpo_jax.data.images.of_prompts import Given
@@ -290,6 +291,29 @@ TASKS: dict[str, Callable[[str], Task]] = {
 }
 
 
+READS_ROWS = ("columns", "math", "gsm8k", "svamp", "code")  # tasks whose path names rows
+
+
+def given_path(data: "Data", rows: Any, key: str = "data") -> str:
+  """What stands, as data.path, for rows that a program gives.
+
+  Args:
+    data: The section of the config.
+    rows: See `given.give`.
+    key: What messages call them.
+
+  Raises:
+    ConfigError: The task reads no rows, or these are none.
+  """
+  if data.mixture or data.task not in READS_ROWS:
+    task = "data.mixture is set" if data.mixture else f"data.task is {data.task!r}"
+    raise ConfigError(
+      f"{key}: {task}, which reads other data: set data.task to {' or '.join(READS_ROWS)}; columns"
+      " takes any rows, and data.prompt makes prompts of them"
+    )
+  return give(rows, key=key)
+
+
 def _one_task(data: "Data", source: Source, template: str) -> Task:
   """The task of a source, with a test split, and in memory if it is small."""
   if source.task not in TASKS:
@@ -359,7 +383,9 @@ def register_task(make: MakeTask) -> MakeTask:
   Args:
     make: It gets data.path and returns a `Task`. An example is a dict with `question`, which is a
       text or a list of messages, `solution` if there is a warm start, and whatever the reward
-      functions read, such as `answer`. All examples have the same fields.
+      functions read, such as `answer`. All examples have the same fields. The examples may be any
+      object with `__len__` and `__getitem__`. Of more than data.count_at_start, each is read when a
+      batch needs it.
 
   Returns:
     The function.
@@ -369,29 +395,36 @@ def register_task(make: MakeTask) -> MakeTask:
   """
 
   def make_and_check(path: str) -> Task:
-    task = make(path)
-    _check_task(task, f"task {registry.name_of(make)}")
-    return task
+    return _checked(make(path), f"task {registry.name_of(make)}")
 
   registry.register("task", TASKS, make, make_and_check)
   return make
 
 
-def _check_task(task: Any, name: str) -> None:
+def _checked(task: Any, name: str) -> Task:
+  """The task, whose examples are checked when they are read: by their number, and not before."""
   if not isinstance(task, Task):
     raise ConfigError(f"{name} returned a {type(task).__name__}: it must be a grpo_jax.Task")
-  for split, of_split in (("train", task.train), ("test", task.test)):
-    _check_split(of_split, f"{name}: {split}")
+  train, test = _examples(task.train, f"{name}: train"), task.test
+  if not isinstance(test, tuple) or test:
+    test = _examples(test, f"{name}: test")
+  return Task(train, test, task.alphabet)
 
 
-def _check_split(of_split: Sequence[Any], where: str) -> None:
-  if not len(of_split):
+def _examples(given: Any, where: str) -> Examples:
+  rows = OfProgram(given, where)
+  if not len(rows):
     raise ConfigError(f"{where} has no examples")
-  for number, example in enumerate(of_split):
-    if not isinstance(example, dict) or "question" not in example:
-      raise ConfigError(f"{where}[{number}] must be a dict with a question")
-    if example.keys() != of_split[0].keys():
-      fields, expected = ", ".join(example), ", ".join(of_split[0])
-      raise ConfigError(f"{where}[{number}] has the fields {fields}, and the first one {expected}")
-    if not isinstance(example["question"], str):
-      chat.check_messages(example["question"], f"{where}[{number}]")
+  first = rows[0]
+
+  def example(row: Example, where: str) -> Example:
+    if "question" not in row:
+      raise ConfigError(f"{where} must be a dict with a question")
+    if row.keys() != first.keys():
+      fields, expected = ", ".join(row), ", ".join(first)
+      raise ConfigError(f"{where} has the fields {fields}, and the first one {expected}")
+    if not isinstance(row["question"], str):
+      chat.check_messages(row["question"], where)
+    return row
+
+  return Examples(rows, example)

@@ -34,16 +34,20 @@ that reads names and calls nothing, such as a function for pytest that nobody ca
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+import dataclasses
 import itertools
 import math
+import re
 import time
 from typing import Annotated, Any
 
+from grpo_jax.code_tests import MAIN_COLUMNS, TEST_COLUMNS, Tests, Unreadable, layout_of
 from grpo_jax.rewards.answer import NoReward, RewardError
-from grpo_jax.rewards.marks import checked_by, reads, rows_checked_by
+from grpo_jax.rewards.marks import checked_by, reads_one_of, rows_checked_by
 from grpo_jax.rewards.sandbox import runner
+from grpo_jax.rewards.sandbox.cases import Clock, run_cases
 from grpo_jax.rewards.sandbox.tests import Problem, run_tests
-from grpo_jax.settings import ConfigError, at_least, shown
+from grpo_jax.settings import ConfigError, at_least
 
 _THREADS = 32  # of a program
 _TRIED, _TRIED_AT_ONCE, _SECONDS = 32, 8, 10.0  # rows at the start, and for how long
@@ -67,24 +71,31 @@ def _check_rows(
   """What a user should know of the first rows that have tests. "" if there is nothing to say.
 
   A row is tried with its own solution. One without a solution is tried with an empty program, which
-  shows whether its tests read anything of a program.
+  shows whether its tests can be read, and read anything of a program.
 
   Raises:
     ConfigError: None of the rows can pay a program, or the columns of one cannot be used.
   """
   deadline = time.monotonic() + _SECONDS
   tried, problems = 0, list[str]()
-  with_tests = itertools.islice((one for one in rows if one[1].get("test_list")), _TRIED)
+  rows = iter(rows)
+  first = next(rows)
+  if not {*MAIN_COLUMNS} & first[1].keys():
+    raise ConfigError(
+      f"{where}: the examples have no tests, which are in one of the columns"
+      f" {', '.join(MAIN_COLUMNS)}"
+    )
+  all_of_them = itertools.chain([first], rows)
+  with_tests = itertools.islice((one for one in all_of_them if layout_of(one[1])), _TRIED)
   while time.monotonic() < deadline:
     some = list(itertools.islice(with_tests, _TRIED_AT_ONCE))
     if not some:
       break
-    names = ("test_list", "test_setup_code", "code")
-    fields = {name: [row.get(name) for _, row in some] for name in names}
-    solutions = [given if isinstance(given, str) else "" for given in fields["code"]]
+    fields = {name: [row.get(name) for _, row in some] for name in TEST_COLUMNS}
+    solutions = [_solution(row) for _, row in some]
     places = [place for place, _ in some]
     try:
-      scores = score(completions=solutions, place=places, **fields)
+      scores = score(completions=solutions, place=places, code=solutions, **fields)
     except RewardError as error:
       raise ConfigError(f"{where}: {error}") from None
     for place, solution, given in zip(places, solutions, scores, strict=True):
@@ -95,6 +106,8 @@ def _check_rows(
       elif solution.strip() and given < 1:
         problems.append(f"{place}: its own solution fails its tests")
     tried += len(some)
+  if not tried and time.monotonic() < deadline:
+    return f"{where}: none of the rows that were looked at has tests"
   if not problems:
     return ""
   more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
@@ -104,18 +117,26 @@ def _check_rows(
   return f"{where}: {len(problems)} of {tried} rows that were tried can pay no program: {named}"
 
 
+def _solution(row: Mapping[str, Any]) -> str:
+  """A program of the row's own that is right, or ""."""
+  own = row.get("code")
+  return own if isinstance(own, str) else layout_of(row).solution(row)
+
+
 @checked_by(_check_sandbox)
 @rows_checked_by(_check_rows)
-@reads(test_list=(str, list, tuple))
+@reads_one_of(*MAIN_COLUMNS)
 def code(
   completions: list[str],
-  test_list: list[Any],
+  test_list: list[Any] | None = None,
   test_setup_code: list[Any] | None = None,
   code: list[Any] | None = None,
   place: list[str | None] | None = None,
   *,
+  partial: bool = False,
   fraction: bool = False,
   seconds: Annotated[float, at_least(0.1, at_most=86_400)] = 10.0,
+  case_seconds: Annotated[float, at_least(0.1, at_most=86_400)] = 4.0,
   memory: Annotated[float, at_least(0.125, at_most=1024)] = 0.5,
   at_once: Annotated[int, at_least(1, at_most=256)] = 4,
   sandboxed: bool = True,
@@ -123,69 +144,118 @@ def code(
 ) -> list[float | NoReward | None]:
   """1.0 if the code of the completion passes all tests, else 0.0.
 
-  The code is the last block between ``` lines, or the whole text if there is none. The columns are
-  those of MBPP: each test is an `assert`.
+  The code is the last block between ``` lines, or the whole text if there is none. The tests of a
+  row are in the columns of one of the layouts in `grpo_jax/code_tests.py`.
 
   Args:
     completions: The texts.
-    test_list: The tests of each completion. A text is one test.
-    test_setup_code: What the tests of each completion need before them, such as imports: a text, or
-      a list of lines.
+    test_list: In the layout of MBPP: the tests of each completion. A text is one test.
+    test_setup_code: What these tests need before them, such as imports: a text, or a list of lines.
     code: A solution of each problem, if there is one. It says which names tests read of a program.
     place: What messages call the rows, such as a file and its line.
-    fraction: Give the fraction of the tests that pass instead.
+    partial: Give the share of the tests that pass instead.
+    fraction: Its earlier name.
     seconds: The time limit for a completion with its tests, wall clock and CPU. Tests that have not
       passed by then have failed.
+    case_seconds: The same for each case, where tests are inputs with their outputs.
     memory: The memory limit in GiB, for the code and for the tests. numpy needs 0.25.
     at_once: How many completions run at once. At most their number times `seconds` / at_once goes
       by, so reward.timeout should be longer.
     sandboxed: False runs the code without a sandbox, with limits of resources alone. It can then
       read and delete all that the user can, and forge its reward.
-    columns: Not read.
+    columns: Those of the other layouts are read.
 
   Returns:
-    The scores. None where there is no test that reads something of a program. No reward where the
-    tests or their setup are no texts.
+    The scores. None where a row has no test, or none that reads something of a program. No reward
+    where tests cannot be read.
 
   Raises:
     ConfigError: There is no sandbox on this machine.
     RewardError: A sandbox did not start, or a setup fails.
   """
-  sandbox = runner.find() if sandboxed else runner.NONE
-  limits = runner.Limits(seconds=math.ceil(seconds), memory=int(memory * 2**30), threads=_THREADS)
-  problems = _problems(len(completions), test_list, test_setup_code, code, place)
+  judge = _Judge(
+    sandbox=runner.find() if sandboxed else runner.NONE,
+    limits=runner.Limits(math.ceil(seconds), int(memory * 2**30), threads=_THREADS),
+    seconds=seconds,
+    case_seconds=case_seconds,
+    partial=partial or fraction,
+  )
+  own = {"test_list": test_list, "test_setup_code": test_setup_code, "code": code, "place": place}
+  problems = _problems(len(completions), {**columns, **own})
+  with ThreadPoolExecutor(at_once) as pool:
+    return list(pool.map(judge, completions, problems))
 
-  def score(completion: str, problem: Problem | NoReward) -> float | NoReward | None:
-    if isinstance(problem, NoReward):
+
+# A row's tests, why they cannot be read, or None if it has none.
+_Problem = tuple[Problem, Tests] | NoReward | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Judge:
+  """Scores completions. The attributes are parameters of `code`, and what follows from them."""
+
+  sandbox: str
+  limits: runner.Limits
+  seconds: float
+  case_seconds: float
+  partial: bool
+
+  def __call__(self, completion: str, problem: _Problem) -> float | NoReward | None:
+    if not isinstance(problem, tuple):
       return problem
-    verdict = run_tests(program_of(completion), problem, limits, sandbox, seconds)
+    asserts, tests = problem
+    program = _whole(program_of(completion), tests)
+    if tests.cases:
+      clock = Clock(self.seconds, self.case_seconds)
+      verdict = run_cases(
+        program,
+        tests.cases,
+        self.limits,
+        self.sandbox,
+        clock,
+        asserts.place,
+        stops=not self.partial,
+      )
+    else:
+      verdict = run_tests(program, asserts, self.limits, self.sandbox, self.seconds)
     if not verdict.counted:
       return None
-    passed = verdict.passed
-    return passed / verdict.counted if fraction else float(passed == verdict.counted)
-
-  with ThreadPoolExecutor(at_once) as pool:
-    return list(pool.map(score, completions, problems))
+    share = verdict.passed / verdict.counted
+    return share if self.partial else float(share == 1)
 
 
-def _problems(count: int, tests: Any, *others: Any) -> list[Problem | NoReward]:
-  """The problems of the rows, from the columns of `code`. All but the tests may be None."""
-  columns = [tests, *(column or [None] * count for column in others)]
-  if isinstance(tests, str) or any(len(column) != count for column in columns):
-    raise RewardError(f"code: test_list must have an entry for each of {count} completions")
-  return [_problem(number, *row) for number, row in enumerate(zip(*columns, strict=True))]
+def _problems(count: int, columns: Mapping[str, Any]) -> list[_Problem]:
+  """The problems of the rows, from the columns of `code`."""
+  names = [name for name in (*TEST_COLUMNS, "code", "place") if columns.get(name) is not None]
+  for name in names:
+    if isinstance(columns[name], str) or len(columns[name]) != count:
+      raise RewardError(f"code: {name} must have an entry for each of {count} completions")
+  rows = [{name: columns[name][number] for name in names} for number in range(count)]
+  found: list[_Problem] = []
+  for number, row in enumerate(rows):
+    is_as_before = number and row == rows[number - 1]  # the completions of a prompt
+    found.append(found[-1] if is_as_before else _problem(number, row))
+  return found
 
 
-def _problem(number: int, tests: Any, setup: Any, solution: Any, place: Any) -> Problem | NoReward:
-  """The problem of a row, from its entries in the columns of `code`, or why it has none."""
-  place = place or f"row {number}"
-  tests = [tests] if isinstance(tests, str) else tests or []
-  setup = [setup] if isinstance(setup, str) else setup or []
-  for name, value in (("test_list", tests), ("test_setup_code", setup)):
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-      return NoReward(f"{place}: {name} must be a text or a list of texts: {shown(value)}")
-  solution = solution if isinstance(solution, str) else ""
-  return Problem(f"code: {place}", tuple(tests), "\n".join(setup), solution)
+def _problem(number: int, row: Mapping[str, Any]) -> _Problem:
+  layout, place = layout_of(row), row.get("place") or f"row {number}"
+  if layout is None:
+    return None
+  try:
+    tests = layout.tests(row)
+  except Unreadable as error:
+    return NoReward(f"{place}: {error}")
+  solution = row["code"] if isinstance(row.get("code"), str) else ""
+  return Problem(f"code: {place}", tests.asserts, tests.setup, solution), tests
+
+
+def _whole(program: str, tests: Tests) -> str:
+  """The program with what the prompt began. Where that is a function, it may only be its end."""
+  if not tests.entry or re.search(rf"^(async\s+)?def\s+{re.escape(tests.entry)}\b", program, re.M):
+    return f"{tests.header}\n{program}" if tests.header else program
+  lines = itertools.takewhile(lambda line: not line[:1].strip(), program.split("\n"))
+  return tests.header + "\n".join(lines)
 
 
 def program_of(text: str) -> str:

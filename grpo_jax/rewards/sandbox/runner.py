@@ -119,16 +119,7 @@ def start(program: str, limits: Limits, kind: str, **streams: Any) -> subprocess
     kind: One of `KINDS`, or `NONE` for a program that may do what the user may do.
     streams: stdin, stdout and stderr as of subprocess.Popen.
   """
-  values = {
-    "CPU": limits.seconds,
-    "AS": limits.memory,
-    "FSIZE": limits.file_size,
-    "NPROC": limits.processes,
-    "CORE": 0,
-    "NOFILE": 64,
-  }
-  if kind == NONE:  # there the limit would count all processes of the user
-    del values["NPROC"]
+  values = values_of(limits, kind)
   folder, packages = _PROGRAMS_INSIDE, _PACKAGES_INSIDE
   if kind == NONE:
     folder, packages = str(_PROGRAMS), str(Path(_packages()[0]).parent)
@@ -140,6 +131,21 @@ def start(program: str, limits: Limits, kind: str, **streams: Any) -> subprocess
   command = [python, "-I", "-S", "-B", "-X", "utf8", "-c", source]
   wrapped = _WRAP[kind](command, limits)
   return subprocess.Popen(wrapped, env={}, cwd="/", start_new_session=True, **streams)
+
+
+def values_of(limits: Limits, kind: str) -> dict[str, int]:
+  """The limits as `programs/confine.py` takes them."""
+  values = {
+    "CPU": limits.seconds,
+    "AS": limits.memory,
+    "FSIZE": limits.file_size,
+    "NPROC": limits.processes,
+    "CORE": 0,
+    "NOFILE": 64,
+  }
+  if kind == NONE:  # there the limit would count all processes of the user
+    del values["NPROC"]
+  return values
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:

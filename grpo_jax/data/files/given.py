@@ -1,0 +1,132 @@
+"""Rows that a program gives: lists of dicts, Datasets, and anything that has rows by number.
+
+They are read by number, when they are needed. `give` keeps them in this process under a name that a
+config can hold, in the place of a path.
+"""
+
+from collections.abc import Mapping, Sequence
+import hashlib
+import itertools
+import json
+from typing import Any
+
+from grpo_jax.data.files.parquet import without_added_nulls
+from grpo_jax.data.files.rows import Row, Rows, plain
+from grpo_jax.data.images.of_prompts import COLUMNS
+from grpo_jax.settings import ConfigError
+
+_PREFIX = "python:"
+_LOOKED_AT = 256  # rows whose columns are looked at, where to read all may take long
+_given: dict[str, dict[str, Rows]] = {}
+
+
+class OfProgram:
+  """The rows of an object that has a length and items by number."""
+
+  def __init__(self, rows: Any, name: str) -> None:
+    """Takes the rows. `name` is what messages call them.
+
+    Raises:
+      ConfigError: The object has no length or no items by number.
+    """
+    has_rows = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    if not has_rows or isinstance(rows, (str, bytes, Mapping)):
+      raise ConfigError(
+        f"{name} is of type {type(rows).__name__}: give a list of dicts, a Dataset, or another"
+        " object with __len__ and __getitem__"
+      )
+    self._rows, self._name = rows, name
+    # Of a Dataset. Arrow gives the objects of its messages the keys of all others, with None.
+    self._column_names = getattr(rows, "column_names", None)
+
+  def __len__(self) -> int:
+    return len(self._rows)
+
+  def __getitem__(self, index: int) -> Row:
+    where = self.where(index)
+    row = self._rows[int(index)]
+    if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+      raise ConfigError(
+        f"{where} is of type {type(row).__name__}: it must be a dict with texts as keys"
+      )
+    values = {
+      name: plain(value, f"{where} column {name!r}", keeps_bytes=name in COLUMNS)
+      for name, value in row.items()
+    }
+    return without_added_nulls(values) if self._column_names else values
+
+  def where(self, index: int) -> str:
+    """The name of the rows and the number of one, from 0."""
+    return f"{self._name}[{index}]"
+
+  def columns(self) -> list[str]:
+    """The names of the columns that any row has. Only some rows are looked at where none is there.
+
+    Those of a list are there, and a Dataset knows its columns.
+    """
+    if self._column_names:
+      return list(self._column_names)
+    count = len(self) if isinstance(self._rows, (list, tuple)) else min(len(self), _LOOKED_AT)
+    return list(dict.fromkeys(itertools.chain(*(self[index] for index in range(count)))))
+
+
+def give(data: Any, test: Any = None, *, key: str = "data") -> str:
+  """Keeps rows in this process.
+
+  Args:
+    data: The training rows. Or a dict with `train` and perhaps `test`, such as a DatasetDict.
+    test: The test rows, or None.
+    key: What messages call them.
+
+  Returns:
+    What stands for them as data.path: always the same for the same rows.
+
+  Raises:
+    ConfigError: These are no rows, or none.
+  """
+  if isinstance(data, Mapping):
+    if "train" not in data:
+      raise ConfigError(f"{key} has {', '.join(map(str, data))}: it must have the key train")
+    train, test = data["train"], data.get("test") if test is None else test
+  else:
+    train = data
+  splits: dict[str, Rows] = {"train": _rows(train, f"{key}: train")}
+  if test is not None:
+    splits["test"] = _rows(test, f"{key}: test")
+  for rows in splits.values():
+    if not len(rows):
+      raise ConfigError(f"{rows.where(0).removesuffix('[0]')} has no rows")
+  path = _PREFIX + _fingerprint(splits.values())
+  _given[path] = splits
+  return path
+
+
+def is_given(path: str) -> bool:
+  """Whether a path stands for rows of a program."""
+  return path.startswith(_PREFIX)
+
+
+def rows_given(path: str, split: str) -> Rows | None:
+  """The rows of a split that `give` returned the path of. None if there is no such split.
+
+  Raises:
+    ConfigError: This process was given none.
+  """
+  if path not in _given:
+    raise ConfigError(
+      f"data.path is {path!r}, which stands for rows that a program gave: run that program again,"
+      " or give the rows with grpo_jax.train(config, workdir, data=...)"
+    )
+  return _given[path].get(split)
+
+
+def _rows(rows: Any, name: str) -> Rows:
+  """Rows of a file that was found already are left as they are."""
+  return rows if hasattr(rows, "where") and hasattr(rows, "columns") else OfProgram(rows, name)
+
+
+def _fingerprint(splits: Sequence[Rows] | Any) -> str:
+  """A name for rows, from how many there are and what the first and the last one hold."""
+  ends = [[len(rows), rows[0], rows[len(rows) - 1]] for rows in splits]
+  text = json.dumps(ends, default=lambda value: type(value).__name__, sort_keys=True)
+  return hashlib.sha1(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]

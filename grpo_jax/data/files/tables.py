@@ -1,0 +1,72 @@
+"""Rows of files that are read as a whole: CSV, and a list of objects in JSON."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_jax import files
+from grpo_jax.settings import ConfigError
+
+_LONGEST_FIELD = 2**30  # of CSV, in characters
+
+
+class Table:
+  """The rows of a file, all in memory."""
+
+  def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:
+    """Takes the rows of a file."""
+    self._path, self._rows = path, rows
+
+  def __len__(self) -> int:
+    return len(self._rows)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    return self._rows[index]
+
+  def where(self, index: int) -> str:
+    """The file and the number of a row."""
+    return f"{self._path} row {index + 1}"
+
+  def columns(self) -> list[str]:
+    """The names of the columns that any row has. The first row's come first."""
+    return list(dict.fromkeys(name for row in self._rows for name in row))
+
+
+def csv_table(path: Path) -> Table:
+  """The rows of a CSV file, whose first line names the columns. All values are texts.
+
+  Raises:
+    OSError: The file cannot be read.
+    ConfigError: It is no CSV.
+  """
+  files.check_regular(path)
+  before = csv.field_size_limit(_LONGEST_FIELD)
+  try:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+      rows = list(csv.DictReader(file, restkey="", strict=True))
+  except (csv.Error, ValueError) as error:
+    raise ConfigError(f"data.path: {path} is not CSV in UTF-8 ({error})") from None
+  finally:
+    csv.field_size_limit(before)
+  for number, row in enumerate(rows):
+    if "" in row or None in row.values():
+      raise ConfigError(f"data.path: {path} row {number + 1} has not the columns of its first line")
+  return Table(path, rows)
+
+
+def json_table(path: Path) -> Table:
+  """The rows of a JSON file that holds a list of objects.
+
+  Raises:
+    OSError: The file cannot be read.
+    ConfigError: It holds something else.
+  """
+  files.check_regular(path)
+  try:
+    rows = json.loads(path.read_bytes())
+  except (ValueError, RecursionError) as error:
+    raise ConfigError(f"data.path: {path} is not JSON ({error!s:.80})") from None
+  if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    raise ConfigError(f"data.path: {path} must be a list of objects; write other rows as .jsonl")
+  return Table(path, rows)

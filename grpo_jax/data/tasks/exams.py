@@ -1,0 +1,239 @@
+"""Exams: published test sets, by name. `EXAMS` has a record for each; another one is one more.
+
+An exam is evaluated beside the data of a run (`eval.tasks`), and never trained on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import re
+from typing import Any, get_type_hints
+import zlib
+
+import numpy as np
+
+from grpo_jax import calls
+from grpo_jax.data.files.rows import Chosen, Example, Examples, Row, Rows
+from grpo_jax.data.files.splits import rows_of_test
+from grpo_jax.data.prompt_template import fields_of
+from grpo_jax.data.tasks import examples
+from grpo_jax.data.tasks.code import code_example
+from grpo_jax.settings import LARGEST_INT, ConfigError, shown
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_BOXED = "{question}\n\nReason step by step, and put the final answer into \\boxed{{}}."
+_LETTER = (
+  "{question}\n\nReason step by step. The last line of your answer must be 'Answer: X', where X is"
+  " the letter of the right option."
+)
+_CODE = "code(seconds=24, case_seconds=6)"  # a limit of LiveCodeBench
+
+
+@dataclasses.dataclass(frozen=True)
+class Exam:
+  """A published test set.
+
+  Attributes:
+    maker: (rows, entry) -> what makes an example of a row and its place, for error messages.
+    function: The reward function that decides.
+    prompt: The template of its prompts.
+    hub: Its files on huggingface.co: OWNER/NAME/FILE, perhaps with * for several files. "" if a
+      file must be given.
+  """
+
+  maker: "Callable[[Rows, Entry], MakeExample]"
+  function: str
+  prompt: str
+  hub: str
+
+
+MakeExample = Callable[[Row, str], Example]
+
+
+def _each(make: MakeExample) -> "Callable[[Rows, Entry], MakeExample]":
+  """The maker of examples that depend on their row alone."""
+  return lambda rows, entry: make
+
+
+def _columns(rows: Rows, entry: "Entry") -> MakeExample:
+  """Rows with any columns, of which the prompt and the function of the entry read some."""
+  return examples.Columns(rows, rows.columns(), (), fields_of(entry.prompt or entry.exam.prompt))
+
+
+def _gpqa(rows: Rows, entry: "Entry") -> MakeExample:
+  return functools.partial(_gpqa_example, seed=entry.seed)
+
+
+def _gpqa_example(row: Row, where: str, seed: int) -> Example:
+  """A row of GPQA, whose right option comes first. The seed and the question order them."""
+  question = _texts(row, where, "Question")[0].strip()
+  names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+  options = [option.strip() for option in _texts(row, where, *names)]
+  key = np.array([seed % 2**64, zlib.crc32(question.encode())], np.uint64)
+  order = np.argsort(np.random.Philox(key=key).random_raw(len(options)), kind="stable").tolist()
+  return _choice(question, [options[i] for i in order], _LETTERS[order.index(0)])
+
+
+def _mmlu_pro(row: Row, where: str) -> Example:
+  """A row of MMLU-Pro: up to ten options, and the letter of the right one."""
+  question, letter = _texts(row, where, "question", "answer")
+  options = row.get("options")
+  if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
+    raise ConfigError(f"data.path: {where}: options must be a list of texts")
+  if letter not in _LETTERS[: len(options)]:
+    raise ConfigError(f"data.path: {where}: answer is {shown(letter)}, the letter of no option")
+  return _choice(question, options, letter)
+
+
+def _choice(question: str, options: Sequence[str], letter: str) -> Example:
+  lines = [f"{name}) {option}" for name, option in zip(_LETTERS, options)]
+  return {"question": "\n".join([question, "", *lines]), "answer": letter}
+
+
+def _ifeval(row: Row, where: str) -> Example:
+  """A row of IFEval: a prompt with instructions, each with its arguments."""
+  (question,) = _texts(row, where, "prompt")
+  names, arguments = row.get("instruction_id_list"), row.get("kwargs")
+  for column, value in (("instruction_id_list", names), ("kwargs", arguments)):
+    if not isinstance(value, list) or len(value) != len(names or ()):
+      raise ConfigError(f"data.path: {where}: {column} must be a list with an entry each")
+  return {"question": question, "instruction_id_list": names, "kwargs": arguments}
+
+
+def _texts(row: Row, where: str, *names: str) -> list[str]:
+  for name in names:
+    if not isinstance(row, Mapping) or not isinstance(row.get(name), str):
+      raise ConfigError(f"data.path: {where} has no text {name!r}")
+  return [row[name] for name in names]
+
+
+_MATH = _each(examples.math)
+
+EXAMS: dict[str, Exam] = {
+  "aime24": Exam(_MATH, "math", _BOXED, "HuggingFaceH4/aime_2024/data/train-*.parquet"),
+  "aime25": Exam(_MATH, "math", _BOXED, "MathArena/aime_2025/data/train-*.parquet"),
+  "amc23": Exam(_MATH, "math", _BOXED, "math-ai/amc23/*test*.parquet"),
+  "math500": Exam(_MATH, "math", _BOXED, "HuggingFaceH4/MATH-500/test.jsonl"),
+  "gsm8k": Exam(_each(examples.gsm8k), "math", _BOXED, "openai/gsm8k/main/test-*.parquet"),
+  "svamp": Exam(_each(examples.svamp), "math", _BOXED, "ChilleD/SVAMP/*test*.parquet"),
+  "gpqa_diamond": Exam(_gpqa, "choice", _LETTER, "Idavidrein/gpqa/gpqa_diamond.csv"),
+  "mmlu_pro": Exam(_each(_mmlu_pro), "choice", _LETTER, "TIGER-Lab/MMLU-Pro/data/test-*.parquet"),
+  "ifeval": Exam(_each(_ifeval), "ifeval", "{question}", "google/IFEval/ifeval_input_data.jsonl"),
+  "humaneval": Exam(
+    _each(code_example),
+    _CODE,
+    "{question}",
+    "openai/openai_humaneval/openai_humaneval/test-*.parquet",
+  ),
+  "livecodebench": Exam(
+    _each(code_example), _CODE, "{question}", "livecodebench/code_generation_lite/test*.jsonl"
+  ),
+  "columns": Exam(_columns, "flexible", "{question}", ""),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """An entry of eval.tasks: an exam, where it is, and how it is evaluated.
+
+  Attributes:
+    name: What its metrics are called.
+    exam: The exam.
+    path: Its file or folder. "" is its place on huggingface.co.
+    function: The reward function that decides. "" is the exam's.
+    prompt: The template of prompts. "" is the exam's.
+    samples: Draws of each problem. -1 means eval.samples.
+    max_tokens: The longest completion. 0 means sampling.max_tokens.
+    examples: How many problems, drawn at random but always the same ones. 0 means all.
+    seed: Of the order of options.
+  """
+
+  name: str
+  exam: Exam
+  path: str
+  function: str = ""
+  prompt: str = ""
+  samples: int = -1
+  max_tokens: int = 0
+  examples: int = 0
+  seed: int = 0
+
+
+_LEAST = {"samples": 0, "max_tokens": 1, "examples": 1, "seed": 0}  # of what an entry gives
+# NAME=EXAM(options):PATH. Options hold no ")" outside of texts in quotes and further brackets.
+_QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_OPTIONS = rf"\((?:[^()'\"]|{_QUOTED}|\((?:[^()'\"]|{_QUOTED})*\))*\)"
+_ENTRY = re.compile(
+  rf"(?:(?P<name>\w+)=)?(?P<exam>\w+)(?P<options>{_OPTIONS})?(?::(?P<path>.+))?", re.DOTALL
+)
+
+
+def entries_of(tasks: Sequence[str]) -> list[Entry]:
+  """The entries of eval.tasks.
+
+  Args:
+    tasks: Each is EXAM, EXAM:PATH, EXAM(samples=4,...):PATH or NAME=EXAM...
+
+  Raises:
+    ConfigError: An entry cannot be read, or two have the same name.
+  """
+  found = [_entry(text) for text in tasks]
+  names = [entry.name for entry in found]
+  for name in names:
+    if names.count(name) > 1:
+      raise ConfigError(f"eval.tasks has two entries named {name}: write NAME={name}:PATH")
+  return found
+
+
+def path_in(text: str) -> tuple[str, str]:
+  """An entry as (what stands before its path, the path)."""
+  match = _ENTRY.fullmatch(text)
+  path = match["path"] if match else None
+  return (text[: -len(path)], path) if path else (text, "")
+
+
+def _entry(text: str) -> Entry:
+  match = _ENTRY.fullmatch(text)
+  if not match:
+    raise ConfigError(
+      f"eval.tasks holds {text!r}: write EXAM:FILE, such as math500:test.jsonl, or"
+      " math500(samples=4,max_tokens=2048):test.jsonl"
+    )
+  if match["exam"] not in EXAMS:
+    raise ConfigError(
+      f"eval.tasks holds {text!r}: {match['exam']!r} is no exam: choose one of {', '.join(EXAMS)}"
+    )
+  _, options = calls.parse(match["exam"] + (match["options"] or ""), "eval.tasks")
+  kinds = {name: kind for name, kind in get_type_hints(Entry).items() if name not in _OF_ENTRY}
+  for name, value in options.items():
+    if name not in kinds:
+      raise ConfigError(f"eval.tasks holds {text!r}: it takes {', '.join(kinds)}, and not {name}")
+    if type(value) is not kinds[name] or not _LEAST.get(name, 0) <= _size(value) <= LARGEST_INT:
+      least = f" of at least {_LEAST[name]}" if name in _LEAST else ""
+      what = "a text" if kinds[name] is str else f"a whole number{least}"
+      raise ConfigError(f"eval.tasks holds {text!r}: {name} must be {what}, got {shown(value)}")
+  name = match["name"] or match["exam"]
+  if not match["path"] and not EXAMS[match["exam"]].hub:
+    raise ConfigError(f"eval.tasks holds {text!r}: write {match['exam']}:FILE")
+  return Entry(name=name, exam=EXAMS[match["exam"]], path=match["path"] or "", **options)
+
+
+_OF_ENTRY = ("name", "exam", "path")
+
+
+def _size(value: Any) -> int:
+  return len(value) if isinstance(value, str) else value
+
+
+def problems(entry: Entry) -> Sequence[Example]:
+  """The examples of an entry, which are read when they are needed.
+
+  Raises:
+    ConfigError: There are no rows, or their file cannot be read or downloaded.
+  """
+  rows = rows_of_test(entry.path, entry.exam.hub)
+  found = Examples(rows, entry.exam.maker(rows, entry))
+  if not 0 < entry.examples < len(found):
+    return found
+  words = np.random.Philox(key=np.array([0, 2**64 - 2], np.uint64)).random_raw(len(found))
+  return Chosen(found, np.sort(np.argsort(words, kind="stable")[: entry.examples]))

@@ -1,0 +1,81 @@
+"""A reward for following instructions that a program can check, as IFEval has them (2311.07911).
+
+The checks are those of the package lm-eval.
+"""
+
+from typing import Any
+
+from grpo_jax.rewards.answer import NoReward
+from grpo_jax.rewards.marks import checked_by, prepared_by, reads
+from grpo_jax.settings import ConfigError
+
+
+def _checks() -> Any:
+  """The module with the checks, whose import takes seconds. Raises ConfigError without it."""
+  try:
+    from lm_eval.tasks.ifeval import utils
+  except ImportError as error:
+    raise ConfigError(
+      f"the reward ifeval needs the package lm-eval: pip install -e '.[ifeval]' ({error})"
+    ) from None
+  return utils
+
+
+def _check_package(where: str, options: dict[str, Any]) -> None:
+  del options
+  try:
+    _checks()
+  except ConfigError as error:
+    raise ConfigError(f"{where}: {error}") from None
+
+
+@checked_by(_check_package)
+@prepared_by(_checks)
+@reads(instruction_id_list=(list, tuple), kwargs=(list, tuple))
+def ifeval(
+  completions: list[str],
+  instruction_id_list: list[Any],
+  kwargs: list[Any],
+  question: list[Any] | None = None,
+  *,
+  loose: bool = False,
+  partial: bool = False,
+  **columns: Any,
+) -> list[float | NoReward | None]:
+  """1.0 if the completion follows all instructions of its prompt, else 0.0.
+
+  Args:
+    completions: The texts.
+    instruction_id_list: The names of each prompt's instructions, such as `punctuation:no_comma`.
+    kwargs: The arguments of each instruction.
+    question: The prompts, which some instructions ask to repeat.
+    loose: Accept also what follows them without its first or last line, or without asterisks.
+    partial: Give the share of the instructions that are followed instead.
+    columns: Not read.
+
+  Returns:
+    The scores. None where a prompt has no instructions, and no reward where one is not known.
+
+  Raises:
+    ConfigError: The package is not installed.
+  """
+  checks = _checks()
+  check = checks.test_instruction_following_loose if loose else None
+  check = check or checks.test_instruction_following_strict
+  prompts = question or [""] * len(completions)
+  scores: list[float | NoReward | None] = []
+  for text, names, given, prompt in zip(
+    completions, instruction_id_list, kwargs, prompts, strict=True
+  ):
+    if not isinstance(names, (list, tuple)) or not names or not isinstance(given, (list, tuple)):
+      scores.append(None)
+      continue
+    asked = checks.InputExample(0, list(names), str(prompt), list(given))
+    try:
+      followed = check(asked, text).follow_instruction_list
+    except (KeyError, TypeError, IndexError) as error:
+      scores.append(NoReward(f"an instruction of {names!r:.80} is not known ({error!r:.80})"))
+      continue
+    share = sum(followed) / len(followed)
+    scores.append(share if partial else float(share == 1))
+  return scores

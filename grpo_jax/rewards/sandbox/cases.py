@@ -1,0 +1,256 @@
+"""Runs a program on the cases of a problem, and compares what it gives with what is right.
+
+The program runs in a sandbox, in a new process for each case (`programs/cases.py`). It gets inputs
+only. Outputs are compared here, as plain texts and values.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from decimal import Decimal
+import json
+import math
+import os
+import select
+import subprocess
+import time
+from typing import Any
+
+from grpo_jax.code_tests import Case
+from grpo_jax.rewards.answer import RewardError
+from grpo_jax.rewards.sandbox import runner
+from grpo_jax.rewards.sandbox.tests import Verdict
+
+_MOST_OUTPUT = 2**24  # bytes of a case's output, which is also what it may write to a file
+_MOST_VALUE = 2**23  # bytes of a value in JSON
+_LONGEST_LINE = 64  # before an output
+_SERVER = 3  # processes besides the threads of a program: the sandbox's own, and one that ends
+_LISTS = ("list", "tuple", "deque", "namedtuple")
+_DICTS = ("dict", "Counter", "OrderedDict")
+
+
+class _Gone(Exception):
+  """The sandbox has ended, or what it says is no answer."""
+
+
+class _NotStarted(Exception):
+  """There is no sandbox."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+  """Limits of time, in seconds.
+
+  Attributes:
+    whole: Cases that have not passed by then have failed.
+    case: The same for each case.
+  """
+
+  whole: float
+  case: float
+
+
+def run_cases(
+  program: str,
+  cases: Sequence[Case],
+  limits: runner.Limits,
+  sandbox: str,
+  clock: Clock,
+  place: str,
+  *,
+  stops: bool = True,
+) -> Verdict:
+  """Runs a program on cases.
+
+  Args:
+    program: The program.
+    cases: What it is given, and what is right.
+    limits: What each of its processes may use. `threads` counts for one of them, and `seconds` for
+      the one that starts them.
+    sandbox: One of `runner.KINDS`, or `runner.NONE`.
+    clock: The limits of time.
+    place: What error messages call the problem.
+    stops: Whether the first case that fails is the last one.
+
+  Raises:
+    RewardError: The sandbox did not start.
+  """
+  deadline = time.monotonic() + clock.whole
+  # The first process starts the others, so it counts them and not the threads of one.
+  outer = dataclasses.replace(limits, processes=limits.threads + _SERVER)
+  of_case = dataclasses.replace(limits, seconds=math.ceil(clock.case))
+  job = {
+    "code": program,
+    "limits": runner.values_of(of_case, sandbox),
+    "threads": limits.threads,
+    "in_sandbox": sandbox != runner.NONE,
+    "case_seconds": clock.case,
+  }
+  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+  process = runner.start(
+    "from cases import run_cases; run_cases()", outer, sandbox, bufsize=0, **pipes
+  )
+  talk, passed = _Talk(process, deadline), 0
+  try:
+    is_program = talk.begin(job)
+    for case in cases if is_program else ():
+      is_right = _is_right(case, talk)
+      passed += is_right
+      if stops and not is_right:
+        break
+  except _NotStarted:
+    message = f"{place}: a sandbox did not start in {clock.whole:g} s"
+    raise RewardError(message) from None
+  except _Gone:
+    pass
+  finally:
+    talk.close()
+    runner.stop(process)
+  return Verdict(passed, len(cases))
+
+
+class _Talk:
+  """Lines to a sandbox, and what it answers. Raises _Gone at the deadline."""
+
+  def __init__(self, process: "subprocess.Popen[bytes]", deadline: float) -> None:
+    self._process, self._deadline = process, deadline
+    self._rest = b""
+    os.set_blocking(process.stdin.fileno(), False)
+
+  def begin(self, job: Mapping[str, Any]) -> bool:
+    """Sends the job. Returns whether its code is a program."""
+    try:
+      has_started = self.line() == "started"
+    except _Gone:
+      has_started = False
+    if not has_started:
+      raise _NotStarted
+    self.say(job)
+    return self.line() == "ready"
+
+  def say(self, message: Mapping[str, Any]) -> None:
+    """Sends a message as a line."""
+    pipe, left = self._process.stdin.fileno(), memoryview(json.dumps(message).encode() + b"\n")
+    while left:
+      self._wait(pipe, select.POLLOUT)
+      try:
+        left = left[os.write(pipe, left) :]
+      except OSError:
+        raise _Gone from None
+
+  def line(self) -> str:
+    """The next line."""
+    while b"\n" not in self._rest:
+      if len(self._rest) > _LONGEST_LINE:
+        raise _Gone
+      self._rest += self._read()
+    line, _, self._rest = self._rest.partition(b"\n")
+    return line.decode(errors="replace")
+
+  def output(self, size: int) -> bytes:
+    """The next bytes."""
+    parts, found = [self._rest], len(self._rest)
+    while found < size:
+      parts.append(self._read())
+      found += len(parts[-1])
+    whole = b"".join(parts)
+    self._rest = whole[size:]
+    return whole[:size]
+
+  def close(self) -> None:
+    """Closes both pipes."""
+    for pipe in (self._process.stdin, self._process.stdout):
+      pipe.close()
+
+  def _read(self) -> bytes:
+    pipe = self._process.stdout.fileno()
+    self._wait(pipe, select.POLLIN)
+    part = os.read(pipe, 2**20)
+    if not part:
+      raise _Gone
+    return part
+
+  def _wait(self, pipe: int, event: int) -> None:
+    poll = select.poll()
+    poll.register(pipe, event)
+    left = self._deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+      raise _Gone
+
+
+def _is_right(case: Case, talk: _Talk) -> bool:
+  """Whether the program passes a case, which is sent to it."""
+  if case.function:
+    talk.say({"function": case.function, "arguments": case.input})
+  else:
+    talk.say({"stdin": case.input})
+  size, _, end = talk.line().partition(" ")
+  if not size.isdecimal() or int(size) > _MOST_OUTPUT:
+    raise _Gone
+  found = talk.output(int(size))
+  if end != "ended":
+    return False
+  return same_value(case, found) if case.function else same_output(case.output, found)
+
+
+def same_output(expected: str, found: bytes) -> bool:
+  """Whether two outputs have the same lines, as LiveCodeBench compares them.
+
+  Spaces at the ends of lines, and empty lines at the ends of the text, do not count. Two lines are
+  also equal if they are the same numbers, as `1.0 2` and `1 2`.
+  """
+  given, wanted = (
+    [line.strip() for line in text.strip().split("\n")]
+    for text in (found.decode(errors="replace"), expected)
+  )
+  return len(given) == len(wanted) and all(map(_same_line, given, wanted))
+
+
+def _same_line(first: str, second: str) -> bool:
+  if first == second:
+    return True
+  first_words, second_words = first.split(), second.split()
+  if len(first_words) != len(second_words):
+    return False
+  try:
+    return [*map(Decimal, first_words)] == [*map(Decimal, second_words)]
+  except (ArithmeticError, ValueError):
+    return False
+
+
+def same_value(case: Case, found: bytes) -> bool:
+  """Whether a call returned what it should, as `values.encode` writes it.
+
+  A tuple equals a list with the same items, and the keys of a dict may be numbers or their texts,
+  because the right value was written in JSON.
+  """
+  if len(found) > _MOST_VALUE:
+    return False
+  try:
+    value, expected = _plain(json.loads(found)), _with_texts_as_keys(case.output)
+    is_list = case.boxed and isinstance(expected, list) and len(expected) == 1
+    return bool(value == expected or (is_list and value == expected[0]))
+  except (ValueError, TypeError, LookupError, RecursionError):  # no value in JSON
+    return False
+
+
+def _plain(data: Any) -> Any:
+  """A value without the names of its kinds. What JSON cannot hold equals nothing."""
+  if not isinstance(data, list):
+    return data
+  kind, *rest = data
+  if kind in _LISTS:
+    return [_plain(item) for item in rest[0 if kind != "namedtuple" else 2]]
+  if kind in _DICTS:
+    return {_key(_plain(key)): _plain(item) for key, item in rest[0]}
+  return object()
+
+
+def _with_texts_as_keys(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {_key(key): _with_texts_as_keys(item) for key, item in value.items()}
+  return [_with_texts_as_keys(item) for item in value] if isinstance(value, list) else value
+
+
+def _key(key: Any) -> str:
+  """A key as JSON writes it."""
+  return key if isinstance(key, str) else json.dumps(key)

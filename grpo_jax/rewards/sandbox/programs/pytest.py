@@ -1,0 +1,86 @@
+"""What tests that were written for pytest use of it, in a sandbox that has no packages.
+
+A test is a function that is called. Fixtures are not known: a test that needs one fails.
+"""
+
+from collections.abc import Callable, Mapping
+import math
+import re
+from typing import Any
+
+
+class raises:
+  """Expects an exception: `with pytest.raises(ValueError, match="bad") as caught`."""
+
+  def __init__(self, kinds: Any, *call: Any, match: str | None = None, **keywords: Any) -> None:
+    self.kinds, self.pattern = kinds, match
+    self.value: BaseException | None = None
+    if call:
+      with self:
+        call[0](*call[1:], **keywords)
+
+  def __enter__(self) -> "raises":
+    return self
+
+  def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+    assert kind is not None, "nothing was raised"
+    if not issubclass(kind, self.kinds):
+      return False
+    self.value, self.type = error, kind
+    if self.pattern is not None:
+      self.match(self.pattern)
+    return True
+
+  def match(self, pattern: str) -> bool:
+    """Raises AssertionError if the text of the exception has nothing like the pattern."""
+    assert re.search(pattern, str(self.value)), f"{self.value} is not like {pattern}"
+    return True
+
+
+class approx:
+  """A number, or a list or dict of numbers, that others equal if they are near."""
+
+  def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
+    self.expected, self.rel, self.abs = expected, rel, abs
+
+  def __eq__(self, other: Any) -> bool:
+    return self._near(other, self.expected)
+
+  def _near(self, given: Any, expected: Any) -> bool:
+    if isinstance(expected, Mapping):
+      same_keys = isinstance(given, Mapping) and given.keys() == expected.keys()
+      return same_keys and all(self._near(given[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+      same_size = isinstance(given, (list, tuple)) and len(given) == len(expected)
+      return same_size and all(map(self._near, given, expected))
+    if not isinstance(given, (int, float)) or not isinstance(expected, (int, float)):
+      return bool(given == expected)
+    only_absolute = self.abs is not None and self.rel is None
+    relative = 0.0 if only_absolute else 1e-6 if self.rel is None else self.rel
+    absolute = 1e-12 if self.abs is None else self.abs
+    return math.isclose(given, expected, rel_tol=0, abs_tol=max(relative * abs(expected), absolute))
+
+
+class mark:
+  """Marks of tests, of which only `parametrize` changes what is called."""
+
+  @staticmethod
+  def parametrize(names: Any, values: Any, **options: Any) -> Callable[[Any], Any]:
+    """Calls a test with each of some values."""
+    del options
+    given = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+
+    def marked(test: Any) -> Any:
+      def call(*arguments: Any, **keywords: Any) -> None:
+        for value in values:
+          several = [value] if len(given) == 1 else value
+          test(*arguments, **keywords, **dict(zip(given, several, strict=True)))
+
+      return call
+
+    return marked
+
+
+def fail(reason: str = "") -> None:
+  """Ends a test, which has failed."""
+  raise AssertionError(reason)
