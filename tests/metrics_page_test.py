@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 NO_METRICS = {"step", "time"}
 WRITTEN_BY = ("algo", "asynchronous", "batches", "evaluation", "learner", "scoring", "training")
 KINDS = (
-  "advantage batch check clip_ratio completions correction curriculum dynamic_sampling environment eval"
-  " harness perf prompts ratio rewards rollout router sampler sampling selection staleness teacher"
+  "advantage batch check clip_ratio completions correction curriculum dynamic_sampling environment"
+  " eval harness perf prompts ratio rewards rollout router sampler sampling selection staleness teacher"
   " time tools update warm_start"
 ).split()
 
