@@ -16,8 +16,8 @@ NO_METRICS = {"step", "time"}
 WRITTEN_BY = ("algo", "asynchronous", "batches", "evaluation", "learner", "scoring", "training")
 KINDS = (
   "advantage batch check clip_ratio completions correction curriculum dynamic_sampling environment"
-  " eval harness perf prompts ratio rewards rollout router sampler sampling selection staleness teacher"
-  " time tools update warm_start"
+  " eval harness perf prompts ratio rewards rollout router sampler sampling selection staleness"
+  " teacher time tools update warm_start"
 ).split()
 
 
@@ -31,6 +31,7 @@ def on_the_page():
 def pattern(name):
   """A metric of the page as an expression: NAME, TASK and K stand for any text or number."""
   text = re.escape(name).replace("NAME", r"[\w@.]+").replace("TASK", r"\w+")
+  text = text.replace("EXAM", r"\w+").replace("METRIC", r"[\w@/]+")
   return re.sub(r"@K\b", r"@\\d+", text)
 
 
