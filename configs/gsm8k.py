@@ -9,7 +9,7 @@ Memory:   by plan, 15.30 GB of the 16.91 GB that programs can use there, in eval
 Limit:    by plan, sampling is bound by the memory's speed and the update by computation; a step
           takes at least 8.7 s. python -m grpo_jax.plan --config=configs/gsm8k.py
           --config.model.path=FOLDER --topology=v5e:2x2 --chips=1
-Time:     not measured.
+Time:     not measured. Not less than the limit.
 Result:   not measured. verl reports for Qwen2.5-0.5B-Instruct, with its own prompts: 49.6% before
           training, 54.3% after GRPO with LoRA, 56.7% after PPO.
 

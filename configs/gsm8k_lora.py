@@ -10,7 +10,7 @@ Memory:   by plan, 15.67 GB of the 16.91 GB that programs can use there, in eval
 Limit:    by plan, sampling is bound by the memory's speed and the update by computation; a step
           takes at least 23.8 s. python -m grpo_jax.plan --config=configs/gsm8k_lora.py
           --config.model.path=FOLDER --topology=v5e:2x2 --chips=1
-Time:     not measured.
+Time:     not measured. Not less than the limit.
 Result:   not measured. verl reports after GRPO with LoRA: 54.3% for 0.5B, 77.9% for 1.5B, 86.1% for
           3B, 93.4% for 7B.
 

@@ -14,7 +14,7 @@ Limit:    by plan, sampling is bound by the memory's speed and the update by com
           With Qwen/Qwen3.5-35B-A3B, text part: 76.22 GB in the update and 58.07 GB while sampling;
           a step takes at least 239 s. Add --config.model.vision=ignored
           --config.data.chat_template_kwargs="('enable_thinking=False',)".
-Time:     not measured. No run on a pod has been made yet.
+Time:     not measured: no run on a pod has been made yet. Not less than the limit.
 Result:   not measured.
 
 The data and the prompt are those of configs/math.py. Four devices share each expert's matrices

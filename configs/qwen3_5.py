@@ -8,7 +8,7 @@ Memory:   by plan, 27.45 GB of the 33.55 GB that programs can use there, in eval
 Limit:    by plan, sampling and the update are bound by the memory's speed; a step takes at least
           26.6 s. python -m grpo_jax.plan --config=configs/qwen3_5.py
           --config.model.path=FOLDER --topology=v6e:2x2 --chips=1
-Time:     not measured.
+Time:     not measured. Not less than the limit.
 Result:   not measured.
 
 This is configs/gsm8k.py without thoughts before an answer: the chat template of Qwen3.5 gets

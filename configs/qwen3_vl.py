@@ -8,7 +8,7 @@ Memory:   by plan, 32.13 GB of the 33.55 GB that programs can use there, in eval
           while sampling and 28.05 GB in an update of 8 prompts at once.
 Limit:    by plan, sampling and the update are bound by the memory's speed; a step takes at least
           14 s.
-Time:     not measured.
+Time:     not measured. Not less than the limit.
 Result:   not measured.
 
 FILE is a Parquet or jsonl file with the columns problem, answer, and image or images
