@@ -5,8 +5,8 @@ Command:  pip install -e '.[math]'
             --config.model.path=Qwen/Qwen2.5-7B-Instruct --config.data.path=FOLDER --workdir=DIR
 Hardware: 16 chips, TPU v5p (v5p:2x2x4) or v6e (v6e:4x4). Not run on them yet.
 Memory:   by plan, 44.80 GB of the 102.80 GB that programs can use on a v5p, in the update, and
-          30.80 of 33.55 GB on a v6e, in sampling (of an earlier version). Each chip holds all weights in bfloat16 while it
-          samples (15.23 GB).
+          30.80 of 33.55 GB on a v6e, in sampling (of an earlier version). Each chip holds all
+          weights in bfloat16 while it samples (15.23 GB).
 Limit:    by plan, sampling is bound by the memory's speed on both. The update is bound by
           computation on v5p:2x2x4 and by the memory's speed on v6e:4x4. A step takes at least
           49.3 s and, with an earlier version, 53.2 s.
