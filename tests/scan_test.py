@@ -1,6 +1,8 @@
 """The loop over layers: straight code on a CPU, with the results of a loop."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,51 @@ def test_a_cpu_runs_straight_code_that_equals_a_loop(monkeypatch, remat):
     straight.compile()(params),
     loop.compile()(params),
   )
+
+
+FAMILIES = Path(__file__).parent / "golden" / "families"
+# Those of Gemma 4 say of each layer by its number what it is, and are not repeated here.
+REPEATED = sorted(folder.name for folder in FAMILIES.iterdir() if "gemma4" not in folder.name)
+FAST = ("gpt_oss",)
+
+
+def with_layers(name, times, folder):
+  """The model of a family with its layers repeated: at least 12 of them, so many times."""
+  values = json.loads((FAMILIES / name / "config.json").read_text())
+  part = values.get("text_config", values)
+  number = part["num_hidden_layers"]
+  times *= -(-12 // number)
+  for key, value in part.items():
+    if isinstance(value, list) and len(value) == number:
+      part[key] = value * times
+  if part.get("mlp_only_layers"):
+    own = part["mlp_only_layers"]
+    part["mlp_only_layers"] = [layer + number * i for i in range(times) for layer in own]
+  part["num_hidden_layers"] = number * times
+  (folder / "config.json").write_text(json.dumps(values))
+  return model.load_model_config(folder, vision=False)
+
+
+def instructions(config):
+  """How many there are in the gradient's program for a TPU, which is not compiled."""
+  tokens = TOKENS % config.vocab_size
+  params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+
+  def loss(params):
+    return (model.group_features(params, config, tokens, GROUPS)[0] ** 2).sum()
+
+  lowered = jax.jit(jax.grad(loss)).trace(params).lower(lowering_platforms=("tpu",))
+  return lowered.as_text().count(" = ")
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in REPEATED]
+)
+def test_twice_the_layers_are_the_same_program(name, tmp_path):
+  """Layers that are alike have one body, whatever mixes their tokens, however they alternate."""
+  few, many = (with_layers(name, count, tmp_path) for count in (1, 2))
+  assert many.num_layers == 2 * few.num_layers
+  assert instructions(many) == instructions(few)
 
 
 def test_the_backward_pass_of_an_mlp_saves_no_activation_function():
