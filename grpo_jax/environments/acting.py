@@ -5,7 +5,7 @@ A request and its outcome are plain values. Nothing here is raised for what a us
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 import contextlib
 import functools
 import inspect
@@ -14,6 +14,7 @@ import pickle
 from typing import Any, NamedTuple
 
 from grpo_jax.environments import names
+from grpo_jax.environments.arguments import check_arguments
 from grpo_jax.environments.names import Environment, Factory, Tool
 from grpo_jax.environments.returned import Mistake, step_of
 from grpo_jax.foreign import Ended, as_exceptions, describe, run, text_of
@@ -72,6 +73,34 @@ def load(tools: tuple[str, ...], name: str) -> Parts:
 
 
 _loaded = functools.lru_cache(8)(load)  # in a worker, which lives as long as its run
+
+
+def callable_tools(
+  tools: tuple[str, ...], schemas: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Callable[..., Awaitable[str]]]:
+  """Tools for a program that calls them itself, by name.
+
+  Args:
+    tools: environment.tools.
+    schemas: Of those that it may call.
+
+  Returns:
+    Async functions that return what the model is to read: what the tool returns, or a line that
+    begins with "error: ".
+  """
+  parts = _loaded(tools, "")
+
+  def called(schema: Mapping[str, Any]) -> Callable[..., Awaitable[str]]:
+    async def call(**arguments: Any) -> str:
+      name = schema["function"]["name"]
+      if problem := check_arguments(schema, arguments):
+        return f"error: {problem}"
+      request = {"tool": name, "arguments": arguments}
+      return (await _outcome(parts, request, as_thread=True))["content"]
+
+    return call
+
+  return {schema["function"]["name"]: called(schema) for schema in schemas or ()}
 
 
 def act(

@@ -17,7 +17,7 @@ from grpo_jax.environments.tool_calls import Call
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.pending import Pending, wait_for_all, wait_for_one
-from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line
+from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line, turn_of
 from grpo_jax.sampler.requests import Ended
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -300,7 +300,7 @@ class Talk:
         ids = None
     if ids is not None:
       after = end + len(ids)
-      turns += [_turn_of(message, end, after) for message in answer.messages]
+      turns += [turn_of(message, end, after) for message in answer.messages]
     calls, failures = len(one.calls), answer.failures
     return Conversation(tuple(turns), calls, failures, answer.problem, answer.kind), ids
 
@@ -340,12 +340,6 @@ def _as_fields(one: _Asked) -> dict[str, Any] | None:
     return None
   given = [(call.id, call.name, call.arguments) for call in calls]
   return {"content": one.content, "tool_calls": tool_calls(given)}
-
-
-def _turn_of(message: dict[str, Any], start: int, end: int) -> Turn:
-  """The turn of a message that answers the policy."""
-  fields = {name: value for name, value in message.items() if name in ("name", "tool_call_id")}
-  return Turn(message["role"], message["content"], start, end, fields=fields or None)
 
 
 def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:

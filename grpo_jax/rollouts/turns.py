@@ -1,5 +1,6 @@
 """Turns: what the policy and an environment wrote in a completion, one after the other."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 POLICY = "assistant"  # the role of the policy
@@ -43,6 +44,8 @@ class Conversation(NamedTuple):
     kind: Of the problem: "error", "timeout", "crash" or "".
     prompt_tokens: Of all calls of a harness together.
     computed_tokens: Those that were computed. The others were known from earlier calls.
+    columns: What a harness returned beside the reward, for reward functions and completions/.
+    metrics: Numbers of a harness, by name.
   """
 
   turns: tuple[Turn, ...] = ()
@@ -52,6 +55,8 @@ class Conversation(NamedTuple):
   kind: str = ""
   prompt_tokens: int = 0
   computed_tokens: int = 0
+  columns: dict[str, Any] = {}
+  metrics: dict[str, float] = {}
 
   @property
   def own(self) -> list[Turn]:
@@ -84,6 +89,12 @@ class Conversation(NamedTuple):
       {name: value for name, value in turn._asdict().items() if name != "fields"}
       for turn in self.turns
     ]
+
+
+def turn_of(message: Mapping[str, Any], start: int, end: int) -> Turn:
+  """The turn of a message that answers the policy."""
+  fields = {name: value for name, value in message.items() if name in ("name", "tool_call_id")}
+  return Turn(message["role"], message["content"], start, end, fields=fields or None)
 
 
 def from_line(values: list[Any]) -> Conversation:

@@ -114,7 +114,8 @@ class Scorers:
       raise ConfigError(
         "environment.harness: the endpoint needs the package aiohttp: pip install -e '.[serve]'"
       ) from None
-    players = self._run.hosts.on_each(lambda: Players(name, self._caller.pool))
+    tools = self._config.environment.tools
+    players = self._run.hosts.on_each(lambda: Players(name, self._caller.pool, tools))
     return Harness(self._run, players, self._caller.stops_on_error)
 
   def _scorer(
@@ -122,7 +123,9 @@ class Scorers:
   ) -> Scorer:
     run, by_name = self._run, dict(zip(names, [one.function for one in functions]))
     self.remarks += run.hosts.on_each(lambda: self._caller.add(by_name))
-    return Scorer(functions, run.hosts, run.tokenizer.decode, self._caller, needs_steps)
+    scorer = Scorer(functions, run.hosts, run.tokenizer.decode, self._caller, needs_steps)
+    scorer.gets_more = bool(self._config.environment.harness)
+    return scorer
 
   def _reward_model(self, path: str) -> RewardModel:
     reward, hosts = self._config.reward, self._run.hosts

@@ -14,6 +14,7 @@ from grpo_jax.settings import SMALLEST_FLOAT, ConfigError, is_text, shown
 _DEEPEST = 64  # lists and objects inside each other
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # texts, and characters of one
 _DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's reference says
+LONGEST = "flag --max_prompt_tokens"  # sets the longest prompt of `serve`
 
 # What changes no answer of this server.
 _IGNORED = {
@@ -74,6 +75,7 @@ class Limits(NamedTuple):
     prompt_tokens: The longest prompt.
     max_tokens: The longest completion.
     choices: The most completions of a request, over all its prompts.
+    longest: What sets prompt_tokens, for errors.
   """
 
   model: str
@@ -81,6 +83,7 @@ class Limits(NamedTuple):
   prompt_tokens: int
   max_tokens: int
   choices: int
+  longest: str = LONGEST
 
 
 class Texts(NamedTuple):
@@ -109,6 +112,7 @@ class Request:
     echo: The texts of the prompts, where the answers begin with them. Else None.
     is_chat: Whether it is a conversation.
     tools: The schemas of the functions whose calls are looked for in the answer.
+    calls_before: How many calls the messages have, after which those of the answer are numbered.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
@@ -123,6 +127,7 @@ class Request:
   echo: tuple[str, ...] | None
   is_chat: bool
   tools: tuple[dict[str, Any], ...]
+  calls_before: int
   stream: bool
   include_usage: bool
   return_token_ids: bool
@@ -197,7 +202,8 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
   except ConfigError as error:
     raise RequestError(str(error), "messages") from None
   logprobs = _flag(body, "logprobs")
-  extra = {"is_chat": True, "tools": tuple(tools or ())}
+  before = sum(len(message.get("tool_calls") or ()) for message in messages)
+  extra = {"is_chat": True, "tools": tuple(tools or ()), "calls_before": before}
   return _request(body, limits, (prompt,), logprobs, extra)
 
 
@@ -215,7 +221,7 @@ def _request(
   extra: dict[str, Any],
 ) -> Request:
   """What both kinds of requests have in common. `extra` has what one kind alone has."""
-  extra = dict[str, Any](echo=None, is_chat=False, tools=()) | extra
+  extra = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0) | extra
   _check_model(body, limits)
   for number, prompt in enumerate(prompts):
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
@@ -328,7 +334,7 @@ def _check_prompt(prompt: tuple[int, ...], limits: Limits, name: str, number: in
   if len(prompt) > limits.prompt_tokens:
     raise RequestError(
       f"{name}: prompt {number} has {len(prompt)} tokens and this server takes at most"
-      f" {limits.prompt_tokens} (flag --max_prompt_tokens)",
+      f" {limits.prompt_tokens} ({limits.longest})",
       name,
       code="context_length_exceeded",
     )

@@ -1,7 +1,7 @@
 """From requests to the engine and back: prompts become tokens, and rows become choices."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -14,8 +14,8 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import Choice, Decode
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
-from grpo_jax.serving.requests import Request, RequestError, Texts, row_number
-from grpo_jax.serving.tools import with_texts
+from grpo_jax.serving.requests import LONGEST, Request, RequestError, Texts, row_number
+from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
 
@@ -29,7 +29,14 @@ class Writer:
   """Lets an engine write what requests ask for."""
 
   def __init__(
-    self, engine: Engine, tokenizer: Tokenizer, seconds: float, recorder: Recorder | None
+    self,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    seconds: float,
+    recorder: Recorder | None,
+    *,
+    longest: str = LONGEST,
+    calls: str = "auto",
   ) -> None:
     """Asks nothing yet.
 
@@ -38,10 +45,13 @@ class Writer:
       tokenizer: Texts to tokens and back.
       seconds: The longest that an answer may take.
       recorder: Keeps what the conversations of clients read and wrote.
+      longest: What sets the longest prompt, for errors.
+      calls: How the model writes calls of tools, as in environment.calls.
     """
     self._engine, self._tokenizer = engine, tokenizer
     self._seconds, self._recorder = seconds, recorder
-    self._calls = _calls_of(tokenizer)
+    self._calls, self._longest = _calls_of(tokenizer, calls), longest
+    self._names_calls = calls != "auto"
     self._shown = tokenizer.skipped(self._calls.marks)  # by their ids
     # A longer text has more tokens than a prompt may have. It is not tokenised to count them.
     self._most_characters = max(
@@ -80,7 +90,7 @@ class Writer:
     choices = [Choice(index, asked, decode, self._calls, marks) for index in range(asked.choices)]
     jobs = []
     for choice in choices:
-      settings, number = self._draws(asked, name, choice.index)
+      settings, number = self._draws(asked, name, choice)
       end = _end_of(asked.stop, decode) if asked.stop else None
       hears = functools.partial(hear, choice.index)
       jobs.append(Job(choice.prompt, number, settings, hears, end))
@@ -97,11 +107,12 @@ class Writer:
       for choice in choices:
         self._recorder.add(name, choice.trace())
 
-  def _draws(self, asked: Request, name: str, choice: int) -> tuple[RowSettings, int]:
+  def _draws(self, asked: Request, name: str, choice: Choice) -> tuple[RowSettings, int]:
     """How the tokens of a choice are drawn, and the number of its row."""
     if self._recorder is not None:
-      return self._recorder.draws(name, asked.settings)
-    return asked.settings, row_number(asked.seed, choice)
+      settings, number, choice.number = self._recorder.draws(name, asked.settings)
+      return settings, number
+    return asked.settings, row_number(asked.seed, choice.index)
 
   async def _parts(
     self, choices: list[Choice], heard: asyncio.Queue[tuple[int, Part]]
@@ -141,7 +152,7 @@ class Writer:
     if len(text) > self._most_characters:
       raise RequestError(
         f"{name}: {len(text)} characters, and this server takes at most {self._most_characters}"
-        f" for a prompt of {self._engine.sizes.prompt_tokens} tokens (flag --max_prompt_tokens)",
+        f" for a prompt of {self._engine.sizes.prompt_tokens} tokens ({self._longest})",
         name,
         code="context_length_exceeded",
       )
@@ -160,7 +171,7 @@ class Writer:
         " read here; leave tools out",
         "tools",
       )
-    earlier = self._recorder.earlier(name, messages) if self._recorder else None
+    earlier = self._recorder.earlier(name, messages, tools) if self._recorder else None
     if earlier is None:
       text = self._rendered(messages, tools)
       self._check_length(text, "messages")
@@ -169,11 +180,11 @@ class Writer:
       trace, after = earlier
       answer = messages[-len(after) - 1]
       reply = Replies(self._tokenizer, True, tools or ()).ids(
-        _with_names(answer, after), trace.tokens[-1]
+        with_names(answer.get("tool_calls") or (), after), trace.tokens[-1]
       )
       ids = [*trace.prompt, *trace.tokens, *reply]
     if self._recorder is not None:
-      self._recorder.read(name, messages, ids)
+      self._recorder.read(name, messages, tools, ids)
     return ids
 
   def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
@@ -190,7 +201,7 @@ class Writer:
 
   @functools.cached_property
   def _reads_calls(self) -> bool:
-    return are_read(self._tokenizer)
+    return self._names_calls or are_read(self._tokenizer)
 
 
 def stopping() -> RequestError:
@@ -198,19 +209,13 @@ def stopping() -> RequestError:
   return RequestError("the server is stopping", status=503, code="stopping")
 
 
-def _calls_of(tokenizer: Tokenizer) -> Format:
-  """How the model writes calls of tools."""
+def _calls_of(tokenizer: Tokenizer, calls: str) -> Format:
+  """How the model writes calls of tools, where `calls` is as in environment.calls."""
   try:
-    return format_for(tokenizer.template)
+    template = tokenizer.template
   except ConfigError:  # it has no chat template
-    return format_for("")
-
-
-def _with_names(answer: Mapping[str, Any], after: Sequence[Mapping[str, Any]]) -> list[Any]:
-  """Messages after an answer, where those of tools have the names that its calls have."""
-  calls = answer.get("tool_calls") or ()
-  names = {call.get("id"): {"name": call["function"]["name"]} for call in calls}
-  return [{**names.get(one.get("tool_call_id"), {}), **one} for one in after]
+    template = ""
+  return format_for(template, calls)
 
 
 def _end_of(stop: tuple[str, ...], decode: Decode) -> End:
