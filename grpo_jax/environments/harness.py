@@ -28,8 +28,9 @@ import os
 from typing import Any
 
 from grpo_jax.data.tasks import verifiers_tasks
-from grpo_jax.environments import acting, verifiers_player
+from grpo_jax.environments import acting
 from grpo_jax.environments.acting import Outcome, Request, problem_with
+from grpo_jax.environments.adapters import verifiers_player
 from grpo_jax.environments.names import is_portable
 from grpo_jax.environments.returned import played_of
 from grpo_jax.environments.workers import start

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from grpo_jax import calls
 from grpo_jax.environments import built_in
-from grpo_jax.environments.games import TextArena
-from grpo_jax.environments.servers import OpenEnv
+from grpo_jax.environments.adapters.games import TextArena
+from grpo_jax.environments.adapters.servers import OpenEnv
 from grpo_jax.registry import name_of, register
 from grpo_jax.rewards.names import named
 from grpo_jax.settings import ConfigError
@@ -90,10 +90,22 @@ def resolve_environment(name: str) -> Factory:
     " path/file.py:Class or package.module:Class, or call grpo_jax.register_environment first"
   )
   made = named(plain, _KEY, choices)
-  for method in ("reset", "step"):
-    if not callable(getattr(made, method, None)) and inspect.isclass(made):
-      raise ConfigError(f"{_KEY}: {name!r}: {name_of(made)} has no method {method}")
+  _check_methods(made, name)
   return _bound(made, (), options, name)
+
+
+def _check_methods(made: Any, name: str) -> None:
+  """Raises ConfigError for a class that has not the methods of an environment."""
+  if not inspect.isclass(made):
+    return
+  public = [one for one, _ in inspect.getmembers(made, inspect.isfunction) if one[0] != "_"]
+  if not callable(getattr(made, "reset", None)):
+    raise ConfigError(f"{_KEY}: {name!r}: {name_of(made)} has no method reset")
+  if not callable(getattr(made, "step", None)) and not {*public} - {"reset", "close"}:
+    raise ConfigError(
+      f"{_KEY}: {name!r}: {name_of(made)} has no method step, and no public method that could be a"
+      " tool"
+    )
 
 
 def by_task(name: str) -> dict[str, str]:

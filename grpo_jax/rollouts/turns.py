@@ -1,6 +1,6 @@
 """Turns: what the policy and an environment wrote in a completion, one after the other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 POLICY = "assistant"  # the role of the policy
@@ -46,6 +46,8 @@ class Conversation(NamedTuple):
     computed_tokens: Those that were computed. The others were known from earlier calls.
     columns: What a harness returned beside the reward, for reward functions and completions/.
     metrics: Numbers of a harness, by name.
+    environment: The name and the pickled object of an environment whose methods are tools, after
+      the end.
   """
 
   turns: tuple[Turn, ...] = ()
@@ -57,6 +59,7 @@ class Conversation(NamedTuple):
   computed_tokens: int = 0
   columns: dict[str, Any] = {}
   metrics: dict[str, float] = {}
+  environment: Sequence[str] = ()
 
   @property
   def own(self) -> list[Turn]:
@@ -81,7 +84,7 @@ class Conversation(NamedTuple):
   def with_news(self, news: "Conversation") -> "Conversation":
     """The conversation with the turns that follow, and what happened in them."""
     calls, failures = self.calls + news.calls, self.failures + news.failures
-    return Conversation(self.turns + news.turns, calls, failures, news.problem, news.kind)
+    return news._replace(turns=self.turns + news.turns, calls=calls, failures=failures)
 
   def as_json(self) -> list[dict[str, Any]]:
     """The turns as files hold them: their texts have the calls."""

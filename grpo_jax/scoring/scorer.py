@@ -16,6 +16,7 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.algo.metrics import disjoint
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.environments.methods import Kept
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.pending import Pending, together
 from grpo_jax.progress import doing
@@ -490,6 +491,10 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
     found = rollouts.turns_PG.ravel()
     columns["turns"] = [[turn.message for turn in one.turns] for one in found]
     columns["turn_rewards"] = [one.rewards for one in found]
+    if any(one.environment for one in found):
+      columns["environments"] = [
+        Kept(*one.environment) if one.environment else None for one in found
+      ]
     for name in dict.fromkeys(name for one in found for name in one.columns):
       if name in prompts.columns:
         raise RunFailed(
