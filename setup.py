@@ -84,6 +84,7 @@ setup(
     "openenv": ["openenv>=0.10"],
     "verifiers": ["verifiers>=0.4"],
     "textarena": ["textarena>=0.7.4"],
+    "mcp": ["mcp>=2.0"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],
     "ray": ["ray"],

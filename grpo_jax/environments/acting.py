@@ -72,7 +72,7 @@ def load(tools: tuple[str, ...], name: str) -> Parts:
   """The tools and environments of these names. Raises ConfigError if one cannot be found."""
   environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
   found: dict[str, Tool] = {}
-  for one in map(names.resolve_tool, tools):
+  for one in (tool for name in tools for tool in names.resolve_tools(name)):
     if name_of(one) in found:
       raise ConfigError(
         f"environment.tools: two tools are called {name_of(one)}, and a model can call only one of"
