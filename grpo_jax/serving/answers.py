@@ -55,7 +55,7 @@ class Choice:
     self._marks = marks
     self._echo = request.echo[index // request.n] if request.echo else ""
     self._said, self._called = "", list[Call]()  # what the client has got
-    self._calls_before = request.calls_before
+    self._calls_before, self._most_calls = request.calls_before, request.most_calls
     self._text = ""  # of the first tokens,
     self._decoded = 0  # which are so many
     self._texts = 0  # characters that were taken
@@ -90,6 +90,7 @@ class Choice:
     calls: list[Call] = []
     if self._calls is not None and self.finish:
       new, calls, _ = self._calls.parse(new, self._tools)
+      calls = calls[: self._most_calls]
       self.finish = "tool_calls" if calls else self.finish
     for mark in self._marks:
       new = new.replace(mark, "")

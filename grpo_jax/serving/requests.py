@@ -14,6 +14,8 @@ from grpo_jax.settings import SMALLEST_FLOAT, ConfigError, is_text, shown
 _DEEPEST = 64  # lists and objects inside each other
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # texts, and characters of one
 _DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's reference says
+GOES_ON = "goes_on"  # among the options of a template: the last message is not ended
+_OF_TEMPLATES = {"messages", "tools", "add_generation_prompt", GOES_ON}
 LONGEST = "flag --max_prompt_tokens"  # sets the longest prompt of `serve`
 
 # What changes no answer of this server.
@@ -26,10 +28,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "frequency_penalty": (0,),
   "repetition_penalty": (1,),
   "logit_bias": ({},),
+  "skip_special_tokens": (True,),
+  "add_generation_prompt": (True,),
   "best_of": (1,),
   "suffix": ("",),
   "response_format": ({"type": "text"},),
-  "parallel_tool_calls": (True,),
   "function_call": ("none",),
   "functions": ([],),
   "modalities": (["text"],),
@@ -38,10 +41,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _SHARED = {
   "model", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens",
-  "min_tokens", "logprobs", "stream", "stream_options", "return_token_ids",
+  "min_tokens", "logprobs", "stream", "stream_options", "return_token_ids", "stop_token_ids",
 }  # fmt: skip
 _OF_COMPLETIONS = _SHARED | {"prompt", "echo"}
-_OF_CHAT = _SHARED | {"messages", "tools", "tool_choice", "max_completion_tokens"}
+_OF_CHAT = _SHARED | {
+  "messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs",
+  "reasoning_effort", "continue_final_message", "parallel_tool_calls",
+}  # fmt: skip
 
 
 class RequestError(Exception):
@@ -91,11 +97,14 @@ class Texts(NamedTuple):
 
   Attributes:
     encode: A prompt -> its ids.
-    render: (messages, tools or None) -> the ids of a conversation.
+    render: (messages, tools or None, options) -> the ids of a conversation. The options are those
+      of the template. `goes_on` among them says that the last message is not ended.
   """
 
   encode: Callable[[str], Sequence[int]]
-  render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], Sequence[int]]
+  render: Callable[
+    [list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]], Sequence[int]
+  ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,8 @@ class Request:
     is_chat: Whether it is a conversation.
     tools: The schemas of the functions whose calls are looked for in the answer.
     calls_before: How many calls the messages have, after which those of the answer are numbered.
+    most_calls: The most calls that the answer may have. Others are left out.
+    stop_ids: Token ids that end a completion, beside those of the model. They are kept.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
@@ -128,6 +139,8 @@ class Request:
   is_chat: bool
   tools: tuple[dict[str, Any], ...]
   calls_before: int
+  most_calls: int | None
+  stop_ids: tuple[int, ...]
   stream: bool
   include_usage: bool
   return_token_ids: bool
@@ -198,12 +211,18 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
   except ValueError as error:
     raise RequestError(str(error), "messages") from None
   try:
-    prompt = tuple(texts.render(messages, tools))
+    prompt = tuple(texts.render(messages, tools, _template_options(body, messages)))
   except ConfigError as error:
     raise RequestError(str(error), "messages") from None
   logprobs = _flag(body, "logprobs")
   before = sum(len(message.get("tool_calls") or ()) for message in messages)
-  extra = {"is_chat": True, "tools": tuple(tools or ()), "calls_before": before}
+  one_call = body.get("parallel_tool_calls") is not None and not _flag(body, "parallel_tool_calls")
+  extra = {
+    "is_chat": True,
+    "tools": tuple(tools or ()),
+    "calls_before": before,
+    "most_calls": 1 if one_call else None,
+  }
   return _request(body, limits, (prompt,), logprobs, extra)
 
 
@@ -221,14 +240,16 @@ def _request(
   extra: dict[str, Any],
 ) -> Request:
   """What both kinds of requests have in common. `extra` has what one kind alone has."""
-  extra = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0) | extra
+  none = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0, most_calls=None)
+  extra = none | extra
   _check_model(body, limits)
   for number, prompt in enumerate(prompts):
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
   most, why = limits.choices // len(prompts), f"{limits.choices} choices over all prompts"
   n = _whole(body, "n", 1, (1, most), why)
   default = min(extra.pop("max_tokens", limits.max_tokens), limits.max_tokens)
-  max_tokens = _whole(body, "max_tokens", default, (1, limits.max_tokens))
+  # As with vLLM, what does not fit is cut off.
+  max_tokens = min(limits.max_tokens, _whole(body, "max_tokens", default, (1, 2**31 - 1)))
   temperature = _number(body, "temperature", 1.0, (0, 1000))
   if temperature and temperature < SMALLEST_FLOAT:
     raise RequestError("temperature: for the likeliest token set 0", "temperature")
@@ -257,6 +278,7 @@ def _request(
     seed=secrets.randbits(63) if seed is None else seed,
     settings=settings,
     stop=_stops(body),
+    stop_ids=_stop_ids(body, limits),
     logprobs=logprobs,
     stream=_flag(body, "stream"),
     include_usage=_flag(options or {}, "include_usage"),
@@ -358,6 +380,43 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
       f"stop: at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters", "stop"
     )
   return tuple(stops)
+
+
+def _stop_ids(body: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
+  given = body.get("stop_token_ids")
+  ids = [] if given is None else given
+  if not isinstance(ids, list) or not _are_ids(ids) or len(ids) > _MOST_STOPS:
+    raise RequestError(
+      f"stop_token_ids must be a list of at most {_MOST_STOPS} token ids", "stop_token_ids"
+    )
+  if any(not 0 <= one < limits.vocabulary for one in ids):
+    raise RequestError(
+      f"stop_token_ids: all must be at least 0 and at most {limits.vocabulary - 1}",
+      "stop_token_ids",
+    )
+  return tuple(ids)
+
+
+def _template_options(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+  """What the chat template gets beside messages and tools, and whether the last one goes on."""
+  given = body.get("chat_template_kwargs")
+  options = {} if given is None else given
+  if not isinstance(options, dict) or not {*options}.isdisjoint(_OF_TEMPLATES):
+    raise RequestError(
+      "chat_template_kwargs must be an object without messages, tools and add_generation_prompt",
+      "chat_template_kwargs",
+    )
+  effort = body.get("reasoning_effort")
+  if effort is not None and not isinstance(effort, str):
+    raise RequestError("reasoning_effort must be a text, such as low", "reasoning_effort")
+  effort_of_template = {} if effort is None else {"reasoning_effort": effort}
+  goes_on = _flag(body, "continue_final_message")
+  if goes_on and (messages[-1]["role"] != "assistant" or not messages[-1]["content"]):
+    raise RequestError(
+      "continue_final_message: the last message must be a text of the assistant",
+      "continue_final_message",
+    )
+  return {**options, **effort_of_template} | ({GOES_ON: True} if goes_on else {})
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

@@ -14,7 +14,7 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import Choice, Decode
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
-from grpo_jax.serving.requests import LONGEST, Request, RequestError, Texts, row_number
+from grpo_jax.serving.requests import GOES_ON, LONGEST, Request, RequestError, Texts, row_number
 from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
@@ -92,6 +92,7 @@ class Writer:
     for choice in choices:
       settings, number = self._draws(asked, name, choice)
       end = _end_of(asked.stop, decode) if asked.stop else None
+      end = _end_at_ids(asked.stop_ids, end) if asked.stop_ids else end
       hears = functools.partial(hear, choice.index)
       jobs.append(Job(choice.prompt, number, settings, hears, end))
     rows = self._submit(jobs)
@@ -162,7 +163,11 @@ class Writer:
     return [*self._tokenizer.prefix_ids, *self._tokenizer.encode(text)]
 
   def _render(
-    self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    self,
+    name: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    options: dict[str, Any],
   ) -> list[int]:
     """The prompt of messages. While it records, what the policy wrote keeps its tokens."""
     if tools and not self._reads_calls:
@@ -171,9 +176,10 @@ class Writer:
         " read here; leave tools out",
         "tools",
       )
-    earlier = self._recorder.earlier(name, messages, tools) if self._recorder else None
-    if earlier is None:
-      text = self._rendered(messages, tools)
+    shown = [tools, options]
+    earlier = self._recorder.earlier(name, messages, shown) if self._recorder else None
+    if earlier is None or GOES_ON in options:
+      text = self._rendered(messages, tools, options)
       self._check_length(text, "messages")
       ids = self._tokenizer.encode(text)
     else:
@@ -184,17 +190,29 @@ class Writer:
       )
       ids = [*trace.prompt, *trace.tokens, *reply]
     if self._recorder is not None:
-      self._recorder.read(name, messages, tools, ids)
+      self._recorder.read(name, messages, shown, ids)
     return ids
 
-  def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+  def _rendered(
+    self,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    options: dict[str, Any],
+  ) -> str:
+    given = {name: value for name, value in options.items() if name != GOES_ON}
+    goes_on = GOES_ON in options
+
+    def render(messages: list[dict[str, Any]]) -> str:
+      text = self._tokenizer.render(messages, not goes_on, tools, given)
+      return _without_end(text, messages[-1]["content"]) if goes_on else text
+
     try:
-      return self._tokenizer.render(messages, tools=tools)
+      return render(messages)
     except ConfigError:
       if not any(message.get("tool_calls") for message in messages):
         raise
       try:
-        return self._tokenizer.render(with_texts(messages), tools=tools)
+        return render(with_texts(messages))
       except ConfigError:
         pass
       raise
@@ -216,6 +234,28 @@ def _calls_of(tokenizer: Tokenizer, calls: str) -> Format:
   except ConfigError:  # it has no chat template
     template = ""
   return format_for(template, calls)
+
+
+def _without_end(text: str, last: str) -> str:
+  """A rendered conversation up to the end of its last message's content."""
+  place = text.rfind(last.strip())
+  if place < 0:
+    raise RequestError(
+      "continue_final_message: the chat template writes the last message in another way",
+      "continue_final_message",
+    )
+  return text[: place + len(last.strip())]
+
+
+def _end_at_ids(stop_ids: tuple[int, ...], end: End | None) -> End:
+  """Ends a row after one of these token ids, or where `end` does."""
+
+  def end_of(ids: Sequence[int], seen: int) -> int | None:
+    place = next((i + 1 for i in range(seen, len(ids)) if ids[i] in stop_ids), None)
+    kept = end(ids, seen) if end else None
+    return min((x for x in (place, kept) if x is not None), default=None)
+
+  return end_of
 
 
 def _end_of(stop: tuple[str, ...], decode: Decode) -> End:
