@@ -32,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "add_generation_prompt": (True,),
   "best_of": (1,),
   "suffix": ("",),
-  "response_format": ({"type": "text"},),
   "function_call": ("none",),
   "functions": ([],),
   "modalities": (["text"],),
@@ -46,7 +45,7 @@ _SHARED = {
 _OF_COMPLETIONS = _SHARED | {"prompt", "echo"}
 _OF_CHAT = _SHARED | {
   "messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs",
-  "reasoning_effort", "continue_final_message", "parallel_tool_calls",
+  "reasoning_effort", "continue_final_message", "parallel_tool_calls", "response_format",
 }  # fmt: skip
 
 
@@ -92,6 +91,20 @@ class Limits(NamedTuple):
   longest: str = LONGEST
 
 
+class Form(NamedTuple):
+  """What an answer must be.
+
+  Attributes:
+    param: The parameter that asks for it.
+    schema: JSON of this schema,
+    tools: or a call of one of these tools.
+  """
+
+  param: str
+  schema: dict[str, Any]
+  tools: tuple[dict[str, Any], ...] = ()
+
+
 class Texts(NamedTuple):
   """How texts become token ids.
 
@@ -124,6 +137,7 @@ class Request:
     calls_before: How many calls the messages have, after which those of the answer are numbered.
     most_calls: The most calls that the answer may have. Others are left out.
     stop_ids: Token ids that end a completion, beside those of the model. They are kept.
+    form: What the answer must be, or None.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
@@ -141,6 +155,7 @@ class Request:
   calls_before: int
   most_calls: int | None
   stop_ids: tuple[int, ...]
+  form: Form | None
   stream: bool
   include_usage: bool
   return_token_ids: bool
@@ -198,14 +213,13 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
   if body.get("max_completion_tokens") is not None:
     body = {**body, "max_tokens": body["max_completion_tokens"]}
   tools, choice = body.get("tools"), body.get("tool_choice") or "auto"
-  if choice not in ("auto", "none"):
-    raise RequestError("tool_choice: 'auto' and 'none' are supported", "tool_choice")
   if tools is not None and not tools_lib.are_tools(tools):
     raise RequestError(
       "tools must be a list of objects such as {'type': 'function', 'function': {'name': ...}}",
       "tools",
     )
-  tools = tools if tools and choice == "auto" else None
+  form = _form(body, tools or [], choice)
+  tools = tools if tools and choice != "none" else None
   try:
     messages = tools_lib.messages_for_template(body.get("messages"))
   except ValueError as error:
@@ -222,6 +236,7 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
     "tools": tuple(tools or ()),
     "calls_before": before,
     "most_calls": 1 if one_call else None,
+    "form": form,
   }
   return _request(body, limits, (prompt,), logprobs, extra)
 
@@ -241,7 +256,7 @@ def _request(
 ) -> Request:
   """What both kinds of requests have in common. `extra` has what one kind alone has."""
   none = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0, most_calls=None)
-  extra = none | extra
+  extra = none | {"form": None} | extra
   _check_model(body, limits)
   for number, prompt in enumerate(prompts):
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
@@ -261,6 +276,8 @@ def _request(
     min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
     max_tokens=max_tokens,
   )
+  if extra["form"] and settings.min_tokens:
+    raise RequestError(f"min_tokens: {extra['form'].param} says when an answer ends", "min_tokens")
   if settings.temperature == 0:  # the filters keep the likeliest token
     settings = settings.replace(top_k=0, top_p=1.0, min_p=0.0)
   options = body.get("stream_options")
@@ -395,6 +412,36 @@ def _stop_ids(body: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
       "stop_token_ids",
     )
   return tuple(ids)
+
+
+def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any) -> Form | None:
+  """What response_format and tool_choice ask for."""
+  if choice not in ("auto", "none"):
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    chosen = tuple(one for one in tools if name in (None, one["function"]["name"]))
+    if (choice != "required" and name is None) or not chosen:
+      raise RequestError(
+        "tool_choice: auto, none, required or {'type': 'function', 'function': {'name': ...}} with"
+        " the name of one of the tools",
+        "tool_choice",
+      )
+    return Form("tool_choice", {}, chosen)
+  given = body.get("response_format")
+  if given is None or given == {"type": "text"}:
+    return None
+  kind = given.get("type") if isinstance(given, dict) else None
+  if kind == "json_object":
+    return Form("response_format", {"type": "object"})
+  inner = given.get("json_schema") if kind == "json_schema" else None
+  schema = inner.get("schema") if isinstance(inner, dict) else None
+  if not isinstance(schema, dict):
+    raise RequestError(
+      "response_format: give {'type': 'json_object'} or {'type': 'json_schema', 'json_schema':"
+      " {'schema': {...}}}",
+      "response_format",
+    )
+  return Form("response_format", schema)
 
 
 def _template_options(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Server:
     """
     self.metrics = Metrics()
     self._engine, self._settings = engine, settings
-    told = {"longest": settings.longest, "calls": settings.calls}
+    told = dict[str, Any](longest=settings.longest, calls=settings.calls, vocabulary=vocabulary)
     self._writer = Writer(engine, tokenizer, settings.seconds, recorder, **told)
     self._records = recorder is not None
     self._reload, self._reloading = reload, asyncio.Lock()

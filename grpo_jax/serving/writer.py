@@ -14,6 +14,7 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import Choice, Decode
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
+from grpo_jax.serving.guides import Guide, Guides
 from grpo_jax.serving.requests import GOES_ON, LONGEST, Request, RequestError, Texts, row_number
 from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
@@ -37,6 +38,7 @@ class Writer:
     *,
     longest: str = LONGEST,
     calls: str = "auto",
+    vocabulary: int | None = None,
   ) -> None:
     """Asks nothing yet.
 
@@ -47,11 +49,13 @@ class Writer:
       recorder: Keeps what the conversations of clients read and wrote.
       longest: What sets the longest prompt, for errors.
       calls: How the model writes calls of tools, as in environment.calls.
+      vocabulary: How many ids the model has. None means as many as the tokenizer.
     """
     self._engine, self._tokenizer = engine, tokenizer
     self._seconds, self._recorder = seconds, recorder
     self._calls, self._longest = _calls_of(tokenizer, calls), longest
     self._names_calls = calls != "auto"
+    self._guides = Guides(tokenizer, vocabulary or tokenizer.vocab_size)
     self._shown = tokenizer.skipped(self._calls.marks)  # by their ids
     # A longer text has more tokens than a prompt may have. It is not tokenised to count them.
     self._most_characters = max(
@@ -88,13 +92,14 @@ class Writer:
     shown = self._shown if asked.tools else {}
     decode, marks = functools.partial(self._tokenizer.decode, shown=shown), [*shown.values()]
     choices = [Choice(index, asked, decode, self._calls, marks) for index in range(asked.choices)]
+    guides = self._guides_of(asked)
     jobs = []
-    for choice in choices:
+    for choice, guide in zip(choices, guides, strict=True):
       settings, number = self._draws(asked, name, choice)
       end = _end_of(asked.stop, decode) if asked.stop else None
       end = _end_at_ids(asked.stop_ids, end) if asked.stop_ids else end
       hears = functools.partial(hear, choice.index)
-      jobs.append(Job(choice.prompt, number, settings, hears, end))
+      jobs.append(Job(choice.prompt, number, settings, hears, end, guide))
     rows = self._submit(jobs)
     try:
       yield choices, self._parts(choices, heard)
@@ -107,6 +112,17 @@ class Writer:
     if self._recorder is not None:
       for choice in choices:
         self._recorder.add(name, choice.trace())
+
+  def _guides_of(self, asked: Request) -> Sequence[Guide | None]:
+    """What says for each choice which tokens it may draw."""
+    if asked.form is None:
+      return [None] * asked.choices
+    if self._recorder is not None:
+      raise RequestError(
+        f"{asked.form.param}: a run learns from what the policy writes by itself; leave it out",
+        asked.form.param,
+      )
+    return self._guides.of(asked.form, asked.choices)
 
   def _draws(self, asked: Request, name: str, choice: Choice) -> tuple[RowSettings, int]:
     """How the tokens of a choice are drawn, and the number of its row."""
