@@ -5,7 +5,9 @@ import re
 import pytest
 from small_run import Collected, small_config, small_run, with_section
 
-from grpo_jax.environments import acting, of_config
+from grpo_jax.config import Data
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.environments import acting, methods, of_config
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 
@@ -122,3 +124,14 @@ def test_a_class_without_methods_and_names_that_clash_are_refused(tmp_path):
   config = with_section(config, "environment", tools=(f"{tmp_path}/tool.py:dial",))
   with pytest.raises(ConfigError, match="a tool and a method of .*Safe are both called dial"):
     of_config(config, None)
+
+
+def test_what_reset_says_is_added_to_the_last_message():
+  prompts = Prompts.__new__(Prompts)
+  prompts._templates, prompts._data = {}, Data(chat=True, prompt="{question}", system="Be brief.")
+  opening = methods.opening_of(" It has a dial.")
+  system, user = prompts._conversation({"question": "A safe."}, opening)
+  assert user == {"role": "user", "content": "A safe. It has a dial."}
+  assert system["role"] == "system" and methods.opening_of(None) == []
+  prompts._data = Data(chat=True, prompt="")
+  assert prompts._conversation({}, opening) == [{"role": "user", "content": " It has a dial."}]
