@@ -14,7 +14,7 @@ from pathlib import Path
 import random
 
 import grpo_jax
-from grpo_jax.environments.games import TextArena
+from grpo_jax.environments.adapters.games import TextArena
 
 GAME = "GuessTheNumber-v0"
 PLAYS = 4000

@@ -359,8 +359,8 @@ class Environment:
   )
   tools: tuple[str, ...] = setting(
     (),
-    "functions that the policy may call: calculator, path/file.py:function or"
-    " package.module:function",
+    "functions that the policy may call: calculator, path/file.py:function,"
+    " package.module:function, or those of an MCP server: mcp:COMMAND or mcp:URL",
     before=(),
   )
   harness: str = setting(

@@ -5,7 +5,7 @@ import pickle
 import pytest
 from small_run import Collected, small_config, with_section
 
-from grpo_jax.environments.games import TextArena
+from grpo_jax.environments.adapters.games import TextArena
 from grpo_jax.settings import ConfigError
 
 GAMES = {

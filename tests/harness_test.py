@@ -9,7 +9,7 @@ from small_run import Collected, P, grpo_step, small_config, small_run, with_sec
 
 from grpo_jax.batches.collect import Collector
 from grpo_jax.environments.harness import Players
-from grpo_jax.rollouts.branches import as_completions, branches_of
+from grpo_jax.rollouts.branches import Branch, as_completions, branches_of, shared_prompt
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.serving.traces import Recorder, Trace
@@ -312,19 +312,41 @@ def test_a_harness_that_exits_in_a_task_costs_its_completion_alone(tmp_path):
   requests = [one | {"base_url": "", "api_key": "", "model": ""} for one in requests]
   first, second, third = Players(f"{tmp_path}/harness.py:exits_in_task", None)(requests)
   assert re.match(r"raised SystemExit: 0 \(.*py line", second["error"])
-  assert first == third == {"reward": 1.0}
+  assert first == third == {"reward": 1.0, "columns": {}, "metrics": {}}
 
 
 @pytest.mark.parametrize("pays", ["1", "True", "np.float16(1)", "np.array(1.0)"])
 def test_a_harness_may_pay_any_number(pays, tmp_path):
-  assert outcome_of(tmp_path, "pays", pays=pays) == {"reward": 1.0}
-  assert outcome_of(tmp_path, "pays", pays="None") == {"reward": None}
+  assert outcome_of(tmp_path, "pays", pays=pays)["reward"] == 1.0
+  assert outcome_of(tmp_path, "pays", pays="None")["reward"] is None
 
 
-@pytest.mark.parametrize("pays", ["np.nan", "-np.inf", "'1'", "[1]", "1j", "10**400", "{}"])
+@pytest.mark.parametrize("pays", ["np.nan", "-np.inf", "'1'", "[1]", "1j", "10**400"])
 def test_a_harness_that_pays_no_number_is_named(pays, tmp_path):
   error = outcome_of(tmp_path, "pays", pays=pays)["error"]
   assert error.startswith("returned the reward ") and error.endswith("(pays)")
+
+
+def test_a_harness_may_return_columns_and_metrics(tmp_path):
+  pays = "{'reward': 1, 'metrics': {'tries': np.int32(2), 'late': None}, 'steps': [1, 2]}"
+  found = outcome_of(tmp_path, "pays", pays=pays)
+  assert found == {"reward": 1.0, "columns": {"steps": [1, 2]}, "metrics": {"tries": 2.0}}
+
+
+@pytest.mark.parametrize(
+  "pays, words",
+  [
+    ("{}", "one of them is reward"),
+    ("{'reward': 1, 2: 3}", "a dict has texts as keys"),
+    ("{'reward': 1, 'turns': 3}", "the column turns, which reward functions have already"),
+    ("{'reward': 1, 'x': object()}", "the columns .*JSON does not have"),
+    ("{'reward': 1, 'metrics': 3}", "metrics=3: give a dict"),
+    ("{'reward': 1, 'metrics': {'x': 'a'}}", "the metric x='a': give a finite number"),
+  ],
+)
+def test_a_dict_of_a_harness_that_cannot_be_read_is_named(pays, words, tmp_path):
+  error = outcome_of(tmp_path, "pays", pays=pays)["error"]
+  assert re.match(f"returned .*{words}.*\\(pays\\)$", error) and "\n" not in error
 
 
 @pytest.mark.slow
@@ -343,7 +365,7 @@ def test_a_harness_that_fails_before_it_asks_costs_its_completion_alone(tmp_path
 )
 def test_a_harness_that_asks_nothing_ends_the_run(name, tmp_path):
   config = config_of(tmp_path, name, reward={"on_error": "none"})
-  with pytest.raises(RunFailed, match="no call of the harness began with the prompt"):
+  with pytest.raises(RunFailed, match="no call of the harness can be learned from"):
     first_step(config, tmp_path / "run")
 
 
@@ -368,9 +390,9 @@ def test_filters_are_refused(tmp_path):
     Collector(run, Scorers(run))
 
 
-def test_a_harness_and_tools_are_refused(tmp_path):
-  config = with_section(config_of(tmp_path, "twice"), "environment", tools=("calculator",))
-  with pytest.raises(ConfigError, match="environment.harness is .*leave them empty"):
+def test_a_harness_and_an_environment_are_refused(tmp_path):
+  config = with_section(config_of(tmp_path, "twice"), "environment", name="retry")
+  with pytest.raises(ConfigError, match="environment.harness is .*leave it empty"):
     small_run(config)
 
 
@@ -380,7 +402,7 @@ def trace(prompt, tokens, finish="stop"):
 
 CALLS = [
   trace([1, 2], [3, 4]),
-  trace([9], [9, 9, 9, 9, 9, 9]),  # of another agent
+  trace([1, 9], [9, 9, 9, 9, 9, 9]),  # of another agent
   trace([1, 2, 3, 4, 5], [6]),
   trace([1, 2, 3], [7, 7, 7]),  # begins in the middle of the first answer
   trace([1, 2, 3, 4, 5, 6, 8], [0], "length"),
@@ -389,25 +411,32 @@ CALLS = [
 
 
 def test_the_branch_with_most_of_the_policy_comes_first():
-  (branch,), left_out = branches_of(CALLS, [1, 2], 10, 1)
-  assert branch.tokens == (3, 4, 5, 6, 8, 0) and branch.is_cut and left_out == 3
-  assert branch.sampled == (True, True, False, True, False, True)
-  assert branch.logprobs == (-0.5, -0.5, 0, -0.5, 0, -0.5)
-  (short,), _ = branches_of(CALLS[:3], [1, 2], 3, 1)
-  assert short.tokens == (3, 4, 5) and short.is_cut
-  (nothing,), left_out = branches_of(CALLS, [4], 3, 2)
-  assert nothing.tokens == () and left_out == 6
+  (branch,), left_out = branches_of(CALLS, 1)
+  assert branch.prompt == (1, 2) and branch.is_cut and left_out == 3
+  row = branch.after(2, 10)
+  assert row.tokens == (3, 4, 5, 6, 8, 0) and row.sampled == (True, True, False, True, False, True)
+  assert row.logprobs == (-0.5, -0.5, 0, -0.5, 0, -0.5)
+  (short,), _ = branches_of(CALLS[:3], 1)
+  assert short.after(2, 3).tokens == (3, 4, 5) and short.after(2, 3).is_cut and not short.is_cut
+  (nothing,), left_out = branches_of([], 2)
+  assert nothing.tokens == () and left_out == 0
 
 
 def test_further_branches_learn_what_those_before_them_lack():
-  branches, left_out = branches_of(CALLS, [1, 2], 10, 5)
-  assert [branch.tokens for branch in branches[1:]] == [(3, 7, 7, 7), (3, 4, 9, 8)]
-  assert [branch.sampled for branch in branches[1:]] == [
+  branches, left_out = branches_of(CALLS, 5)
+  assert shared_prompt(branches[:1], 10) == (1, 2) and shared_prompt(branches, 10) == (1,)
+  assert shared_prompt(branches[2:3], 2) == (1, 2) and shared_prompt([Branch()], 2) == ()
+  assert [branch.tokens for branch in branches[1:]] == [
+    (1, 9, 9, 9, 9, 9, 9, 9),  # another agent has a prompt of its own
+    (1, 2, 3, 7, 7, 7),
+    (1, 2, 3, 4, 9, 8),
+  ]
+  assert [branch.sampled[2:] for branch in branches[2:]] == [
     (False, True, True, True),  # the 3 was read there, as part of a prompt
     (False, False, False, True),
   ]
-  assert left_out == 1
-  rows = as_completions({(0, 1): branches[2]}, (1, 2), 5)
+  assert left_out == 0
+  rows = as_completions({(0, 1): branches[3].after(2, 10)}, (1, 2), 5)
   assert rows.tokens_PGT.tolist() == [[[0] * 5, [3, 4, 9, 8, 0]]]
   assert rows.logprobs_PGT.tolist() == [[[0] * 5, [0, 0, 0, -0.5, 0]]]
   assert rows.lengths_PG.tolist() == [[0, 4]] and rows.stopped_by_PG.tolist() == [[-1, 8]]
@@ -416,15 +445,16 @@ def test_further_branches_learn_what_those_before_them_lack():
 def test_a_recorder_knows_which_answer_a_conversation_goes_on_from():
   recorder = Recorder()
   first = [{"role": "user", "content": "a"}]
-  recorder.read("x", first, [1])
+  recorder.read("x", first, None, [1])
   recorder.add("x", Trace([1], [2], [0.0], 1, "stop", said="b"))
   answered = [*first, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-  found, after = recorder.earlier("x", answered)
-  assert found.tokens == [2] and after == answered[2:]
-  assert recorder.earlier("y", answered) is None
-  assert recorder.earlier("x", answered[:2]) is None  # nothing follows the answer
+  found, after = recorder.earlier("x", answered, None)
+  assert found.tokens == [2] and after == answered[2:] and found.messages == first
+  assert recorder.earlier("y", answered, None) is None
+  assert recorder.earlier("x", answered, [{"type": "function"}]) is None  # which the prompt shows
+  assert recorder.earlier("x", answered[:2], None) is None  # nothing follows the answer
   changed = [*first, {"role": "assistant", "content": "B"}, {"role": "user", "content": "c"}]
-  assert recorder.earlier("x", changed) is None
+  assert recorder.earlier("x", changed, None) is None
   assert recorder.take("x") == [found] and recorder.take("x") == []
 
 
@@ -432,7 +462,8 @@ def test_draws_depend_on_the_name_and_on_how_often_it_asked():
   recorder = Recorder()
   recorder.begin(RowSettings(0.7), "seed")
   draws = [recorder.draws("x", RowSettings(2.0, top_k=3, max_tokens=5)) for _ in range(2)]
-  assert [settings for settings, _ in draws] == [RowSettings(0.7, max_tokens=5)] * 2
+  assert [settings for settings, *_ in draws] == [RowSettings(0.7, max_tokens=5)] * 2
+  assert [number for *_, number in draws] == [0, 1]
   assert draws[0][1] != draws[1][1] != recorder.draws("y", RowSettings())[1]
   recorder.begin(RowSettings(0.7), "seed")
   assert recorder.draws("x", RowSettings())[1] == draws[0][1]

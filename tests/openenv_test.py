@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from small_run import Collected, P, small_config, small_run, with_section
 
-from grpo_jax.environments.servers import OpenEnv, action_of, text_of
+from grpo_jax.environments.adapters.servers import OpenEnv, action_of, text_of
 from grpo_jax.settings import ConfigError
 
 SERVER = """

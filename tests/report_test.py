@@ -57,6 +57,9 @@ def completion_rows():
       "completion_ids": ids,
       "logprobs": [-0.5] * len(ids),
       "advantage": advantage,
+      "extra/read": HOSTILE,
+      "extra/steps": ["7"] * 200,
+      "extra/nothing": None,
       "turns": [
         {"role": "assistant", "text": "##", "start": 0, "end": 2, "reward": 0.5},
         {"role": "tool", "text": "##", "start": 2, "end": 4, "reward": None},
@@ -247,6 +250,8 @@ def test_completions_are_evenly_chosen_and_groups_with_advantages_come_first(tmp
   member = first["members"][0]
   assert (member["reward"], member["length"], member["scores"]) == (1.0, 6, {"strict": 1.0})
   assert "".join(member["tokens"]) == "#### 7" and len(member["logprobs"]) == 6
+  assert [*member["extras"]] == ["read", "steps"] and member["extras"]["read"] == HOSTILE
+  assert member["extras"]["steps"].startswith('["7", "7"') and len(member["extras"]["steps"]) == 301
 
 
 def test_a_page_of_many_runs_has_fewer_completions_of_each(tmp_path):

@@ -311,12 +311,12 @@ def test_a_text_too_long_for_the_prompt_is_not_tokenised(monkeypatch):
     texts.encode("a" * (most + 1))
   assert error.value.code == "context_length_exceeded" and Codec.encoded == 1
   # Of messages, what the template writes counts: it may leave out what they thought before.
-  monkeypatch.setattr(Tokenizer, "render", lambda self, messages, **_: messages[-1]["content"])
+  monkeypatch.setattr(Tokenizer, "render", lambda self, messages, *_: messages[-1]["content"])
   told = [{"role": "assistant", "content": "a" * 2 * most}, {"role": "user", "content": "a" * most}]
-  assert texts.render(told, None) == [5]
+  assert texts.render(told, None, {}) == [5]
   told[-1]["content"] += "a"
   with pytest.raises(RequestError, match=f"messages: {most + 1} characters"):
-    texts.render(told, None)
+    texts.render(told, None, {})
   assert Codec.encoded == 2
 
 

@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint, through the `openai` client and through raw sockets."""
 
 import asyncio
+import dataclasses
 import http.client
 import json
 import os
@@ -17,8 +18,10 @@ import openai
 import pytest
 
 import grpo_jax
+from grpo_jax.serving import requests
 from grpo_jax.serving import tools as tools_lib
 from grpo_jax.serving.server import Settings
+from grpo_jax.serving.writer import Writer
 from tests import serving_parts
 from tests.serving_parts import KEY, PROMPT_TOKENS, ROWS, TOKENS, TOOLS, Scripted, serving
 from tests.small_run import small_config
@@ -244,6 +247,67 @@ def test_parts_of_contents_and_tools_reach_the_template(client, policy):
   assert read["tool_calls"][0]["function"]["arguments"] == {"a": 1} and read["content"] == ""
 
 
+def test_options_of_templates_reach_them(policy):
+  tokens = policy[2]
+
+  def prompt(messages, **body):
+    body = requests.chat_request({"messages": messages, "max_tokens": 3, **body}, LIMITS, texts)
+    return tokens.codec._engine.decode(body.prompts[0], skip_special_tokens=False)
+
+  template = tokens.template.replace("{% for", "{{ reasoning_effort }}{{ shout }}{% for", 1)
+  files = {**tokens.files, "chat_template.jinja": template.encode()}
+  told = dataclasses.replace(tokens, files=files)
+  engine = Scripted(lambda _: [])
+  texts = Writer(engine, told, 1.0, None).texts("")
+  said = prompt(MESSAGES, reasoning_effort="low", chat_template_kwargs={"shout": "AH"})
+  assert said == "lowAH" + tokens.render(MESSAGES)
+  begun = [*MESSAGES, {"role": "assistant", "content": "Ann has"}]
+  assert prompt(begun, continue_final_message=True) == tokens.render(MESSAGES) + "Ann has"
+  for wrong in (
+    {"chat_template_kwargs": {"messages": []}},
+    {"chat_template_kwargs": 1},
+    {"reasoning_effort": 1},
+    {"continue_final_message": True},
+  ):
+    with pytest.raises(requests.RequestError) as caught:
+      prompt(MESSAGES, **wrong)
+    assert caught.value.param == [*wrong][0]
+
+
+LIMITS = requests.Limits("m", 10**6, PROMPT_TOKENS, TOKENS, 16)
+
+
+def test_what_does_not_fit_is_cut_and_ids_may_stop(client):
+  options = dict(model="m", prompt="Ann has", seed=1, max_tokens=10**6)
+  (choice,) = client.completions.create(**options, extra_body=IDS | {"min_tokens": TOKENS}).choices
+  assert len(choice.token_ids) == TOKENS and choice.finish_reason == "length"
+  stop = choice.token_ids[4]
+  (again,) = client.completions.create(
+    **options, extra_body=IDS | {"min_tokens": TOKENS, "stop_token_ids": [stop]}
+  ).choices
+  first = choice.token_ids.index(stop) + 1
+  assert again.token_ids == choice.token_ids[:first] and again.finish_reason == "stop"
+
+
+def test_ids_of_calls_go_on_in_a_conversation(policy):
+  tokens = policy[2]
+  text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' * 2
+  ids = tokens.encode(text)
+  with serving(Scripted(lambda _: [ids]), tokens, 10**6) as (_, address):
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+    options = dict(model="m", tools=TOOLS)
+    message = client.chat.completions.create(messages=MESSAGES, **options).choices[0].message
+    messages = [*MESSAGES, message.model_dump(exclude_none=True)]
+    messages += [{"role": "tool", "tool_call_id": c.id, "content": "2"} for c in message.tool_calls]
+    later = client.chat.completions.create(messages=messages, **options).choices[0].message
+    one = client.chat.completions.create(
+      messages=MESSAGES, parallel_tool_calls=False, **options
+    ).choices[0]
+  named = [call.id for call in (*message.tool_calls, *later.tool_calls)]
+  assert named == [f"call0000{i}" for i in range(4)]
+  assert len(one.message.tool_calls) == 1
+
+
 def test_calls_of_tools(policy):
   tokens = policy[2]
   text = 'Hm. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -307,7 +371,8 @@ WRONG = {
   "top_k": [-2, 1.5, 2**40],
   "min_p": [-0.1, 1.1],
   "n": [0, -1, 17, 10**9, 10**400, "2", 1.5, True],
-  "max_tokens": [0, -1, TOKENS + 1, 2**70, "x"],
+  "max_tokens": [0, -1, 2**70, "x"],
+  "stop_token_ids": [5, ["x"], [-1], [10**6], [1] * 17],
   "min_tokens": [-1, 17, None.__class__.__name__],
   "seed": ["x", 1.5, 2**70],
   "stop": [1, [1], [""], "", ["a"] * 17, "a" * 2000, {}],
@@ -377,7 +442,7 @@ def test_wrong_tools_are_refused(address):
     return refusal(address, "/v1/chat/completions", messages=MESSAGES, **body)[0]
 
   assert {param(tools=tools) for tools in ([1], {}, "add", [{"type": "function"}])} == {"tools"}
-  assert param(tools=TOOLS, tool_choice="required") == "tool_choice"
+  assert param(tools=TOOLS, tool_choice="sometimes") == "tool_choice"
   assert param(logprobs=True, top_logprobs=2) == "top_logprobs"
   assert param(logprobs=1) == "logprobs"
   assert param(prompt="x") == "prompt"

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -680,3 +681,17 @@ def test_cores_are_shared_by_processes_that_have_the_same(monkeypatch):
   monkeypatch.setattr(hosts, "join_rows", lambda rows: np.concatenate([rows, rows, rows + 1]))
   monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(10)), raising=False)
   assert cores(hosts) == 5
+
+
+def test_functions_of_the_file_of_a_config_go_to_workers_by_value(tmp_path, monkeypatch):
+  """ml_collections executes it as a module that no other process finds."""
+  file = tmp_path / "mine.py"
+  source = "WANTED = 7\n\ndef pays(completions, **_):\n  return [WANTED for _ in completions]\n"
+  file.write_text(source)
+  spec = importlib.util.spec_from_file_location("config_config", file)
+  module = importlib.util.module_from_spec(spec)
+  monkeypatch.setitem(sys.modules, "config_config", module)
+  spec.loader.exec_module(module)
+  kind, data = messages.portable("pays", module.pays, False)
+  monkeypatch.delitem(sys.modules, "config_config")
+  assert kind == "value" and messages.load(kind, data)(["a", "b"]) == [7, 7]

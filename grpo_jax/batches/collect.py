@@ -26,7 +26,7 @@ from grpo_jax.data import loader
 from grpo_jax.pending import Pending, there
 from grpo_jax.progress import doing
 from grpo_jax.rollouts.complete import Remote, make_rollout
-from grpo_jax.rollouts.rollout import Rollouts, last_turns, texts_of
+from grpo_jax.rollouts.rollout import Asked, Rollouts, last_turns, texts_of
 from grpo_jax.run.run import Run
 from grpo_jax.run.seen import with_images
 from grpo_jax.scoring.scorers import Scorers
@@ -314,6 +314,7 @@ class Collector:
       host=host,
       why_unscored=why_unscored,
       prompts=choice.prompts,
+      asked=chosen.rollouts.asked,
     )
 
   def _why_no_tokens(self, completions: Completions) -> str:
@@ -337,6 +338,8 @@ class Collector:
 
   def _prompt_tokens(self, choice: "_Choice", sampled: ScoredGroups) -> int:
     """The tokens of the prompts that were sampled from, once for each of their completions."""
+    if sampled.rollouts.asked is not None:
+      return int(sampled.rollouts.asked.lengths_P.sum()) * self._config.batch.group_size
     prompts = choice.prompts
     if sampled is not choice.groups:
       prompts = self._prompts(sampled.indices_P)
@@ -356,9 +359,15 @@ class Collector:
     texts_PG = texts_of(rollouts.completions, decode)
     if rollouts.turns_PG is not None:
       texts_PG = last_turns(rollouts.turns_PG, otherwise_PG=texts_PG)
+    prompts = self.prompts.make(groups.indices_P)
+    if rollouts.asked is not None:
+      prompts = [
+        dataclasses.replace(prompt, text=decode(ids), ids=ids) if ids != prompt.ids else prompt
+        for prompt, ids in zip(prompts, rollouts.asked.ids, strict=True)
+      ]
     rows = completion_rows(
       rollouts.replace(texts_PG=texts_PG),
-      self.prompts.make(groups.indices_P),
+      prompts,
       host_scores(groups.rewards),
       rewards.scores_PGJ,
       self._names,
@@ -401,6 +410,12 @@ class Collector:
     Groups that only fill up the batch count as not scored, so that they stay out of every mean.
     """
     live_P, completions, rewards = scored.live_P, scored.completions, scored.rewards
+    asked = Asked(prompts.prompts_PS, prompts.prompt_lengths_P)
+    if scored.asked is not None:
+      width = asked.prompts_PS.shape[1]
+      asked = scored.asked
+      if asked.lengths_P.max() <= width:  # padding is computed like any token
+        asked = asked.replace(prompts_PS=asked.prompts_PS[:, :width])
     is_live = live_P[:, None, None] != 0
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
     max_tokens = self._config.sampling.max_tokens
@@ -413,7 +428,7 @@ class Collector:
       (
         completions,
         rewards,
-        (prompts.prompts_PS, prompts.prompt_lengths_P, scored.temperature_P, live_P),
+        (asked.prompts_PS, asked.lengths_P, scored.temperature_P, live_P),
         scored.rollout_PB,
       )
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.algo.metrics import disjoint
 from grpo_jax.data.images.shown import shown
 from grpo_jax.data.prompts import Prompt
 from grpo_jax.rollouts.rollout import Rollouts
@@ -53,7 +54,8 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
 
   `tools/call_frequency` is the mean number of calls of a completion. `tools/failure_frequency` is
   the share of calls that failed. `harness/prompt_tokens` counts the tokens of the prompts of all
-  calls of a harness, and `harness/computed_tokens` those that were computed.
+  calls of a harness, and `harness/computed_tokens` those that were computed. `harness/NAME` is the
+  mean of a metric that it returned.
 
   Args:
     turns_PG: object array of `Conversation`.
@@ -70,7 +72,9 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   if any(one.prompt_tokens for one in found):
     metrics["harness/prompt_tokens"] = sum(one.prompt_tokens for one in found)
     metrics["harness/computed_tokens"] = sum(one.computed_tokens for one in found)
-  return metrics
+  own = dict.fromkeys(name for one in found for name in one.metrics)
+  values = {name: [one.metrics[name] for one in found if name in one.metrics] for name in own}
+  return disjoint(metrics, {f"harness/{name}": float(np.mean(x)) for name, x in values.items()})
 
 
 def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) -> dict[str, float]:
@@ -183,6 +187,8 @@ def completion_rows(
       f"rewards/{name}": _number(score) for name, score in zip(names, scores_PGJ[p, g], strict=True)
     }
     extras = {} if extras_PG is None else extras_PG[p, g]
+    if rollouts.turns_PG is not None and rollouts.turns_PG[p, g] is not None:
+      extras = {**rollouts.turns_PG[p, g].columns, **extras}
     row = {
       "prompt": prompts[p].text,
       "completion": rollouts.texts_PG[p, g],

@@ -9,6 +9,7 @@ import numpy as np
 
 from grpo_jax.batches.groups import fields_of
 from grpo_jax.data.loader import PromptBatch
+from grpo_jax.rollouts.rollout import Asked
 from grpo_jax.types import Completions, Rewards
 
 
@@ -30,6 +31,7 @@ class Scored:
     host: The host state after the step.
     why_unscored: Why no completion has a reward and a token in the loss. "" if one has.
     prompts: Of the batch. None means that they are made again.
+    asked: The tokens of the prompts, where a harness chose them. Otherwise None.
   """
 
   indices_P: np.ndarray
@@ -44,6 +46,7 @@ class Scored:
   host: dict[str, Any]
   why_unscored: str = ""
   prompts: PromptBatch | None = None
+  asked: Asked | None = None
 
 
 _PLAIN = ("rows", "metrics", "why_unscored")  # kept as JSON
@@ -58,6 +61,8 @@ def to_arrays(scored: Scored) -> dict[str, Any]:
     "rewards": rewards,
   }
   arrays.pop("prompts", None)
+  if scored.asked is not None:
+    arrays["asked"] = fields_of(scored.asked)
   for name in _PLAIN:
     text = json.dumps(getattr(scored, name), default=lambda x: x.item())
     arrays[name] = np.frombuffer(text.encode(), np.uint8)
@@ -69,6 +74,7 @@ def from_arrays(arrays: Mapping[str, Any], weights: tuple[float, ...]) -> Scored
   plain = {name: json.loads(arrays[name].tobytes()) for name in _PLAIN}
   return Scored(
     **{"rollout_PB": None, **arrays}
+    | ({"asked": Asked(**arrays["asked"])} if "asked" in arrays else {})
     | plain
     | {
       "completions": Completions(**arrays["completions"]),

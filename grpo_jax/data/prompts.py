@@ -477,7 +477,11 @@ class Prompts:
     else:
       text = self._filled(example, opening)
       messages = [{"role": "user", "content": text}] if text else []
-    messages = [*messages, *opening]
+    if messages and opening and opening[0].get("appended"):
+      last = {**messages[-1], "content": messages[-1]["content"] + opening[0]["content"]}
+      messages = [*messages[:-1], last]
+    else:
+      messages = [*messages, *({k: v for k, v in x.items() if k != "appended"} for x in opening)]
     chat.check_messages(messages, f"data.prompt={template!r}")
     messages = chat.with_contents(messages)
     system, turns = list(messages[:1]), list(messages[1:])

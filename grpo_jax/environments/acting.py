@@ -5,7 +5,7 @@ A request and its outcome are plain values. Nothing here is raised for what a us
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 import contextlib
 import functools
 import inspect
@@ -14,8 +14,10 @@ import pickle
 from typing import Any, NamedTuple
 
 from grpo_jax.environments import names
+from grpo_jax.environments.arguments import check_arguments
+from grpo_jax.environments.methods import arguments_of_reset, methods_of
 from grpo_jax.environments.names import Environment, Factory, Tool
-from grpo_jax.environments.returned import Mistake, step_of
+from grpo_jax.environments.returned import Mistake, reward_of, step_of
 from grpo_jax.foreign import Ended, as_exceptions, describe, run, text_of
 from grpo_jax.registry import name_of
 from grpo_jax.rewards.call import in_thread, is_async
@@ -42,7 +44,11 @@ class Parts(NamedTuple):
   def are_async(self) -> bool:
     """Whether an event loop must call them."""
     made = [getattr(one, "func", one) for one in self.environments.values()]
-    methods = [getattr(one, name, None) for one in made for name in ("reset", "step")]
+    methods = [
+      getattr(one, name, None)
+      for one in made
+      for name in ("reset", "step", "get_reward", *(methods_of(one) or ()))
+    ]
     functions = [*self.tools.values(), *methods]
     return self.stay or any(map(is_async, functions))
 
@@ -51,6 +57,11 @@ class Parts(NamedTuple):
     """Whether an environment cannot move from one worker to another."""
     made = [getattr(one, "func", one) for one in self.environments.values()]
     return not all(getattr(one, "pickles", True) for one in made)
+
+  def methods_of_task(self, task: str) -> dict[str, Tool] | None:
+    """The methods that are tools for a task. None where a `step` answers, or nobody."""
+    made = self.of_task(task)
+    return None if made is None else methods_of(made)
 
   def of_task(self, task: str) -> Factory | None:
     """The environment of a task, or None if it has none."""
@@ -61,7 +72,7 @@ def load(tools: tuple[str, ...], name: str) -> Parts:
   """The tools and environments of these names. Raises ConfigError if one cannot be found."""
   environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
   found: dict[str, Tool] = {}
-  for one in map(names.resolve_tool, tools):
+  for one in (tool for name in tools for tool in names.resolve_tools(name)):
     if name_of(one) in found:
       raise ConfigError(
         f"environment.tools: two tools are called {name_of(one)}, and a model can call only one of"
@@ -72,6 +83,34 @@ def load(tools: tuple[str, ...], name: str) -> Parts:
 
 
 _loaded = functools.lru_cache(8)(load)  # in a worker, which lives as long as its run
+
+
+def callable_tools(
+  tools: tuple[str, ...], schemas: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Callable[..., Awaitable[str]]]:
+  """Tools for a program that calls them itself, by name.
+
+  Args:
+    tools: environment.tools.
+    schemas: Of those that it may call.
+
+  Returns:
+    Async functions that return what the model is to read: what the tool returns, or a line that
+    begins with "error: ".
+  """
+  parts = _loaded(tools, "")
+
+  def called(schema: Mapping[str, Any]) -> Callable[..., Awaitable[str]]:
+    async def call(**arguments: Any) -> str:
+      name = schema["function"]["name"]
+      if problem := check_arguments(schema, arguments):
+        return f"error: {problem}"
+      request = {"tool": name, "arguments": arguments}
+      return (await _outcome(parts, request, as_thread=True))["content"]
+
+    return call
+
+  return {schema["function"]["name"]: called(schema) for schema in schemas or ()}
 
 
 def act(
@@ -133,13 +172,14 @@ async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
 
   Args:
     parts: What is called.
-    request: `tool` and `arguments`; or `task`, `example`, `is_first`, `state`, `key`,
-      `message` and `is_last`; or `close`, a key.
+    request: `tool` and `arguments`; or `task`, `example`, `is_first`, `state`, `key`, `is_last`
+      and `message`, or `calls` of methods in its place; or `close`, a key.
     as_thread: Whether functions that are not async run in a thread of their own.
 
   Returns:
     Of a tool: `content`, and `failed`. Of an environment: `messages`, `reward`, `done` and `state`,
-    or `error`. Of `close`: nothing, or `error`.
+    or `error`. Of methods: `contents`, which are those of tools, in place of `messages`, and at the
+    end `environment`, the pickled object. Of `close`: nothing, or `error`.
   """
   try:
     with as_exceptions():
@@ -148,11 +188,14 @@ async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
       if "tool" in request:
         value = await _call(as_thread, parts.tools[request["tool"]], **request["arguments"])
         return {"content": _as_text(value), "failed": False}
+      if "calls" in request:
+        return await _call_methods(parts, request, as_thread)
       return await _step(parts, request, as_thread)
   except Exception as error:
     if "tool" in request:
       return {"content": f"error: {_message(error)}", "failed": True}
-    return {"error": problem_with(error, "step()", parts.of_task(request.get("task", "")))}
+    what = "get_reward()" if "calls" in request else "step()"
+    return {"error": problem_with(error, what, parts.of_task(request.get("task", "")))}
 
 
 def problem_with(error: Exception, what: str, made: Any) -> str:
@@ -170,26 +213,62 @@ def problem_with(error: Exception, what: str, made: Any) -> str:
 
 
 async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
-  factory, key = parts.of_task(request["task"]), request["key"]
-  environment: Environment | None = _KEPT.pop(key, None)
-  if environment is None and request["state"]:
-    environment = pickle.loads(base64.b64decode(request["state"]))
-  elif environment is None:
-    if not request["is_first"]:
-      raise RuntimeError("the worker process that had this conversation has ended")
-    environment = factory()
-    async with closed_on_error(environment, as_thread):
-      await _call(as_thread, environment.reset, request["example"])
+  environment = await _environment_of(parts, request, as_thread)
   async with closed_on_error(environment, as_thread):
     messages, reward, done = step_of(await _call(as_thread, environment.step, request["message"]))
-  found = {"messages": messages, "reward": reward, "done": done, "state": ""}
-  if done or request["is_last"]:
+  state = await _state_of(environment, request["key"], done or request["is_last"], as_thread)
+  return {"messages": messages, "reward": reward, "done": done, "state": state}
+
+
+async def _call_methods(parts: Parts, request: Request, as_thread: bool) -> Outcome:
+  """Calls methods of an environment, one after the other, or asks for its reward at the end."""
+  environment: Any = await _environment_of(parts, request, as_thread)
+  contents, reward, is_last = list[Outcome](), None, request["is_last"]
+  async with closed_on_error(environment, as_thread):
+    for call in request["calls"]:
+      try:
+        with as_exceptions():
+          value = await _call(as_thread, getattr(environment, call["tool"]), **call["arguments"])
+          contents.append({"content": _as_text(value), "failed": False})
+      except Exception as error:
+        contents.append({"content": f"error: {_message(error)}", "failed": True})
+    if is_last and callable(pay := getattr(environment, "get_reward", None)):
+      reward = reward_of(await _call(as_thread, pay))
+  pickles = getattr(environment, "pickles", True)
+  ended = base64.b64encode(_pickled(environment)).decode() if is_last and pickles else ""
+  state = await _state_of(environment, request["key"], is_last, as_thread)
+  found = {"contents": contents, "reward": reward, "done": is_last, "state": state}
+  return found | {"environment": ended}
+
+
+async def _environment_of(parts: Parts, request: Request, as_thread: bool) -> Environment:
+  """The object of a conversation. The first request makes it."""
+  environment: Environment | None = _KEPT.pop(request["key"], None)
+  if environment is not None:
+    return environment
+  if request["state"]:
+    return pickle.loads(base64.b64decode(request["state"]))
+  if not request["is_first"]:
+    raise RuntimeError("the worker process that had this conversation has ended")
+  factory, example = parts.of_task(request["task"]), request["example"]
+  environment = factory()
+  async with closed_on_error(environment, as_thread):
+    if methods_of(factory) is None:
+      await _call(as_thread, environment.reset, example)
+    else:
+      await _call(as_thread, environment.reset, **arguments_of_reset(environment, example))
+  return environment
+
+
+async def _state_of(environment: Environment, key: str, is_last: bool, as_thread: bool) -> str:
+  """What the next request of a conversation needs. Its object is kept here if that is nothing."""
+  if is_last:
     await _close(environment, as_thread)
   elif getattr(environment, "pickles", True):
-    found["state"] = base64.b64encode(_pickled(environment)).decode()
+    return base64.b64encode(_pickled(environment)).decode()
   else:
     _KEPT[key] = environment
-  return found
+  return ""
 
 
 # The objects of environments that cannot be pickled, by conversation.

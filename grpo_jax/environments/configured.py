@@ -11,6 +11,7 @@ from grpo_jax.config import Config, Environment
 from grpo_jax.data import row_tools
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments import acting, names
+from grpo_jax.environments.methods import arguments_of_reset, methods_of, opening_of
 from grpo_jax.environments.returned import checked
 from grpo_jax.environments.schema import schema_of
 from grpo_jax.environments.tool_calls import format_for
@@ -32,6 +33,7 @@ class Environments:
   Attributes:
     settings: The section of the config.
     schemas: Of the tools, as chat templates read them.
+    of_tasks: Those of methods of environments, by task. "" means all tasks.
     format: How the model writes calls.
   """
 
@@ -49,7 +51,19 @@ class Environments:
     self.settings = settings
     self.parts = acting.load(settings.tools, settings.name)
     self.schemas = [schema_of(tool) for tool in self.parts.tools.values()]
-    self.format = format_for(template, settings.calls, self.schemas)
+    self.of_tasks = {
+      task: [schema_of(one) for one in methods.values()]
+      for task, made in self.parts.environments.items()
+      if (methods := methods_of(made)) is not None
+    }
+    names_of = [schema["function"]["name"] for schema in self.schemas]
+    for schema in (one for own in self.of_tasks.values() for one in own):
+      if schema["function"]["name"] in names_of:
+        raise ConfigError(
+          f"environment.tools: a tool and a method of {settings.name} are both called"
+          f" {schema['function']['name']}; rename one"
+        )
+    self.format = format_for(template, settings.calls, self.all_schemas)
     self._stops_on_error, self._has_warned = stops_on_error, False
     self._known: dict[str, Opening] = {}  # openings by example
     self._characters = 0  # of the known ones
@@ -63,9 +77,27 @@ class Environments:
       ConfigError: Its column `tools` names others than those of the config.
     """
     value = example.get(row_tools.COLUMN)
+    of_task = self.of_tasks.get(str(example.get("task", "")), self.of_tasks.get("", []))
     if self.schemas:
-      return row_tools.of_row(value, self.schemas)
+      return row_tools.of_row(value, self.schemas) + of_task
+    if self.of_tasks:
+      return of_task
     return [] if self.settings.harness else row_tools.given(value)
+
+  @property
+  def all_schemas(self) -> list[dict[str, Any]]:
+    """Of the tools, and of methods of environments."""
+    return self.schemas + [schema for own in self.of_tasks.values() for schema in own]
+
+  @property
+  def has_steps(self) -> bool:
+    """Whether an environment answers with messages of the user."""
+    return len(self.of_tasks) < len(self.parts.environments)
+
+  @property
+  def gives_columns(self) -> bool:
+    """Whether completions have columns beside those of the data: a harness's, or `environments`."""
+    return bool(self.settings.harness or self.of_tasks)
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[Opening]:
     """The messages with which environments begin, after the prompts of the data set.
@@ -105,7 +137,7 @@ class Environments:
         environment = made()
         method = "reset()"
         async with acting.closed_on_error(environment):
-          messages = checked(await _result(environment.reset(dict(example))))
+          messages = await _begun(made, environment, dict(example))
         method = "close()"
         if callable(close := getattr(environment, "close", None)):
           await _result(close())
@@ -151,6 +183,13 @@ def of_config(config: Config, tokenizer: Tokenizer) -> Environments | None:
 
 def _characters_of(opening: Opening) -> int:
   return len(opening) + sum(len(one["content"]) for one in opening if isinstance(one, dict))
+
+
+async def _begun(made: names.Factory, environment: Any, example: dict[str, Any]) -> list[Any]:
+  """The messages with which an environment begins."""
+  if methods_of(made) is None:
+    return checked(await _result(environment.reset(example)))
+  return opening_of(await _result(environment.reset(**arguments_of_reset(environment, example))))
 
 
 async def _result(value: Any) -> Any:

@@ -9,8 +9,15 @@ A harness is an async function, `environment.harness=path/file.py:function`:
 
 It is called once for each completion of a prompt. It gets what an OpenAI client needs, and the
 fields of the example, with `prompt_text`, the prompt as the policy reads it, and with data.chat
-`messages`. It may ask as often as it likes, and returns the reward. What it asked and what the
-policy wrote is recorded token by token.
+`messages`. It may ask as often as it likes. What it asked and what the policy wrote is recorded
+token by token.
+
+It returns the reward, or a dict with `reward`, `metrics` (numbers by name) and columns for reward
+functions and completions/.
+
+With environment.tools, the field `tools` of the example has their schemas, as a client sends them.
+A harness with an argument `tools` gets the functions by name: `await tools["search"](query="x")`
+is the text that the model is to read.
 """
 
 import asyncio
@@ -21,10 +28,11 @@ import os
 from typing import Any
 
 from grpo_jax.data.tasks import verifiers_tasks
-from grpo_jax.environments import verifiers_player
+from grpo_jax.environments import acting
 from grpo_jax.environments.acting import Outcome, Request, problem_with
+from grpo_jax.environments.adapters import verifiers_player
 from grpo_jax.environments.names import is_portable
-from grpo_jax.environments.returned import reward_of
+from grpo_jax.environments.returned import played_of
 from grpo_jax.environments.workers import start
 from grpo_jax.foreign import as_exceptions, run
 from grpo_jax.rewards import Pool
@@ -35,8 +43,10 @@ from grpo_jax.settings import ConfigError
 
 KEY = "environment.harness"
 _WORKER = "grpo_jax.environments.harness:play"
+TOO_LONG = "context_length_exceeded"  # the code of the endpoint's error for a prompt
+_TOOLS = "tools"  # an argument of a harness, and a field of its example
 
-Play = Callable[..., Awaitable[float]]
+Play = Callable[..., Awaitable[Any]]
 
 
 def resolve(name: str) -> Play:
@@ -52,53 +62,75 @@ def resolve(name: str) -> Play:
   function = named(name, KEY, "give path/file.py:function, package.module:function or verifiers:ID")
   if not inspect.iscoroutinefunction(function):
     raise ConfigError(f"{KEY}: {name!r} is no async function: write async def")
+  given = dict.fromkeys(("example", "base_url", "api_key", "model"))
   try:
-    inspect.signature(function).bind(example={}, base_url="", api_key="", model="")
+    inspect.signature(function).bind(**given | ({_TOOLS: None} if _takes_tools(function) else {}))
   except TypeError as error:
     raise ConfigError(
       f"{KEY}: {name!r} cannot be called ({error}): it gets the arguments example, base_url,"
-      " api_key and model"
+      " api_key and model, and tools if it names that"
     ) from None
   return function
+
+
+def _takes_tools(function: Play) -> bool:
+  return _TOOLS in inspect.signature(function).parameters
 
 
 _resolved = functools.lru_cache(8)(resolve)  # in a worker, which lives as long as its run
 
 
 async def play(
-  requests: Sequence[Request], log_extra: Any, *, harness: str = "", **columns: Any
+  requests: Sequence[Request],
+  log_extra: Any,
+  *,
+  harness: str = "",
+  tools: Sequence[str] = (),
+  **columns: Any,
 ) -> list[float]:
   """Plays what requests ask for, side by side, as a reward function that logs the outcomes."""
   del columns
-  log_extra("outcome", await _side_by_side(harness, requests))
+  log_extra("outcome", await _side_by_side(harness, tuple(tools), requests))
   return [0.0] * len(requests)
 
 
-async def _side_by_side(harness: str, requests: Sequence[Request]) -> list[Outcome]:
-  return await asyncio.gather(*(_play(harness, request) for request in requests))
+async def _side_by_side(
+  harness: str, tools: tuple[str, ...], requests: Sequence[Request]
+) -> list[Outcome]:
+  return await asyncio.gather(*(_play(harness, tools, request) for request in requests))
 
 
-async def _play(harness: str, request: Request) -> Outcome:
+async def _play(harness: str, tools: tuple[str, ...], request: Request) -> Outcome:
   function = _resolved(harness)
+  if _takes_tools(function):
+    request = {**request, _TOOLS: acting.callable_tools(tools, request["example"].get(_TOOLS))}
   try:
     with as_exceptions():
-      return {"reward": reward_of(await function(**request))}
+      return played_of(await function(**request))
   except Exception as error:
+    if getattr(error, "code", None) == TOO_LONG:  # a limit ended it, as it ends other completions
+      return played_of(None)
     return {"error": problem_with(error, "", function)}
 
 
 class Players:
   """Calls a harness in the workers, or in threads of this process."""
 
-  def __init__(self, harness: str, pool: Pool | None) -> None:
-    """Prepares the workers. Raises ConfigError for a harness that cannot be used."""
+  def __init__(self, harness: str, pool: Pool | None, tools: tuple[str, ...] = ()) -> None:
+    """Prepares the workers. Raises ConfigError for a harness that cannot be used.
+
+    Args:
+      harness: environment.harness.
+      pool: The workers. None calls it in this process.
+      tools: environment.tools.
+    """
     resolve(harness)
     of_verifiers = harness.startswith("verifiers:")
     if pool is None and of_verifiers:
       raise ConfigError(f"config key reward.workers is 0: {harness} needs a worker; set 1 or more")
-    self._harness, self._pool = harness, pool
+    self._harness, self._pool, self._tools = harness, pool, tools
     self._call = Call(
-      key=f"{_WORKER}(harness={harness!r})",
+      key=f"{_WORKER}(harness={harness!r}, tools={list(tools)!r})",
       name="of the harness",
       columns={},
       is_async=True,
@@ -106,10 +138,10 @@ class Players:
       at_once=2 * (os.cpu_count() or 1) if of_verifiers else 0,  # each agent is a process
     )
     if pool is not None:
-      pool.add(self._call.key, play, is_portable(harness))
+      pool.add(self._call.key, play, all(map(is_portable, (harness, *tools))))
 
   def __call__(self, requests: Sequence[Request]) -> list[Outcome]:
-    """The outcomes of requests: `reward` or `error`, or `failure` as in `workers.ask`."""
+    """The outcomes of requests: what `played_of` gives or `error`, or `failure` as in `start`."""
     if self._pool is not None:
       return start(self._pool, self._call, requests).result()
-    return in_thread(lambda: run(_side_by_side(self._harness, requests))).result()
+    return in_thread(lambda: run(_side_by_side(self._harness, self._tools, requests))).result()

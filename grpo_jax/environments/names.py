@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from grpo_jax import calls
 from grpo_jax.environments import built_in
-from grpo_jax.environments.games import TextArena
-from grpo_jax.environments.servers import OpenEnv
+from grpo_jax.environments.adapters import mcp_tools
+from grpo_jax.environments.adapters.games import TextArena
+from grpo_jax.environments.adapters.servers import OpenEnv
 from grpo_jax.registry import name_of, register
 from grpo_jax.rewards.names import named
 from grpo_jax.settings import ConfigError
@@ -59,15 +60,17 @@ def register_environment(made: Callable[..., Environment]) -> Callable[..., Envi
   return made
 
 
-def resolve_tool(name: str) -> Tool:
-  """The tool of an entry of environment.tools. Raises ConfigError if there is none."""
+def resolve_tools(name: str) -> list[Tool]:
+  """The tools of an entry of environment.tools. Raises ConfigError if there is none."""
+  if name.startswith(mcp_tools.PREFIX):
+    return mcp_tools.tools_of(name)
   if name in TOOLS:
-    return TOOLS[name]
+    return [TOOLS[name]]
   choices = (
-    f"choose one of {', '.join(TOOLS)}, or give path/file.py:function or package.module:function,"
-    " or call grpo_jax.register_tool first"
+    f"choose one of {', '.join(TOOLS)}, or give path/file.py:function, package.module:function,"
+    " mcp:COMMAND or mcp:URL, or call grpo_jax.register_tool first"
   )
-  return named(name, "environment.tools", choices)
+  return [named(name, "environment.tools", choices)]
 
 
 def resolve_environment(name: str) -> Factory:
@@ -90,10 +93,22 @@ def resolve_environment(name: str) -> Factory:
     " path/file.py:Class or package.module:Class, or call grpo_jax.register_environment first"
   )
   made = named(plain, _KEY, choices)
-  for method in ("reset", "step"):
-    if not callable(getattr(made, method, None)) and inspect.isclass(made):
-      raise ConfigError(f"{_KEY}: {name!r}: {name_of(made)} has no method {method}")
+  _check_methods(made, name)
   return _bound(made, (), options, name)
+
+
+def _check_methods(made: Any, name: str) -> None:
+  """Raises ConfigError for a class that has not the methods of an environment."""
+  if not inspect.isclass(made):
+    return
+  public = [one for one, _ in inspect.getmembers(made, inspect.isfunction) if one[0] != "_"]
+  if not callable(getattr(made, "reset", None)):
+    raise ConfigError(f"{_KEY}: {name!r}: {name_of(made)} has no method reset")
+  if not callable(getattr(made, "step", None)) and not {*public} - {"reset", "close"}:
+    raise ConfigError(
+      f"{_KEY}: {name!r}: {name_of(made)} has no method step, and no public method that could be a"
+      " tool"
+    )
 
 
 def by_task(name: str) -> dict[str, str]:
@@ -116,6 +131,8 @@ def by_task(name: str) -> dict[str, str]:
 
 def is_portable(name: str) -> bool:
   """Whether any process finds the tool or environment of this name."""
+  if name.startswith(mcp_tools.PREFIX):
+    return True
   plain, _ = calls.split(name)
   return ":" in plain or plain in _OURS
 

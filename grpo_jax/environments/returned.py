@@ -64,6 +64,44 @@ def reward_of(value: Any) -> float | None:
   return number
 
 
+def played_of(value: Any) -> dict[str, Any]:
+  """What a harness returned, as `reward`, `columns` and `metrics`. A number is the reward.
+
+  Raises:
+    Mistake: It is something else.
+  """
+  if not isinstance(value, Mapping):
+    return {"reward": reward_of(value), "columns": {}, "metrics": {}}
+  if "reward" not in value or not all(isinstance(name, str) for name in value):
+    raise Mistake(f"{shown(dict(value))}: a dict has texts as keys, and one of them is reward")
+  columns = {name: own for name, own in value.items() if name not in ("reward", "metrics")}
+  taken = sorted(set(columns) & _TAKEN)
+  if taken:
+    raise Mistake(f"the column {taken[0]}, which reward functions have already: rename it")
+  given = value.get("metrics") or {}
+  if not isinstance(given, Mapping):
+    raise Mistake(f"metrics={shown(given)}: give a dict of numbers by name")
+  metrics = {str(name): _metric(name, one) for name, one in given.items()}
+  return {
+    "reward": reward_of(value["reward"]),
+    "columns": _plain(columns, "the columns"),
+    "metrics": {name: one for name, one in metrics.items() if one is not None},
+  }
+
+
+# What reward functions get beside the fields of an example.
+_TAKEN = {"completions", "completion_ids", "prompts", "messages", "turns", "turn_rewards"}
+_TAKEN |= {"step", "log_metric", "log_extra", "environments"}
+
+
+def _metric(name: Any, value: Any) -> float | None:
+  """A metric. None is left out."""
+  try:
+    return reward_of(value)
+  except Mistake:
+    raise Mistake(f"the metric {name}={shown(value)}: give a finite number or None") from None
+
+
 def _is_done(value: Any) -> bool:
   """Whether the conversation has ended. None is no. Every text is true for Python, "False" too."""
   try:
@@ -87,11 +125,14 @@ def _message(value: Any) -> dict[str, Any]:
     raise Mistake(
       f"the message {shown(value)}: its role must be user, tool or system; assistant is the policy"
     )
+  return _plain(message, "the message")
+
+
+def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
+  """A value as JSON has it."""
   try:
-    text = json.dumps(message, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     plain: dict[str, Any] = json.loads(text.encode("utf-8", "replace"))
   except (TypeError, ValueError, RecursionError):
-    raise Mistake(
-      f"the message {shown(value)}: it holds something that JSON does not have"
-    ) from None
+    raise Mistake(f"{what} {shown(value)}: it holds something that JSON does not have") from None
   return plain

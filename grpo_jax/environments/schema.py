@@ -52,6 +52,8 @@ def schema_of(function: Callable[..., Any]) -> Schema:
   Raises:
     ConfigError: A hint, the docstring or a description is missing, or a hint has no JSON type.
   """
+  if isinstance(schema := getattr(function, "schema", None), dict):
+    return schema  # of an MCP server
   name = name_of(function)
   where = f"environment.tools: {name}"
   if not inspect.getdoc(function):

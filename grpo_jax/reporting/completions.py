@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import json
 import re
 from typing import Any
 
@@ -16,6 +17,8 @@ MOST_GROUPS = 8  # of a step
 MOST_MEMBERS = 16  # of a group
 MOST_TOKENS = 2000  # of a completion; what follows is left out
 MOST_IMAGES = 16  # of a prompt
+MOST_EXTRAS, MOST_EXTRA = 16, 300  # columns of log_extra, and characters of each
+_EXTRA = "extra/"
 _THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,20000}")
 _CHARACTERS_OF_A_TOKEN = 4
 _CONTEXT = 6  # tokens before one that decide how it is written
@@ -115,6 +118,7 @@ class _Completion:
     logprobs: Of the tokens, None where unknown.
     turns: role, start, end and reward of its turns, or none where it has one.
     images: Of the prompt: where each one comes from, and its thumbnail or "".
+    extras: What functions gave to log_extra and a harness returned, as short texts by column.
   """
 
   prompt: str
@@ -124,6 +128,7 @@ class _Completion:
   logprobs: list[float | None]
   turns: list[dict[str, Any]]
   images: list[dict[str, str]]
+  extras: dict[str, str]
 
   @classmethod
   def of(cls, row: Any) -> "_Completion | None":
@@ -149,6 +154,7 @@ class _Completion:
       logprobs=[finite(value) for value in logprobs] if whole else [],
       turns=_turns(row.get("turns")) if whole else [],
       images=_images(row.get("images")),
+      extras=_extras(row),
     )
 
   @property
@@ -182,6 +188,17 @@ def _images(values: Any) -> list[dict[str, str]]:
       picture = url if _THUMBNAIL.fullmatch(url) else ""
       images.append({"source": str(one["source"]), "thumbnail": picture})
   return images
+
+
+def _extras(row: dict[str, Any]) -> dict[str, str]:
+  """The columns of log_extra in a row, as texts that a page has room for."""
+  found = {key: value for key, value in row.items() if key.startswith(_EXTRA) and value is not None}
+  return {key.removeprefix(_EXTRA): _shown(found[key]) for key in [*found][:MOST_EXTRAS]}
+
+
+def _shown(value: Any) -> str:
+  text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+  return f"{text[:MOST_EXTRA]}…" if len(text) > MOST_EXTRA else text
 
 
 _Group = list[_Completion]
@@ -223,6 +240,7 @@ def _member(row: _Completion, decode: Decode | None) -> dict[str, Any]:
   member: dict[str, Any] = {
     **{name: row.numbers[name] for name in ("reward", "advantage", "length")},
     "scores": {name.removeprefix("rewards/"): value for name, value in scores.items()},
+    **({"extras": row.extras} if row.extras else {}),
   }
   if decode is None or not row.ids:
     return member | {"text": row.text[: MOST_TOKENS * _CHARACTERS_OF_A_TOKEN]}

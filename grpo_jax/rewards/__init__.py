@@ -100,7 +100,7 @@ whole batch.
 """
 
 from grpo_jax.rewards.answer import Answer, RewardError, Steps, scores_of
-from grpo_jax.rewards.call import check_arguments
+from grpo_jax.rewards.call import check_arguments, needed_by
 from grpo_jax.rewards.dispatch import Caller
 from grpo_jax.rewards.names import REWARDS, Reward, name_of, resolve, resolve_all
 from grpo_jax.rewards.workers.pool import Pool
@@ -115,6 +115,7 @@ __all__ = [
   "Steps",
   "check_arguments",
   "name_of",
+  "needed_by",
   "resolve",
   "resolve_all",
   "scores_of",

@@ -209,6 +209,16 @@ def check_arguments(
     ) from None
 
 
+def needed_by(function: Callable[..., Any]) -> list[str]:
+  """The names of the keyword arguments that a function cannot be called without."""
+  try:
+    parameters = inspect.signature(function).parameters.values()
+  except (TypeError, ValueError):  # some functions that are written in C have none
+    return []
+  by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  return [one.name for one in parameters if one.kind in by_name and one.default is one.empty]
+
+
 def own_copy(value: Any) -> Any:
   """A copy that shares no list or dict with `value`. An image of the data becomes one of Pillow."""
   if isinstance(value, _ATOMS):

@@ -1,12 +1,18 @@
 """What a program asked the policy, as rows that are learned.
 
-The calls of a rollout are a tree: a call whose prompt goes on from an earlier one, with all that
-the policy wrote there, is its child. A branch is a path from the first call to one that no other
-goes on from. What a program added between two calls is read and not learned. What two branches have
-in common is learned once, in the first of them.
+The calls of a rollout are trees: a call whose prompt goes on from an earlier one, with all that
+the policy wrote there, is its child. Others begin a tree, as the first call of each agent does. A
+branch is a path from a tree's first call to one that no other goes on from. What a program added
+between two calls is read and not learned. What two branches have in common is learned once, in the
+first of them.
+
+The rows of a group have one prompt: what the first calls of all its branches begin with. Agents
+with system prompts of their own have the rest of these in their rows, where it is read and not
+learned.
 """
 
 from collections.abc import Mapping, Sequence
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +22,15 @@ from grpo_jax.types import Completions
 
 
 class Branch(NamedTuple):
-  """The tokens of a branch after its prompt.
+  """The tokens of a branch.
 
   Attributes:
-    tokens: Their ids.
+    tokens: Their ids, from the prompt of its first call on.
     calls: The number of the call that wrote each, or -1 where the program did.
     sampled: Whether it is learned: the policy wrote it, and no earlier branch has it.
     logprobs: 0 where the program wrote it.
     is_cut: Whether a limit ended it.
+    asked: How many tokens the prompt of its first call has.
   """
 
   tokens: tuple[int, ...] = ()
@@ -31,62 +38,70 @@ class Branch(NamedTuple):
   sampled: tuple[bool, ...] = ()
   logprobs: tuple[float, ...] = ()
   is_cut: bool = False
+  asked: int = 0
 
   @property
-  def is_own(self) -> np.ndarray:
-    """bool, whether the policy wrote each token."""
-    return np.array(self.calls, int) >= 0
+  def prompt(self) -> tuple[int, ...]:
+    """That of its first call."""
+    return self.tokens[: self.asked]
 
-  def up_to(self, most: int) -> "Branch":
-    """The first `most` tokens."""
+  def after(self, start: int, most: int) -> "Branch":
+    """The `most` tokens from `start` on."""
+    kept = slice(start, start + most)
     return Branch(
-      self.tokens[:most],
-      self.calls[:most],
-      self.sampled[:most],
-      self.logprobs[:most],
-      self.is_cut or len(self.tokens) > most,
+      self.tokens[kept],
+      self.calls[kept],
+      self.sampled[kept],
+      self.logprobs[kept],
+      self.is_cut or len(self.tokens) > start + most,
+      max(0, self.asked - start),
     )
 
 
-def branches_of(
-  traces: Sequence[Trace], prompt: Sequence[int], most: int, count: int
-) -> tuple[list[Branch], int]:
+def branches_of(traces: Sequence[Trace], count: int) -> tuple[list[Branch], int]:
   """The branches of a rollout.
 
   Args:
-    traces: The calls in their order.
-    prompt: What the prompts of all calls begin with. Calls of which that is not so are left out.
-    most: T, to which branches are cut.
+    traces: The calls in the order in which they were asked.
     count: The most branches.
 
   Returns:
-    At least one branch, which has no tokens if there was no call. The first has the most tokens of
-    the policy, and each other the most that those before it have not. And the number of calls that
-    are in none of them.
+    At least one branch, which has no tokens if there was no call. Of those that begin with the
+    prompt of the first call, the first has the most tokens of the policy. Each other has the most
+    that those before it have not. And the number of calls that are in none of them.
   """
-  paths = _paths(traces, list(prompt))
+  paths = _paths(traces)
   found, learned = list[Branch](), set[int]()
 
   def new_tokens(path: Branch) -> int:
     return sum(call >= 0 and call not in learned for call in path.calls)
 
+  first = tuple(traces[0].prompt) if traces else ()
+  choices = [path for path in paths if path.tokens[: len(first)] == first]
   while paths and len(found) < count:
-    best = max(paths, key=new_tokens)
+    best = max(choices, key=new_tokens)
     if not new_tokens(best):
       break
+    choices = paths
     sampled = tuple(call >= 0 and call not in learned for call in best.calls)
-    found.append(best._replace(sampled=sampled).up_to(most))
+    found.append(best._replace(sampled=sampled))
     learned |= {call for call in best.calls if call >= 0}
   return found or [Branch()], len(traces) - len(learned)
 
 
-def _paths(traces: Sequence[Trace], prompt: list[int]) -> list[Branch]:
-  """The path to each call, from the prompt."""
+def shared_prompt(branches: Sequence[Branch], most: int) -> tuple[int, ...]:
+  """What the first calls of all branches begin with, at most so many tokens."""
+  prompts = [branch.prompt for branch in branches]
+  length = min(map(len, prompts), default=0)
+  same = (len(set(tokens)) == 1 for tokens in zip(*prompts))
+  return prompts[0][: min(most, sum(itertools.takewhile(bool, same)))] if length else ()
+
+
+def _paths(traces: Sequence[Trace]) -> list[Branch]:
+  """The path to each call, from the prompt of a first call."""
   paths = list[Branch]()
   for number, trace in enumerate(traces):
-    if trace.prompt[: len(prompt)] != prompt:
-      continue
-    read = tuple(trace.prompt[len(prompt) :])
+    read = tuple(trace.prompt)
     before = [path for path in paths if read[: len(path.tokens)] == path.tokens]
     parent = max(before, key=lambda path: len(path.tokens), default=Branch())
     given, wrote = read[len(parent.tokens) :], len(trace.tokens)
@@ -97,6 +112,7 @@ def _paths(traces: Sequence[Trace], prompt: list[int]) -> list[Branch]:
         (),
         parent.logprobs + (0.0,) * len(given) + tuple(trace.logprobs),
         trace.finish == "length",
+        parent.asked or len(read),
       )
     )
   return paths

@@ -30,6 +30,23 @@ class Branches(struct.PyTreeNode):
   turns_PB: np.ndarray
 
 
+class Asked(struct.PyTreeNode):
+  """The prompts of P groups where a harness chose them: what its first calls sent.
+
+  Attributes:
+    prompts_PS: int32, right-padded.
+    lengths_P: int32.
+  """
+
+  prompts_PS: np.ndarray
+  lengths_P: np.ndarray
+
+  @property
+  def ids(self) -> list[list[int]]:
+    """Of each prompt."""
+    return [own[:length].tolist() for own, length in zip(self.prompts_PS, self.lengths_P)]
+
+
 class Rollouts(struct.PyTreeNode):
   """Completions of P prompts on the host.
 
@@ -40,12 +57,14 @@ class Rollouts(struct.PyTreeNode):
       that this process scores are filled in, the others hold None.
     turns_PG: With an environment: object array of `Conversation`. Otherwise None.
     branches: With environment.branches above 1. Otherwise None, and the completions are learned.
+    asked: What the completions follow, where that is not the prompts of the data. Otherwise None.
   """
 
   completions: Completions
   texts_PG: np.ndarray
   turns_PG: np.ndarray | None = None
   branches: Branches | None = None
+  asked: Asked | None = None
 
 
 def images_of(prompts: PromptBatch) -> Images | Visual | None:

@@ -1,6 +1,6 @@
 """Tools and environments answer what the policy writes, while it is sampled."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 import json
 import sys
 import time
@@ -11,13 +11,13 @@ import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.data.tokenizers.replies import Replies, call_id, tool_calls
-from grpo_jax.environments import Environments, Outcome, Request, Runner
+from grpo_jax.environments import Environments, Outcome, Request, Runner, names
 from grpo_jax.environments.arguments import check_arguments
 from grpo_jax.environments.tool_calls import Call
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.pending import Pending, wait_for_all, wait_for_one
-from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line
+from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line, turn_of
 from grpo_jax.sampler.requests import Ended
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -75,6 +75,7 @@ class _Asked(NamedTuple):
     calls: Its calls of tools.
     requests: To tools, in the order of the calls that can be made, or to the environment.
     is_last: Whether no other turn can follow.
+    methods: The tools that are methods of the environment. None if it has a `step`, or is none.
   """
 
   row: Ended
@@ -83,16 +84,22 @@ class _Asked(NamedTuple):
   calls: list[_Called]
   requests: list[Request]
   is_last: bool
+  methods: Collection[str] | None = None
 
 
 class _Answer(NamedTuple):
-  """What answers a turn. Without messages, the conversation has ended."""
+  """What answers a turn. Without messages, the conversation has ended.
+
+  With methods, `has_ended` says that the environment gave its reward, and is pickled.
+  """
 
   messages: Messages
   reward: float | None = None
   failures: int = 0
   problem: str = ""
   kind: str = ""
+  environment: str = ""
+  has_ended: bool = False
 
 
 class _Question(NamedTuple):
@@ -195,8 +202,15 @@ class Talk:
     found, ended = [], []
     for at in [at for at, one in self._questions.items() if one.outcomes.is_ready]:
       question = self._questions.pop(at)
-      answer = self._answer(question.asked, question.outcomes.result())
-      news, ids = self._news(question.asked, answer)
+      asked = question.asked
+      answer = self._answer(asked, question.outcomes.result())
+      news, ids = self._news(asked, answer)
+      if ids is None and asked.methods is not None and not (answer.has_ended or answer.problem):
+        # What the methods said has no room: their environment gives its reward now.
+        asked = asked._replace(requests=[self._of_methods(asked.row, [], True)], is_last=True)
+        outcomes = self._talkers.runner.start(asked.requests)
+        self._questions[at] = _Question(asked, outcomes, time.monotonic())
+        continue
       found.append((*at, news, ids))
       if ids is None:
         ended.append(self._key(*at))
@@ -221,12 +235,20 @@ class Talk:
     is_last = row.room < 2 or number + 1 >= self._settings.max_turns
     example = self._example(row.prompt)
     content, calls = self._calls(tokens, self._schemas(example), conversation.calls)
-    if calls:
-      requests: list[Request] = [
-        {"tool": one.name, "arguments": one.arguments} for one in calls if not one.problem
+    task = str(example.get("task", ""))
+    methods = self._talkers.environments.parts.methods_of_task(task)
+    if calls or methods is not None:
+      made: list[Request] = [
+        {"tool": one.name, "arguments": one.arguments}
+        for one in calls
+        if not one.problem and not is_last
       ]
-      return _Asked(row, text, content, calls, [] if is_last else requests, is_last)
-    task, is_first = str(example.get("task", "")), index not in self._states
+      requests = [one for one in made if one["tool"] not in (methods or ())]
+      if methods is not None:
+        own = [one for one in made if one["tool"] in methods]
+        requests.append(self._of_methods(row, own, is_last or not calls))
+      return _Asked(row, text, content if calls else text, calls, requests, is_last, methods)
+    is_first = index not in self._states
     if self._talkers.environments.parts.of_task(task) is None:
       return _Asked(row, text, text, [], [], is_last)
     request = {
@@ -239,6 +261,20 @@ class Talk:
       "is_last": is_last,
     }
     return _Asked(row, text, text, [], [request], is_last)
+
+  def _of_methods(self, row: Ended, calls: list[Request], is_last: bool) -> Request:
+    """What asks an environment to call its methods, or for its reward at the end."""
+    index, example = (row.prompt, row.member), self._example(row.prompt)
+    is_first = index not in self._states
+    return {
+      "task": str(example.get("task", "")),
+      "example": example if is_first else None,
+      "is_first": is_first,
+      "state": self._states.pop(index, ""),
+      "key": self._key(*index),
+      "calls": calls,
+      "is_last": is_last,
+    }
 
   def _example(self, number: int) -> dict[str, Any]:
     """The fields of the example that the prompt of a group was made from."""
@@ -275,6 +311,8 @@ class Talk:
     return content, calls + [_Called("unknown", problem, "", {}) for problem in parsed.malformed]
 
   def _answer(self, one: _Asked, outcomes: Sequence[Outcome]) -> _Answer:
+    if one.methods is not None:
+      return self._answer_of_methods(one, one.methods, outcomes)
     if one.calls and one.is_last:
       return _Answer([])
     if one.calls:
@@ -288,6 +326,21 @@ class Talk:
     self._states[one.row.prompt, one.row.member] = outcome["state"]
     return _Answer([] if outcome["done"] else outcome["messages"], outcome["reward"])
 
+  def _answer_of_methods(
+    self, one: _Asked, methods: Collection[str], outcomes: Sequence[Outcome]
+  ) -> _Answer:
+    *of_tools, found = outcomes
+    problem, kind = self._problem_of(found)
+    if problem:
+      return _Answer([], problem=problem, kind=kind)
+    if found["done"]:
+      ended = found["environment"]
+      return _Answer([], found["reward"], environment=ended, has_ended=True)
+    self._states[one.row.prompt, one.row.member] = found["state"]
+    tools, own = iter(of_tools), iter(found["contents"])
+    made = [next(own if call.name in methods else tools) for call in one.calls if not call.problem]
+    return _of_tools(one.calls, iter(made))
+
   def _news(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
     """A turn and what answers it, and the tokens that follow."""
     row, end = one.row, len(one.row.tokens)
@@ -300,9 +353,14 @@ class Talk:
         ids = None
     if ids is not None:
       after = end + len(ids)
-      turns += [_turn_of(message, end, after) for message in answer.messages]
+      turns += [turn_of(message, end, after) for message in answer.messages]
     calls, failures = len(one.calls), answer.failures
-    return Conversation(tuple(turns), calls, failures, answer.problem, answer.kind), ids
+    news = Conversation(tuple(turns), calls, failures, answer.problem, answer.kind)
+    if answer.environment:
+      by_task = names.by_task(self._settings.name)
+      task = str(self._example(row.prompt).get("task", ""))
+      news = news._replace(environment=(by_task.get(task, by_task.get("")), answer.environment))
+    return news, ids
 
   def _ids(self, messages: Messages, row: Ended) -> list[int]:
     try:
@@ -340,12 +398,6 @@ def _as_fields(one: _Asked) -> dict[str, Any] | None:
     return None
   given = [(call.id, call.name, call.arguments) for call in calls]
   return {"content": one.content, "tool_calls": tool_calls(given)}
-
-
-def _turn_of(message: dict[str, Any], start: int, end: int) -> Turn:
-  """The turn of a message that answers the policy."""
-  fields = {name: value for name, value in message.items() if name in ("name", "tool_call_id")}
-  return Turn(message["role"], message["content"], start, end, fields=fields or None)
 
 
 def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:

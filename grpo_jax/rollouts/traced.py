@@ -1,29 +1,32 @@
 """Rollouts that another program plays through the endpoint of the run: see environments/harness.py.
 
-A rollout is the branch of its calls (see branches.py) in which the policy wrote most. Further
-branches are learned, too, as many as environment.branches says. Other calls, as those of a second
-agent with a prompt of its own, are counted and left out.
+The prompt of a rollout is what its first call sends. The rollout is the branch of its calls from
+there on (see branches.py) in which the policy wrote most. Further branches are learned, too, as
+many as environment.branches says, those of other agents among them. Other calls are counted and
+left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from grpo_jax.data import row_tools
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.environments.harness import Players
 from grpo_jax.environments.workers import problem_of
-from grpo_jax.rollouts.branches import Branch, as_completions, branches_of
-from grpo_jax.rollouts.rollout import Branches, Rollouts
-from grpo_jax.rollouts.turns import POLICY, Conversation, Turn
+from grpo_jax.rollouts.branches import Branch, as_completions, branches_of, shared_prompt
+from grpo_jax.rollouts.rollout import Asked, Branches, Rollouts
+from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, turn_of
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.sampling import decoding_of, settings_of
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.endpoint import MODEL, Endpoint
 from grpo_jax.serving.engine import Engine
+from grpo_jax.serving.tools import with_names
 from grpo_jax.serving.traces import Trace
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -42,7 +45,7 @@ class Harness:
     """
     self._run, self._players, self._stops_on_error = run, players, stops_on_error
     self._endpoint: Endpoint | None = None
-    self._version = 0
+    self._version, self._has_warned = 0, False
     if jax.process_count() > 1:
       raise ConfigError("environment.harness: a run with a harness has one process")
     if run.config.sampling.has_filters:
@@ -84,33 +87,55 @@ class Harness:
     endpoint.recorder.begin(settings, seed)
     shape = (len(prompts.prompt_lengths_P), members)
     outcomes = self._players([self._request(endpoint, prompts, *at) for at in np.ndindex(shape)])
-    found: dict[tuple[int, int], list[Branch]] = {}
-    turns_PG, left_out = np.empty(shape, object), 0
+    played = {}
     for (p, g), outcome in zip(np.ndindex(shape), outcomes, strict=True):
-      ids = prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]].tolist()
       traces = endpoint.recorder.take(f"{p}/{g}")
-      found[p, g], others = self._branches(traces, ids)
-      left_out += others
-      turns_PG[p, g] = self._conversation(found[p, g][0], outcome)._replace(
-        prompt_tokens=sum(len(trace.prompt) for trace in traces),
-        computed_tokens=sum(trace.computed for trace in traces),
-      )
-    self._warn(turns_PG, left_out)
-    branches = self._as_rows(found, turns_PG)
+      found, left_out = branches_of(traces, self._run.config.environment.branches)
+      played[p, g] = _Played(traces, found, outcome, left_out)
+    asked = self._asked(played, prompts)
+    rows = {at: self._rows(one, int(asked.lengths_P[at[0]])) for at, one in played.items()}
+    turns_PG = np.empty(shape, object)
+    for at, one in played.items():
+      turns_PG[at] = self._conversation(rows[at][0], one)
+    self._warn(turns_PG, [*played.values()])
+    branches = self._as_rows(rows, played, turns_PG)
     texts_PG = np.vectorize(lambda one: one.last, otypes=[object])
     return Rollouts(
       jax.tree.map(lambda x: x[:, :members], branches.completions),
       texts_PG(turns_PG),
       turns_PG,
       branches if self._run.config.environment.branches > 1 else None,
+      asked,
     )
 
-  def _branches(self, traces: Sequence[Trace], prompt: list[int]) -> tuple[list[Branch], int]:
-    config = self._run.config
-    return branches_of(traces, prompt, config.sampling.max_tokens, config.environment.branches)
+  def _asked(self, played: Mapping[tuple[int, int], "_Played"], prompts: PromptBatch) -> Asked:
+    """The prompt of each group. That of the data stands for one that nobody asked anything."""
+    S = self._run.config.data.max_prompt_tokens
+    P = len(prompts.prompt_lengths_P)
+    found = Asked(np.full((P, S), self._run.tokenizer.pad_id, np.int32), np.zeros(P, np.int32))
+    for p in range(P):
+      own = [branch for at, one in played.items() if at[0] == p for branch in one.branches]
+      ids = shared_prompt([branch for branch in own if branch.tokens], S)
+      if not any(branch.tokens for branch in own):
+        ids = tuple(prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]].tolist())
+      elif not ids:
+        raise RunFailed(
+          "environment.harness: the first calls of a group's completions have not one token in"
+          " common at their beginning; let all begin with the same system message, or with the same"
+          " text"
+        )
+      found.prompts_PS[p, : len(ids)], found.lengths_P[p] = ids, len(ids)
+    return found
+
+  def _rows(self, played: "_Played", start: int) -> list[Branch]:
+    """The branches of a rollout after the prompt of its group, which has `start` tokens."""
+    return [branch.after(start, self._run.config.sampling.max_tokens) for branch in played.branches]
 
   def _as_rows(
-    self, found: Mapping[tuple[int, int], Sequence[Branch]], turns_PG: np.ndarray
+    self,
+    found: Mapping[tuple[int, int], Sequence[Branch]],
+    played: Mapping[tuple[int, int], "_Played"],
+    turns_PG: np.ndarray,
   ) -> Branches:
     """All branches as rows: the first of each rollout, then the others, then empty ones."""
     (P, G), config = turns_PG.shape, self._run.config
@@ -122,7 +147,7 @@ class Harness:
       others = [(g, branch) for g in range(G) for branch in found[p, g][1:]]
       for b, (g, branch) in enumerate(others, start=G):
         rows[p, b], rollout_PB[p, b] = branch, g
-        turns_PB[p, b] = Conversation(self._turns(branch))
+        turns_PB[p, b] = Conversation(self._turns(branch, played[p, g].traces, shows_prompt=True))
     return Branches(as_completions(rows, (P, B), config.sampling.max_tokens), rollout_PB, turns_PB)
 
   def _serving(self, params: Any) -> Endpoint:
@@ -146,12 +171,15 @@ class Harness:
     sizes = Sizes(rows=rows, prompt_tokens=longest, waiting=2**20, texts=texts)
     decoding = dataclasses.replace(decoding, max_tokens=limit)
     engine = Engine(shape, decoding, sizes, params, self._version)
-    self._endpoint = Endpoint(engine, run.tokenizer, shape.vocab_size)
+    calls = run.config.environment.calls
+    self._endpoint = Endpoint(engine, run.tokenizer, shape.vocab_size, calls)
     return self._endpoint
 
   def _request(self, endpoint: Endpoint, prompts: PromptBatch, p: int, g: int) -> dict[str, Any]:
     example = prompts.row(p)
     example["prompt_text"] = example.pop("prompts")
+    if self._run.config.environment.tools:
+      example[row_tools.COLUMN] = self._run.environments.tools_of(example)
     return {
       "example": example,
       "base_url": endpoint.url,
@@ -159,40 +187,129 @@ class Harness:
       "model": MODEL,
     }
 
-  def _conversation(self, branch: Branch, outcome: dict[str, Any]) -> Conversation:
+  def _conversation(self, branch: Branch, played: "_Played") -> Conversation:
     """The turns of a branch. The last one of the policy has the reward."""
+    outcome = played.outcome
     problem, kind = problem_of(outcome, "the harness")
     if kind == "error" and self._stops_on_error:
       raise RunFailed(problem)
-    turns = list(self._turns(branch))
+    turns = list(self._turns(branch, played.traces))
     own = [place for place, turn in enumerate(turns) if turn.role == POLICY]
     if own:
       turns[own[-1]] = turns[own[-1]]._replace(reward=outcome.get("reward"))
-    return Conversation(tuple(turns), problem=problem, kind=kind)
+    return Conversation(
+      turns=tuple(turns),
+      calls=sum(len((turn.fields or {}).get("tool_calls", ())) for turn in turns),
+      failures=sum(turn.role == "tool" and turn.text.startswith("error: ") for turn in turns),
+      problem=problem,
+      kind=kind,
+      prompt_tokens=sum(len(trace.prompt) for trace in played.traces),
+      computed_tokens=sum(trace.computed for trace in played.traces),
+      columns=outcome.get("columns", {}),
+      metrics=outcome.get("metrics", {}),
+    )
 
-  def _turns(self, branch: Branch) -> tuple[Turn, ...]:
-    """The turns of a branch, without a reward."""
-    is_own = branch.is_own
-    starts = [0, *(np.flatnonzero(is_own[1:] != is_own[:-1]) + 1).tolist()] if len(is_own) else []
-    turns = []
-    for start, end in zip(starts, [*starts[1:], len(is_own)]):
+  def _turns(
+    self, branch: Branch, traces: Sequence[Trace], *, shows_prompt: bool = False
+  ) -> tuple[Turn, ...]:
+    """The turns of a branch, without a reward.
+
+    Args:
+      branch: The tokens after the prompt of the group.
+      traces: All calls of the rollout.
+      shows_prompt: Whether tokens of the prompt that lie there are turns, too.
+    """
+    turns: list[Turn] = []
+    before = -1  # the call that wrote the last turn
+    for start, end in _spans(branch.calls):
+      call = branch.calls[start]
       text = self._run.tokenizer.decode(list(branch.tokens[start:end]))
-      turns.append(Turn(POLICY if is_own[start] else OTHERS, text, start, end))
+      if call >= 0:
+        turns.append(Turn(POLICY, text, start, end, fields=_fields(traces[call])))
+        before = call
+      elif shows_prompt or before >= 0:
+        after = branch.calls[end] if end < len(branch.calls) else -1
+        messages = _messages_between(traces, before, after) or [{"role": OTHERS, "content": text}]
+        turns += [turn_of(message, start, end) for message in messages]
     return tuple(turns)
 
-  def _warn(self, turns_PG: np.ndarray, left_out: int) -> None:
-    """Says what is not learned. `left_out` calls are in no branch."""
+  def _warn(self, turns_PG: np.ndarray, played: Sequence["_Played"]) -> None:
+    """Says what is not learned."""
     problems = [one.problem for one in turns_PG.ravel() if one.problem]
     if problems:
       print(f"warning: the harness failed {len(problems)} times: {problems[0]}", file=sys.stderr)
+    left_out = sum(one.left_out for one in played)
     if left_out:
       print(
         f"warning: {left_out} calls of the harness are not learned from: they are in further"
-        " branches than environment.branches counts, or do not begin with the prompt of the data",
+        " branches than environment.branches counts",
+        file=sys.stderr,
+      )
+    S = self._run.config.data.max_prompt_tokens
+    longest = max((branch.asked for one in played for branch in one.branches), default=0)
+    if longest > S and not self._has_warned:
+      self._has_warned = True
+      print(
+        f"warning: the first calls of the harness have prompts of up to {longest} tokens, and"
+        f" data.max_prompt_tokens is {S}: the rest counts as tokens of completions, of which"
+        " sampling.max_tokens fit",
         file=sys.stderr,
       )
     if not any(one.own for one in turns_PG.ravel()):
       raise RunFailed(
-        "no call of the harness began with the prompt of the data: send the field `messages` of the"
-        " example with data.chat, or its prompt_text"
+        "no call of the harness can be learned from: let it ask the policy at its base_url, with a"
+        " prompt of at most data.max_prompt_tokens + sampling.max_tokens tokens"
       )
+
+
+class _Played(NamedTuple):
+  """What a harness did for a completion.
+
+  Attributes:
+    traces: Its calls, in the order in which they were asked.
+    branches: Those that are learned.
+    outcome: What it returned.
+    left_out: How many calls are in no branch.
+  """
+
+  traces: list[Trace]
+  branches: list[Branch]
+  outcome: dict[str, Any]
+  left_out: int
+
+
+def _spans(calls: Sequence[int]) -> list[tuple[int, int]]:
+  """Where tokens that one call wrote, or the program, begin and end."""
+  ends = [i for i in range(1, len(calls)) if calls[i] != calls[i - 1]]
+  starts = [0, *ends] if calls else []
+  return [*zip(starts, [*ends, len(calls)])]
+
+
+def _fields(trace: Trace) -> dict[str, Any] | None:
+  """What the message of a call has beside its role. None for an answer without calls of tools."""
+  if not trace.calls:
+    return None
+  return {"content": trace.said, "tool_calls": list(trace.calls)}
+
+
+def _messages_between(traces: Sequence[Trace], before: int, after: int) -> list[dict[str, Any]]:
+  """The messages that a program sent between two calls, or none where they are not known.
+
+  Args:
+    traces: All calls of the rollout.
+    before: The number of the earlier call. -1 for those that the later call begins with.
+    after: The number of the later call. -1 if there is none.
+  """
+  messages = traces[after].messages if after >= 0 else None
+  if messages is None:
+    return []
+  answered = 0
+  calls: list[dict[str, Any]] = []
+  if before >= 0:
+    earlier = traces[before].messages
+    if earlier is None or list(messages[: len(earlier)]) != list(earlier):
+      return []
+    answered = len(earlier) + 1
+    calls = messages[answered - 1].get("tool_calls") or []
+  found = with_names(calls, messages[answered:])
+  return [] if any(one["role"] == POLICY for one in found) else found

@@ -1,5 +1,6 @@
 """Turns: what the policy and an environment wrote in a completion, one after the other."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 POLICY = "assistant"  # the role of the policy
@@ -43,6 +44,10 @@ class Conversation(NamedTuple):
     kind: Of the problem: "error", "timeout", "crash" or "".
     prompt_tokens: Of all calls of a harness together.
     computed_tokens: Those that were computed. The others were known from earlier calls.
+    columns: What a harness returned beside the reward, for reward functions and completions/.
+    metrics: Numbers of a harness, by name.
+    environment: The name and the pickled object of an environment whose methods are tools, after
+      the end.
   """
 
   turns: tuple[Turn, ...] = ()
@@ -52,6 +57,9 @@ class Conversation(NamedTuple):
   kind: str = ""
   prompt_tokens: int = 0
   computed_tokens: int = 0
+  columns: dict[str, Any] = {}
+  metrics: dict[str, float] = {}
+  environment: Sequence[str] = ()
 
   @property
   def own(self) -> list[Turn]:
@@ -76,7 +84,7 @@ class Conversation(NamedTuple):
   def with_news(self, news: "Conversation") -> "Conversation":
     """The conversation with the turns that follow, and what happened in them."""
     calls, failures = self.calls + news.calls, self.failures + news.failures
-    return Conversation(self.turns + news.turns, calls, failures, news.problem, news.kind)
+    return news._replace(turns=self.turns + news.turns, calls=calls, failures=failures)
 
   def as_json(self) -> list[dict[str, Any]]:
     """The turns as files hold them: their texts have the calls."""
@@ -84,6 +92,12 @@ class Conversation(NamedTuple):
       {name: value for name, value in turn._asdict().items() if name != "fields"}
       for turn in self.turns
     ]
+
+
+def turn_of(message: Mapping[str, Any], start: int, end: int) -> Turn:
+  """The turn of a message that answers the policy."""
+  fields = {name: value for name, value in message.items() if name in ("name", "tool_call_id")}
+  return Turn(message["role"], message["content"], start, end, fields=fields or None)
 
 
 def from_line(values: list[Any]) -> Conversation:

@@ -43,10 +43,10 @@ def check_config(config: Config) -> None:
       "config key reward.functions names environment, the sum of the rewards that an environment"
       " gives, and environment.name is ''; name one, or a harness"
     )
-  if environment.harness and (environment.name or environment.tools):
+  if environment.harness and environment.name:
     raise ConfigError(
       f"config key environment.harness is {environment.harness!r}: it plays whole conversations, so"
-      " environment.name and environment.tools are not used; leave them empty"
+      " environment.name is not used; leave it empty"
     )
   _require(
     not (config.learner.router_replay and environment.harness),

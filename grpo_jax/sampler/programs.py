@@ -131,12 +131,12 @@ class FlightPrograms:
 
   @functools.cached_property
   def chunk(self) -> Jitted:
-    """(params, flight, new, goes_on_R, chunk) -> (Flight, Drawn, goes_on_R).
+    """(params, flight, new, goes_on_R, chunk, allowed_RW=None) -> (Flight, Drawn, goes_on_R).
 
     All but the Flight lies whole on every device. The argument goes_on_R is False for free seats.
     """
 
-    def key(params: Any, flight: Flight, *rest: Any) -> tuple[Grid, int]:
+    def key(params: Any, flight: Flight, *rest: Any, **options: Any) -> tuple[Grid, int]:
       return flight.grid, flight.cache.slots
 
     return Jitted(self._chunk, key, donate_argnums=1)
@@ -326,6 +326,7 @@ class FlightPrograms:
     new: NewRows,
     goes_on_R: jax.Array,
     chunk: Chunk,
+    allowed_RW: jax.Array | None = None,
   ) -> tuple[Flight, Drawn, jax.Array]:
     cache, rows, (N, Q) = flight.cache, flight.rows, flight.grid
     config = self._shaped(cache.prefix.slots)
@@ -349,6 +350,7 @@ class FlightPrograms:
       uniforms_RTU=uniforms_RTU,
       idle_R=jnp.where(is_new_R, 0, rows.idle_R),
       given_RT=jnp.where(is_new_R[:, None], -1, rows.given_RT),
+      allowed_RW=None if allowed_RW is None else rows_placed(self._config, allowed_RW),
     )
     next_N = cache.prefix.lengths_P if flight.next_N is None else flight.next_N
     next_R = jnp.repeat(next_N, Q)
@@ -375,7 +377,7 @@ class FlightPrograms:
     if kept is not None:
       drawn = drawn.replace(experts_RNY=kept.experts_RNY)
     seen = everywhere(self._config, (drawn, rows.goes_on_R))
-    flight = Flight(cache, flight.last_ND, rows, flight.next_N)
+    flight = Flight(cache, flight.last_ND, rows.replace(allowed_RW=None), flight.next_N)
     return placed(self._config, flight), *seen
 
   def _nothing_kept(self, rows: Rows) -> "Kept | None":

@@ -24,6 +24,8 @@ class Rows(struct.PyTreeNode):
     uniforms_RTU: Uniform numbers in [0, 1), from `row_uniforms`.
     idle_R: int32, how many rounds have passed since the row drew its last token.
     given_RT: int32, the tokens that the row takes instead of drawing them, and -1 where it draws.
+    allowed_RW: int32, a bit for each token that the row may draw next, 32 in each of W words. None
+      if all rows may draw all.
   """
 
   token_R: jax.Array
@@ -33,6 +35,7 @@ class Rows(struct.PyTreeNode):
   uniforms_RTU: jax.Array
   idle_R: jax.Array
   given_RT: jax.Array
+  allowed_RW: jax.Array | None = None
 
 
 # step(cache, rows) -> (logits_RV of the next token, cache). It computes token_R, which is token
@@ -158,6 +161,9 @@ def _draw(
   if rows.settings.min_tokens is not None:
     is_stop_V = jnp.zeros(logits_RV.shape[1], bool).at[stop_ids].set(True)
     is_barred_RV = (rows.drawn_R < rows.settings.min_tokens)[:, None] & is_stop_V
+  if rows.allowed_RW is not None:
+    is_other_RV = ~_bits(rows.allowed_RW, logits_RV.shape[1])
+    is_barred_RV = is_other_RV if is_barred_RV is None else is_barred_RV | is_other_RV
   token_R, *logprobs = sample_token(
     logits_RV, uniforms_RU, rows.settings, is_barred_RV, decoding.sharding
   )
@@ -184,6 +190,12 @@ def _draw(
     goes_on_R=rows.goes_on_R & ~ends_R,
   )
   return rows, drawn
+
+
+def _bits(words_RW: jax.Array, count: int) -> jax.Array:
+  """The first bits of each row's words, bool [R, count]. The lowest of a word comes first."""
+  bits = (words_RW[:, :, None] >> jnp.arange(32)) & 1
+  return bits.reshape(len(words_RW), -1)[:, :count] == 1
 
 
 def row_uniforms(

@@ -16,6 +16,7 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.algo.metrics import disjoint
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.environments.methods import Kept
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.pending import Pending, together
 from grpo_jax.progress import doing
@@ -24,7 +25,7 @@ from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rewards.votes import has_votes
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
 from grpo_jax.scoring.scores import DecodeText, steps_on_tokens
-from grpo_jax.settings import ConfigError, shown
+from grpo_jax.settings import ConfigError, RunFailed, shown
 from grpo_jax.types import Rewards
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Scorer:
   Attributes:
     names: The names under which the J functions report.
     weights: The weight of each function.
+    gets_more: Whether completions may have further columns, which a harness returns.
   """
 
   def __init__(
@@ -136,7 +138,7 @@ class Scorer:
     self._hosts = hosts
     self._decode_text = decode_text
     self._caller = caller
-    self._needs_steps = needs_steps
+    self._needs_steps, self.gets_more = needs_steps, False
     self._tasks = [one.tasks for one in functions]
 
   def check_arguments(self, prompts: Prompts, key: str) -> None:
@@ -170,7 +172,8 @@ class Scorer:
     columns = ["completions", "completion_ids", *first.columns]
     columns += ["turns", "turn_rewards"] if prompts.has_turns else []
     for function, name in zip(self._functions, self.names):
-      rewards_lib.check_arguments(function, name, key, columns, optional=prompts.fields)
+      given = columns + self._more(function)
+      rewards_lib.check_arguments(function, name, key, given, optional=prompts.fields)
       if check := getattr(function, "check_rows", None):
         try_rows = functools.partial(check, f"{key}: {name}", function)
         self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))
@@ -181,7 +184,8 @@ class Scorer:
   def _see_what_they_read(self, prompts: Prompts, key: str) -> None:
     """Sees which functions of the user read messages, and says it."""
     for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
-      trials = _trials(prompts, dispatch.tasks_in(entry))
+      more = {column: [None, None] for column in self._more(function)}
+      trials = (more | columns for columns in _trials(prompts, dispatch.tasks_in(entry)))
       see = functools.partial(self._caller.see_what_it_reads, function, trials)
       if problem := self._hosts.on_each(see):
         print(
@@ -202,6 +206,10 @@ class Scorer:
         file=sys.stderr,
         flush=True,
       )
+
+  def _more(self, function: rewards_lib.Reward) -> list[str]:
+    """Columns that a function may get beside those that are known."""
+    return rewards_lib.needed_by(function) if self.gets_more else []
 
   def _tell_unreadable(self, prompts: Prompts, key: str) -> None:
     """Says on stderr which rows functions can give no reward for, because of what the rows hold."""
@@ -492,4 +500,14 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
     found = rollouts.turns_PG.ravel()
     columns["turns"] = [[turn.message for turn in one.turns] for one in found]
     columns["turn_rewards"] = [one.rewards for one in found]
+    if any(one.environment for one in found):
+      columns["environments"] = [
+        Kept(*one.environment) if one.environment else None for one in found
+      ]
+    for name in dict.fromkeys(name for one in found for name in one.columns):
+      if name in prompts.columns:
+        raise RunFailed(
+          f"environment.harness: the column {name} that it returned is one of the data: rename it"
+        )
+      columns[name] = [one.columns.get(name) for one in found]
   return columns

@@ -83,17 +83,15 @@ class Scorers:
       return None
     if environments.settings.harness:
       return self._harness(environments.settings.harness)
-    if self._config.data.chat and environments.schemas and environments.settings.calls == "auto":
+    schemas = environments.all_schemas
+    if self._config.data.chat and schemas and environments.settings.calls == "auto":
       if not are_read(run.tokenizer):
         raise ConfigError(
           f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not"
           f" read here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
         )
-    replies = Replies(run.tokenizer, self._config.data.chat, environments.schemas)
-    replies.check(
-      (["tool"] if environments.schemas else [])
-      + (["user"] if environments.parts.environments else [])
-    )
+    replies = Replies(run.tokenizer, self._config.data.chat, schemas)
+    replies.check((["tool"] if schemas else []) + (["user"] if environments.has_steps else []))
     runner = run.hosts.on_each(lambda: Runner(environments, self._caller.pool))
     self.remarks += runner.remarks
     if replies.hides_tools():
@@ -122,7 +120,8 @@ class Scorers:
       raise ConfigError(
         "environment.harness: the endpoint needs the package aiohttp: pip install -e '.[serve]'"
       ) from None
-    players = self._run.hosts.on_each(lambda: Players(name, self._caller.pool))
+    tools = self._config.environment.tools
+    players = self._run.hosts.on_each(lambda: Players(name, self._caller.pool, tools))
     return Harness(self._run, players, self._caller.stops_on_error)
 
   def _scorer(
@@ -130,7 +129,10 @@ class Scorers:
   ) -> Scorer:
     run, by_name = self._run, dict(zip(names, [one.function for one in functions]))
     self.remarks += run.hosts.on_each(lambda: self._caller.add(by_name))
-    return Scorer(functions, run.hosts, run.tokenizer.decode, self._caller, needs_steps)
+    scorer = Scorer(functions, run.hosts, run.tokenizer.decode, self._caller, needs_steps)
+    environments = run.environments
+    scorer.gets_more = environments is not None and environments.gives_columns
+    return scorer
 
   def _reward_model(self, path: str) -> RewardModel:
     reward, hosts = self._config.reward, self._run.hosts

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
+import json
 from typing import Any
 
+from grpo_jax.data.tokenizers.replies import call_id, tool_calls
 from grpo_jax.environments.tool_calls import Call, Format
 from grpo_jax.serving.engine import Part
 from grpo_jax.serving.requests import Request, RequestError
@@ -27,6 +29,7 @@ class Choice:
     versions: Of the weights that wrote each.
     finish: Empty while it goes on, then "stop" or "length".
     computed: How many tokens of the prompt were computed.
+    number: How many completions the client had asked for before, where the endpoint records.
   """
 
   def __init__(
@@ -45,13 +48,14 @@ class Choice:
     self.tokens: list[int] = []
     self.logprobs: list[float] = []
     self.versions: list[int] = []
-    self.finish, self.computed = "", 0
+    self.finish, self.computed, self.number = "", 0, 0
     self._decode, self._stop = decode, request.stop
     self._held = (*request.stop, *calls.opens) if request.tools else request.stop
     self._calls, self._tools = calls if request.tools else None, request.tools
     self._marks = marks
     self._echo = request.echo[index // request.n] if request.echo else ""
-    self._said, self._called = "", 0  # what the client has got
+    self._said, self._called = "", list[Call]()  # what the client has got
+    self._calls_before, self._most_calls = request.calls_before, request.most_calls
     self._text = ""  # of the first tokens,
     self._decoded = 0  # which are so many
     self._texts = 0  # characters that were taken
@@ -86,10 +90,11 @@ class Choice:
     calls: list[Call] = []
     if self._calls is not None and self.finish:
       new, calls, _ = self._calls.parse(new, self._tools)
+      calls = calls[: self._most_calls]
       self.finish = "tool_calls" if calls else self.finish
     for mark in self._marks:
       new = new.replace(mark, "")
-    self._said, self._called = self._said + new, self._called + len(calls)
+    self._said, self._called = self._said + new, self._called + calls
     echo, self._echo = self._echo, ""
     return echo + new, calls
 
@@ -104,8 +109,16 @@ class Choice:
       version=version,
       finish=finish,
       said=self._said,
-      calls=self._called,
+      calls=tuple(
+        tool_calls(
+          [
+            (call_id(number), call.name, json.loads(call.arguments))
+            for number, call in enumerate(self._called, self._calls_before)
+          ]
+        )
+      ),
       computed=self.computed,
+      number=self.number,
     )
 
   def take_tokens(self) -> slice:
@@ -187,9 +200,10 @@ class Head:
       made["text"] = text
     elif is_stream:
       role = {"role": "assistant"} if is_first else {}
-      made["delta"] = role | _message(text, calls, is_stream)
+      made["delta"] = role | _message(text, calls, asked.calls_before, is_stream)
     else:
-      made["message"] = {"role": "assistant"} | _message(text, calls, is_stream)
+      message = _message(text, calls, asked.calls_before, is_stream)
+      made["message"] = {"role": "assistant"} | message
     made["logprobs"] = choice.logprobs_of(new, asked.is_chat) if asked.logprobs else None
     if asked.return_token_ids:
       made["token_ids"], made["token_versions"] = choice.tokens[new], choice.versions[new]
@@ -222,18 +236,19 @@ def error(wrong: RequestError) -> dict[str, Any]:
   }
 
 
-def _message(text: str, calls: Sequence[Call], is_stream: bool) -> dict[str, Any]:
-  """The content and the calls of a message, or of a part of one."""
+def _message(text: str, calls: Sequence[Call], before: int, is_stream: bool) -> dict[str, Any]:
+  """The content and the calls of a message, or of a part of one.
+
+  Args:
+    text: The content.
+    calls: Its calls.
+    before: How many calls the conversation had before, so that no two have the same id.
+    is_stream: Whether it is a part of a stream.
+  """
   if not calls:
     return {"content": text}
-  made: list[dict[str, Any]] = [
-    {
-      "id": f"call{number:05}",  # Mistral's templates want nine letters and digits
-      "type": "function",
-      "function": {"name": call.name, "arguments": call.arguments},
-    }
-    for number, call in enumerate(calls)
-  ]
+  numbers = itertools.count(before)
+  made = tool_calls([(call_id(next(numbers)), call.name, call.arguments) for call in calls])
   if is_stream:
     made = [{"index": number, **call} for number, call in enumerate(made)]
   return {"content": text or None, "tool_calls": made}

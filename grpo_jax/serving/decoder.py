@@ -10,7 +10,7 @@ ended (see prefix_cache.py and sampler/prefixes.py).
 from collections.abc import Iterable
 import dataclasses
 import functools
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -218,7 +218,12 @@ class Decoder:
     return computed
 
   def chunk(
-    self, params: model.Params, taken_R: np.ndarray, longest: int, leaves_early: bool
+    self,
+    params: model.Params,
+    taken_R: np.ndarray,
+    longest: int,
+    leaves_early: bool,
+    allowed_RW: np.ndarray | None = None,
   ) -> tuple[Drawn, jax.Array]:
     """Begins to decode a chunk.
 
@@ -227,6 +232,7 @@ class Decoder:
       taken_R: bool, which seats have rows.
       longest: The most tokens that one of them has drawn.
       leaves_early: Whether the chunk ends once some rows have.
+      allowed_RW: `Rows.allowed_RW`, of the next token alone: new rows draw it, or else all do.
 
     Returns:
       What the rows drew and which of them go on, as arrays that are still being computed.
@@ -241,14 +247,28 @@ class Decoder:
       self._rounds = 0
     rounds = min(self._programs.columns - 1, slots - written)
     ended = int(IDLE_SHARE * self._rows) if leaves_early else self._rows
+    if allowed_RW is not None:
+      rounds = 0 if self._new.is_new_R.any() else min(rounds, 1)
     self._rounds += rounds
-    return self._decode(params, taken_R, Chunk(np.int32(rounds), np.int32(ended)))
+    return self._decode(params, taken_R, Chunk(np.int32(rounds), np.int32(ended)), allowed_RW)
 
   def _decode(
-    self, params: model.Params, taken_R: np.ndarray, chunk: Chunk
+    self,
+    params: model.Params,
+    taken_R: np.ndarray,
+    chunk: Chunk,
+    allowed_RW: np.ndarray | None = None,
   ) -> tuple[Drawn, jax.Array]:
-    self._flight, *seen = self._programs.chunk(params, self._flight, self._new, taken_R, chunk)
+    given: tuple[Any, ...] = params, self._flight, self._new, taken_R, chunk
+    if allowed_RW is not None:  # a program of its own, compiled when a request first asks for it
+      given = *given, allowed_RW
+    self._flight, *seen = self._programs.chunk(*given)
     return seen
+
+  @property
+  def words(self) -> int:
+    """W of `Rows.allowed_RW`."""
+    return -(-self._config.vocab_size // 32)
 
   @functools.cached_property
   def _whole_from(self) -> int:

@@ -13,6 +13,7 @@ from grpo_jax.settings import RunFailed
 
 _SECONDS_TO_LISTEN = 30.0
 MODEL = "policy"  # its name for clients
+_LONGEST = "config keys data.max_prompt_tokens + sampling.max_tokens"
 
 
 class Endpoint:
@@ -24,15 +25,17 @@ class Endpoint:
     key: The key. A client appends `:NAME` to it.
   """
 
-  def __init__(self, engine: Engine, tokenizer: Tokenizer, vocabulary: int) -> None:
-    """Compiles the engine's programs and starts to listen.
+  def __init__(
+    self, engine: Engine, tokenizer: Tokenizer, vocabulary: int, calls: str = "auto"
+  ) -> None:
+    """Compiles the engine's programs and starts to listen. `calls` is environment.calls.
 
     Raises:
       RunFailed: It cannot listen.
     """
     self.recorder, self.key = Recorder(), secrets.token_urlsafe(16)
     self._engine, self.url = engine, ""
-    settings = Settings(MODEL, key=self.key, grace=0.0)
+    settings = Settings(MODEL, key=self.key, grace=0.0, longest=_LONGEST, calls=calls)
     self._server = Server(engine, tokenizer, vocabulary, settings, recorder=self.recorder)
     self._listens = threading.Event()
     self._problem: BaseException | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -30,6 +30,16 @@ class Full(Exception):
 
 class Closed(Exception):
   """The engine takes no rows any more."""
+
+
+class Guided(Protocol):
+  """What a row may draw, whatever the others do. `guides.Guide` is one."""
+
+  def fill(self, bits_W: np.ndarray) -> None:
+    """Sets the bit of each token that may follow, and of no other."""
+
+  def take(self, tokens: Sequence[int]) -> bool:
+    """The row has drawn these. Returns whether that may be."""
 
 
 class Part(NamedTuple):
@@ -61,6 +71,7 @@ class Job:
     settings: Temperature, filters and limits, as numbers. None is off.
     hear: Called in the engine's thread with each part of the completion. It must return at once.
     end: Ends the row at texts, as `sampler.stop.end_at` returns it, or None.
+    guide: Says which tokens it may draw, or None.
   """
 
   prompt: tuple[int, ...]
@@ -68,6 +79,7 @@ class Job:
   settings: RowSettings
   hear: Callable[[Part], None]
   end: End | None = None
+  guide: Guided | None = None
 
 
 class Row:
@@ -249,7 +261,7 @@ class Engine:
     computed = self._decoder.seat(seated, self._params)
     longest = max(len(row.tokens) for row in self._seats if row is not None)
     taken_R = np.array([row is not None for row in self._seats])
-    seen = self._decoder.chunk(self._params, taken_R, longest, leaves_early)
+    seen = self._decoder.chunk(self._params, taken_R, longest, leaves_early, self._allowed())
     self._tell()
     drawn, goes_on_R = jax.device_get(seen)
     ended: dict[int, EndedRow] = {}
@@ -261,7 +273,8 @@ class Engine:
       finish = "" if goes_on_R[place] else "stop" if drawn.stopped_by_R[place] >= 0 else "length"
       part = self._part(row, tokens.tolist(), logprobs.tolist(), finish)
       part = part._replace(computed=computed.get(place, 0))
-      self._untold.append((row, part))
+      if part.tokens or part.finish:
+        self._untold.append((row, part))
       if part.finish:
         ended[place] = EndedRow(row.tokens, len(part.tokens) < len(tokens))
       if part.finish or row.is_cancelled:
@@ -269,6 +282,17 @@ class Engine:
     self._decoder.keep(ended)
     self.counts.chunks += 1
     self.counts.seconds += time.monotonic() - start
+
+  def _allowed(self) -> np.ndarray | None:
+    """`Rows.allowed_RW` for the next chunk. None where no row has a guide."""
+    guides = [None if row is None else row.job.guide for row in self._seats]
+    if not any(guides):
+      return None
+    allowed_RW = np.full((len(guides), self._decoder.words), -1, np.int32)
+    for bits_W, guide in zip(allowed_RW, guides, strict=True):
+      if guide:
+        guide.fill(bits_W)
+    return allowed_RW
 
   def _part(self, row: Row, tokens: list[int], logprobs: list[float], finish: str) -> Part:
     """What a row has drawn, up to a text that ends it."""
@@ -278,6 +302,8 @@ class Engine:
     if kept is not None:
       del row.tokens[kept:], logprobs[kept - seen :]
       finish = "stop"
+    if row.job.guide and tokens and not finish and not row.job.guide.take(tokens):
+      finish = "stop"  # nothing may follow
     self.counts.tokens += len(row.tokens) - seen
     self.counts.rows += bool(finish)
     return Part(row.tokens[seen:], logprobs, self._version, finish)

@@ -14,6 +14,9 @@ from grpo_jax.settings import SMALLEST_FLOAT, ConfigError, is_text, shown
 _DEEPEST = 64  # lists and objects inside each other
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # texts, and characters of one
 _DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's reference says
+GOES_ON = "goes_on"  # among the options of a template: the last message is not ended
+_OF_TEMPLATES = {"messages", "tools", "add_generation_prompt", GOES_ON}
+LONGEST = "flag --max_prompt_tokens"  # sets the longest prompt of `serve`
 
 # What changes no answer of this server.
 _IGNORED = {
@@ -25,10 +28,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "frequency_penalty": (0,),
   "repetition_penalty": (1,),
   "logit_bias": ({},),
+  "skip_special_tokens": (True,),
+  "add_generation_prompt": (True,),
   "best_of": (1,),
   "suffix": ("",),
-  "response_format": ({"type": "text"},),
-  "parallel_tool_calls": (True,),
   "function_call": ("none",),
   "functions": ([],),
   "modalities": (["text"],),
@@ -37,10 +40,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _SHARED = {
   "model", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens",
-  "min_tokens", "logprobs", "stream", "stream_options", "return_token_ids",
+  "min_tokens", "logprobs", "stream", "stream_options", "return_token_ids", "stop_token_ids",
 }  # fmt: skip
 _OF_COMPLETIONS = _SHARED | {"prompt", "echo"}
-_OF_CHAT = _SHARED | {"messages", "tools", "tool_choice", "max_completion_tokens"}
+_OF_CHAT = _SHARED | {
+  "messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs",
+  "reasoning_effort", "continue_final_message", "parallel_tool_calls", "response_format",
+}  # fmt: skip
 
 
 class RequestError(Exception):
@@ -74,6 +80,7 @@ class Limits(NamedTuple):
     prompt_tokens: The longest prompt.
     max_tokens: The longest completion.
     choices: The most completions of a request, over all its prompts.
+    longest: What sets prompt_tokens, for errors.
   """
 
   model: str
@@ -81,6 +88,21 @@ class Limits(NamedTuple):
   prompt_tokens: int
   max_tokens: int
   choices: int
+  longest: str = LONGEST
+
+
+class Form(NamedTuple):
+  """What an answer must be.
+
+  Attributes:
+    param: The parameter that asks for it.
+    schema: JSON of this schema,
+    tools: or a call of one of these tools.
+  """
+
+  param: str
+  schema: dict[str, Any]
+  tools: tuple[dict[str, Any], ...] = ()
 
 
 class Texts(NamedTuple):
@@ -88,11 +110,14 @@ class Texts(NamedTuple):
 
   Attributes:
     encode: A prompt -> its ids.
-    render: (messages, tools or None) -> the ids of a conversation.
+    render: (messages, tools or None, options) -> the ids of a conversation. The options are those
+      of the template. `goes_on` among them says that the last message is not ended.
   """
 
   encode: Callable[[str], Sequence[int]]
-  render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], Sequence[int]]
+  render: Callable[
+    [list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]], Sequence[int]
+  ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +134,10 @@ class Request:
     echo: The texts of the prompts, where the answers begin with them. Else None.
     is_chat: Whether it is a conversation.
     tools: The schemas of the functions whose calls are looked for in the answer.
+    calls_before: How many calls the messages have, after which those of the answer are numbered.
+    most_calls: The most calls that the answer may have. Others are left out.
+    stop_ids: Token ids that end a completion, beside those of the model. They are kept.
+    form: What the answer must be, or None.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
@@ -123,6 +152,10 @@ class Request:
   echo: tuple[str, ...] | None
   is_chat: bool
   tools: tuple[dict[str, Any], ...]
+  calls_before: int
+  most_calls: int | None
+  stop_ids: tuple[int, ...]
+  form: Form | None
   stream: bool
   include_usage: bool
   return_token_ids: bool
@@ -180,24 +213,31 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
   if body.get("max_completion_tokens") is not None:
     body = {**body, "max_tokens": body["max_completion_tokens"]}
   tools, choice = body.get("tools"), body.get("tool_choice") or "auto"
-  if choice not in ("auto", "none"):
-    raise RequestError("tool_choice: 'auto' and 'none' are supported", "tool_choice")
   if tools is not None and not tools_lib.are_tools(tools):
     raise RequestError(
       "tools must be a list of objects such as {'type': 'function', 'function': {'name': ...}}",
       "tools",
     )
-  tools = tools if tools and choice == "auto" else None
+  form = _form(body, tools or [], choice)
+  tools = tools if tools and choice != "none" else None
   try:
     messages = tools_lib.messages_for_template(body.get("messages"))
   except ValueError as error:
     raise RequestError(str(error), "messages") from None
   try:
-    prompt = tuple(texts.render(messages, tools))
+    prompt = tuple(texts.render(messages, tools, _template_options(body, messages)))
   except ConfigError as error:
     raise RequestError(str(error), "messages") from None
   logprobs = _flag(body, "logprobs")
-  extra = {"is_chat": True, "tools": tuple(tools or ())}
+  before = sum(len(message.get("tool_calls") or ()) for message in messages)
+  one_call = body.get("parallel_tool_calls") is not None and not _flag(body, "parallel_tool_calls")
+  extra = {
+    "is_chat": True,
+    "tools": tuple(tools or ()),
+    "calls_before": before,
+    "most_calls": 1 if one_call else None,
+    "form": form,
+  }
   return _request(body, limits, (prompt,), logprobs, extra)
 
 
@@ -215,14 +255,16 @@ def _request(
   extra: dict[str, Any],
 ) -> Request:
   """What both kinds of requests have in common. `extra` has what one kind alone has."""
-  extra = dict[str, Any](echo=None, is_chat=False, tools=()) | extra
+  none = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0, most_calls=None)
+  extra = none | {"form": None} | extra
   _check_model(body, limits)
   for number, prompt in enumerate(prompts):
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
   most, why = limits.choices // len(prompts), f"{limits.choices} choices over all prompts"
   n = _whole(body, "n", 1, (1, most), why)
   default = min(extra.pop("max_tokens", limits.max_tokens), limits.max_tokens)
-  max_tokens = _whole(body, "max_tokens", default, (1, limits.max_tokens))
+  # As with vLLM, what does not fit is cut off.
+  max_tokens = min(limits.max_tokens, _whole(body, "max_tokens", default, (1, 2**31 - 1)))
   temperature = _number(body, "temperature", 1.0, (0, 1000))
   if temperature and temperature < SMALLEST_FLOAT:
     raise RequestError("temperature: for the likeliest token set 0", "temperature")
@@ -234,6 +276,8 @@ def _request(
     min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
     max_tokens=max_tokens,
   )
+  if extra["form"] and settings.min_tokens:
+    raise RequestError(f"min_tokens: {extra['form'].param} says when an answer ends", "min_tokens")
   if settings.temperature == 0:  # the filters keep the likeliest token
     settings = settings.replace(top_k=0, top_p=1.0, min_p=0.0)
   options = body.get("stream_options")
@@ -251,6 +295,7 @@ def _request(
     seed=secrets.randbits(63) if seed is None else seed,
     settings=settings,
     stop=_stops(body),
+    stop_ids=_stop_ids(body, limits),
     logprobs=logprobs,
     stream=_flag(body, "stream"),
     include_usage=_flag(options or {}, "include_usage"),
@@ -328,7 +373,7 @@ def _check_prompt(prompt: tuple[int, ...], limits: Limits, name: str, number: in
   if len(prompt) > limits.prompt_tokens:
     raise RequestError(
       f"{name}: prompt {number} has {len(prompt)} tokens and this server takes at most"
-      f" {limits.prompt_tokens} (flag --max_prompt_tokens)",
+      f" {limits.prompt_tokens} ({limits.longest})",
       name,
       code="context_length_exceeded",
     )
@@ -352,6 +397,73 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
       f"stop: at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters", "stop"
     )
   return tuple(stops)
+
+
+def _stop_ids(body: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
+  given = body.get("stop_token_ids")
+  ids = [] if given is None else given
+  if not isinstance(ids, list) or not _are_ids(ids) or len(ids) > _MOST_STOPS:
+    raise RequestError(
+      f"stop_token_ids must be a list of at most {_MOST_STOPS} token ids", "stop_token_ids"
+    )
+  if any(not 0 <= one < limits.vocabulary for one in ids):
+    raise RequestError(
+      f"stop_token_ids: all must be at least 0 and at most {limits.vocabulary - 1}",
+      "stop_token_ids",
+    )
+  return tuple(ids)
+
+
+def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any) -> Form | None:
+  """What response_format and tool_choice ask for."""
+  if choice not in ("auto", "none"):
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    chosen = tuple(one for one in tools if name in (None, one["function"]["name"]))
+    if (choice != "required" and name is None) or not chosen:
+      raise RequestError(
+        "tool_choice: auto, none, required or {'type': 'function', 'function': {'name': ...}} with"
+        " the name of one of the tools",
+        "tool_choice",
+      )
+    return Form("tool_choice", {}, chosen)
+  given = body.get("response_format")
+  if given is None or given == {"type": "text"}:
+    return None
+  kind = given.get("type") if isinstance(given, dict) else None
+  if kind == "json_object":
+    return Form("response_format", {"type": "object"})
+  inner = given.get("json_schema") if kind == "json_schema" else None
+  schema = inner.get("schema") if isinstance(inner, dict) else None
+  if not isinstance(schema, dict):
+    raise RequestError(
+      "response_format: give {'type': 'json_object'} or {'type': 'json_schema', 'json_schema':"
+      " {'schema': {...}}}",
+      "response_format",
+    )
+  return Form("response_format", schema)
+
+
+def _template_options(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+  """What the chat template gets beside messages and tools, and whether the last one goes on."""
+  given = body.get("chat_template_kwargs")
+  options = {} if given is None else given
+  if not isinstance(options, dict) or not {*options}.isdisjoint(_OF_TEMPLATES):
+    raise RequestError(
+      "chat_template_kwargs must be an object without messages, tools and add_generation_prompt",
+      "chat_template_kwargs",
+    )
+  effort = body.get("reasoning_effort")
+  if effort is not None and not isinstance(effort, str):
+    raise RequestError("reasoning_effort must be a text, such as low", "reasoning_effort")
+  effort_of_template = {} if effort is None else {"reasoning_effort": effort}
+  goes_on = _flag(body, "continue_final_message")
+  if goes_on and (messages[-1]["role"] != "assistant" or not messages[-1]["content"]):
+    raise RequestError(
+      "continue_final_message: the last message must be a text of the assistant",
+      "continue_final_message",
+    )
+  return {**options, **effort_of_template} | ({GOES_ON: True} if goes_on else {})
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

@@ -69,6 +69,8 @@ class Settings:
     choices: The most completions of a request.
     seconds: The longest that an answer may take.
     grace: How many seconds requests may still take once the server was asked to stop.
+    longest: What sets the longest prompt, for errors.
+    calls: How the model writes calls of tools, as in environment.calls.
   """
 
   model: str
@@ -78,6 +80,8 @@ class Settings:
   choices: int = 128
   seconds: float = 600.0
   grace: float = 30.0
+  longest: str = requests.LONGEST
+  calls: str = "auto"
 
 
 class Server:
@@ -110,12 +114,12 @@ class Server:
     """
     self.metrics = Metrics()
     self._engine, self._settings = engine, settings
-    self._writer = Writer(engine, tokenizer, settings.seconds, recorder)
+    told = dict[str, Any](longest=settings.longest, calls=settings.calls, vocabulary=vocabulary)
+    self._writer = Writer(engine, tokenizer, settings.seconds, recorder, **told)
     self._records = recorder is not None
     self._reload, self._reloading = reload, asyncio.Lock()
-    self._limits = Limits(
-      settings.model, vocabulary, engine.sizes.prompt_tokens, engine.max_tokens, settings.choices
-    )
+    limits = engine.sizes.prompt_tokens, engine.max_tokens, settings.choices, settings.longest
+    self._limits = Limits(settings.model, vocabulary, *limits)
     # They parse and tokenise. Many small requests come in the time that a large one takes, so they
     # do not wait for it.
     cores = os.cpu_count() or 1

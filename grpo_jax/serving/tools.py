@@ -37,6 +37,14 @@ def with_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
   ]
 
 
+def with_names(
+  calls: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+  """Messages after an answer with these calls, where those of tools have the names of the calls."""
+  names = {call.get("id"): {"name": call["function"]["name"]} for call in calls}
+  return [{**names.get(one.get("tool_call_id"), {}), **one} for one in after]
+
+
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
   function = call["function"]
   text = json.dumps(function.get("arguments"), ensure_ascii=False)

@@ -25,8 +25,10 @@ class Trace(NamedTuple):
     version: Of the weights that wrote the last of them.
     finish: "stop" or "length".
     said: The content of the answer that the client got.
-    calls: How many calls of tools it got.
+    calls: The calls of tools in it, as messages have them. Their arguments are dicts.
     computed: How many tokens of the prompt were computed.
+    number: How many completions the client had asked for before.
+    messages: What the client sent, if it was a conversation. Otherwise None.
   """
 
   prompt: list[int]
@@ -35,8 +37,10 @@ class Trace(NamedTuple):
   version: int
   finish: str
   said: str = ""
-  calls: int = 0
+  calls: tuple[dict[str, Any], ...] = ()
   computed: int = 0
+  number: int = 0
+  messages: Messages | None = None
 
 
 class Recorder:
@@ -49,7 +53,8 @@ class Recorder:
   def __init__(self) -> None:
     self._lock = threading.Lock()
     self._traces: dict[str, list[Trace]] = collections.defaultdict(list)
-    self._messages: dict[tuple[str, tuple[int, ...]], Messages] = {}  # of prompts
+    # Of prompts: their messages and tools.
+    self._asked_with: dict[tuple[str, tuple[int, ...]], tuple[Messages, Any]] = {}
     self._asked: dict[str, int] = collections.defaultdict(int)
     self._settings, self._seed = RowSettings(), ""
 
@@ -63,35 +68,40 @@ class Recorder:
     """
     with self._lock:
       self._traces.clear()
-      self._messages.clear()
+      self._asked_with.clear()
       self._asked.clear()
       self._settings, self._seed = settings, seed
 
-  def draws(self, name: str, asked: RowSettings) -> tuple[RowSettings, int]:
-    """How the next completion of a conversation is drawn: its settings, and its int32 number."""
+  def draws(self, name: str, asked: RowSettings) -> tuple[RowSettings, int, int]:
+    """How the next completion of a conversation is drawn.
+
+    Returns:
+      Its settings, the int32 that its random numbers depend on, and how many the client had asked
+      for before.
+    """
     with self._lock:
       count = self._asked[name]
       self._asked[name] += 1
       text = f"{self._seed}/{name}/{count}"
       number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
-      return self._settings.replace(max_tokens=asked.max_tokens), number
+      return self._settings.replace(max_tokens=asked.max_tokens), number, count
 
-  def read(self, name: str, messages: Messages, prompt: Sequence[int]) -> None:
-    """Remembers which messages a prompt was rendered from."""
+  def read(self, name: str, messages: Messages, tools: Any, prompt: Sequence[int]) -> None:
+    """Remembers which messages and tools a prompt was rendered from."""
     with self._lock:
-      self._messages[name, tuple(prompt)] = messages
+      self._asked_with[name, tuple(prompt)] = messages, tools
 
-  def earlier(self, name: str, messages: Messages) -> tuple[Trace, Messages] | None:
+  def earlier(self, name: str, messages: Messages, tools: Any) -> tuple[Trace, Messages] | None:
     """The completion that messages go on from, and those that follow it.
 
     Returns:
       The latest completion of the conversation whose messages these begin with, followed by the
-      answer that the client got. None if there is none.
+      answer that the client got, and which had the same tools. None if there is none.
     """
     with self._lock:
       for trace in reversed(self._traces[name]):
-        before = self._messages.get((name, tuple(trace.prompt)))
-        if before is None or list(messages[: len(before)]) != list(before):
+        before, shown = self._asked_with.get((name, tuple(trace.prompt)), (None, None))
+        if before is None or shown != tools or list(messages[: len(before)]) != list(before):
           continue
         answer, after = messages[len(before) :][:1], messages[len(before) + 1 :]
         if answer and after and _is_answer(answer[0], trace):
@@ -101,15 +111,24 @@ class Recorder:
   def add(self, name: str, trace: Trace) -> None:
     """Keeps a completion of a conversation."""
     with self._lock:
-      self._traces[name].append(trace)
+      messages, _ = self._asked_with.get((name, tuple(trace.prompt)), (None, None))
+      self._traces[name].append(trace._replace(messages=messages))
 
   def take(self, name: str) -> list[Trace]:
-    """The completions of a conversation in their order. They are then forgotten."""
+    """The completions of a conversation in the order in which they were asked for.
+
+    They are then forgotten.
+    """
     with self._lock:
-      return self._traces.pop(name, [])
+      return sorted(self._traces.pop(name, []), key=lambda trace: trace.number)
 
 
 def _is_answer(message: Mapping[str, Any], trace: Trace) -> bool:
   """Whether a message is what the client was answered."""
-  content, calls = message.get("content") or "", message.get("tool_calls") or []
-  return message.get("role") == "assistant" and (content, len(calls)) == (trace.said, trace.calls)
+  if message.get("role") != "assistant" or (message.get("content") or "") != trace.said:
+    return False
+  return _what_is_called(message.get("tool_calls") or ()) == _what_is_called(trace.calls)
+
+
+def _what_is_called(calls: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
+  return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]

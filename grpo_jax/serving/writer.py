@@ -1,7 +1,7 @@
 """From requests to the engine and back: prompts become tokens, and rows become choices."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -14,8 +14,9 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import Choice, Decode
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
-from grpo_jax.serving.requests import Request, RequestError, Texts, row_number
-from grpo_jax.serving.tools import with_texts
+from grpo_jax.serving.guides import Guide, Guides
+from grpo_jax.serving.requests import GOES_ON, LONGEST, Request, RequestError, Texts, row_number
+from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
 
@@ -29,7 +30,15 @@ class Writer:
   """Lets an engine write what requests ask for."""
 
   def __init__(
-    self, engine: Engine, tokenizer: Tokenizer, seconds: float, recorder: Recorder | None
+    self,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    seconds: float,
+    recorder: Recorder | None,
+    *,
+    longest: str = LONGEST,
+    calls: str = "auto",
+    vocabulary: int | None = None,
   ) -> None:
     """Asks nothing yet.
 
@@ -38,10 +47,15 @@ class Writer:
       tokenizer: Texts to tokens and back.
       seconds: The longest that an answer may take.
       recorder: Keeps what the conversations of clients read and wrote.
+      longest: What sets the longest prompt, for errors.
+      calls: How the model writes calls of tools, as in environment.calls.
+      vocabulary: How many ids the model has. None means as many as the tokenizer.
     """
     self._engine, self._tokenizer = engine, tokenizer
     self._seconds, self._recorder = seconds, recorder
-    self._calls = _calls_of(tokenizer)
+    self._calls, self._longest = _calls_of(tokenizer, calls), longest
+    self._names_calls = calls != "auto"
+    self._guides = Guides(tokenizer, vocabulary or tokenizer.vocab_size)
     self._shown = tokenizer.skipped(self._calls.marks)  # by their ids
     # A longer text has more tokens than a prompt may have. It is not tokenised to count them.
     self._most_characters = max(
@@ -78,12 +92,14 @@ class Writer:
     shown = self._shown if asked.tools else {}
     decode, marks = functools.partial(self._tokenizer.decode, shown=shown), [*shown.values()]
     choices = [Choice(index, asked, decode, self._calls, marks) for index in range(asked.choices)]
+    guides = self._guides_of(asked)
     jobs = []
-    for choice in choices:
-      settings, number = self._draws(asked, name, choice.index)
+    for choice, guide in zip(choices, guides, strict=True):
+      settings, number = self._draws(asked, name, choice)
       end = _end_of(asked.stop, decode) if asked.stop else None
+      end = _end_at_ids(asked.stop_ids, end) if asked.stop_ids else end
       hears = functools.partial(hear, choice.index)
-      jobs.append(Job(choice.prompt, number, settings, hears, end))
+      jobs.append(Job(choice.prompt, number, settings, hears, end, guide))
     rows = self._submit(jobs)
     try:
       yield choices, self._parts(choices, heard)
@@ -97,11 +113,23 @@ class Writer:
       for choice in choices:
         self._recorder.add(name, choice.trace())
 
-  def _draws(self, asked: Request, name: str, choice: int) -> tuple[RowSettings, int]:
+  def _guides_of(self, asked: Request) -> Sequence[Guide | None]:
+    """What says for each choice which tokens it may draw."""
+    if asked.form is None:
+      return [None] * asked.choices
+    if self._recorder is not None:
+      raise RequestError(
+        f"{asked.form.param}: a run learns from what the policy writes by itself; leave it out",
+        asked.form.param,
+      )
+    return self._guides.of(asked.form, asked.choices)
+
+  def _draws(self, asked: Request, name: str, choice: Choice) -> tuple[RowSettings, int]:
     """How the tokens of a choice are drawn, and the number of its row."""
     if self._recorder is not None:
-      return self._recorder.draws(name, asked.settings)
-    return asked.settings, row_number(asked.seed, choice)
+      settings, number, choice.number = self._recorder.draws(name, asked.settings)
+      return settings, number
+    return asked.settings, row_number(asked.seed, choice.index)
 
   async def _parts(
     self, choices: list[Choice], heard: asyncio.Queue[tuple[int, Part]]
@@ -141,7 +169,7 @@ class Writer:
     if len(text) > self._most_characters:
       raise RequestError(
         f"{name}: {len(text)} characters, and this server takes at most {self._most_characters}"
-        f" for a prompt of {self._engine.sizes.prompt_tokens} tokens (flag --max_prompt_tokens)",
+        f" for a prompt of {self._engine.sizes.prompt_tokens} tokens ({self._longest})",
         name,
         code="context_length_exceeded",
       )
@@ -151,7 +179,11 @@ class Writer:
     return [*self._tokenizer.prefix_ids, *self._tokenizer.encode(text)]
 
   def _render(
-    self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    self,
+    name: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    options: dict[str, Any],
   ) -> list[int]:
     """The prompt of messages. While it records, what the policy wrote keeps its tokens."""
     if tools and not self._reads_calls:
@@ -160,37 +192,50 @@ class Writer:
         " read here; leave tools out",
         "tools",
       )
-    earlier = self._recorder.earlier(name, messages) if self._recorder else None
-    if earlier is None:
-      text = self._rendered(messages, tools)
+    shown = [tools, options]
+    earlier = self._recorder.earlier(name, messages, shown) if self._recorder else None
+    if earlier is None or GOES_ON in options:
+      text = self._rendered(messages, tools, options)
       self._check_length(text, "messages")
       ids = self._tokenizer.encode(text)
     else:
       trace, after = earlier
       answer = messages[-len(after) - 1]
       reply = Replies(self._tokenizer, True, tools or ()).ids(
-        _with_names(answer, after), trace.tokens[-1]
+        with_names(answer.get("tool_calls") or (), after), trace.tokens[-1]
       )
       ids = [*trace.prompt, *trace.tokens, *reply]
     if self._recorder is not None:
-      self._recorder.read(name, messages, ids)
+      self._recorder.read(name, messages, shown, ids)
     return ids
 
-  def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+  def _rendered(
+    self,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    options: dict[str, Any],
+  ) -> str:
+    given = {name: value for name, value in options.items() if name != GOES_ON}
+    goes_on = GOES_ON in options
+
+    def render(messages: list[dict[str, Any]]) -> str:
+      text = self._tokenizer.render(messages, not goes_on, tools, given)
+      return _without_end(text, messages[-1]["content"]) if goes_on else text
+
     try:
-      return self._tokenizer.render(messages, tools=tools)
+      return render(messages)
     except ConfigError:
       if not any(message.get("tool_calls") for message in messages):
         raise
       try:
-        return self._tokenizer.render(with_texts(messages), tools=tools)
+        return render(with_texts(messages))
       except ConfigError:
         pass
       raise
 
   @functools.cached_property
   def _reads_calls(self) -> bool:
-    return are_read(self._tokenizer)
+    return self._names_calls or are_read(self._tokenizer)
 
 
 def stopping() -> RequestError:
@@ -198,19 +243,35 @@ def stopping() -> RequestError:
   return RequestError("the server is stopping", status=503, code="stopping")
 
 
-def _calls_of(tokenizer: Tokenizer) -> Format:
-  """How the model writes calls of tools."""
+def _calls_of(tokenizer: Tokenizer, calls: str) -> Format:
+  """How the model writes calls of tools, where `calls` is as in environment.calls."""
   try:
-    return format_for(tokenizer.template)
+    template = tokenizer.template
   except ConfigError:  # it has no chat template
-    return format_for("")
+    template = ""
+  return format_for(template, calls)
 
 
-def _with_names(answer: Mapping[str, Any], after: Sequence[Mapping[str, Any]]) -> list[Any]:
-  """Messages after an answer, where those of tools have the names that its calls have."""
-  calls = answer.get("tool_calls") or ()
-  names = {call.get("id"): {"name": call["function"]["name"]} for call in calls}
-  return [{**names.get(one.get("tool_call_id"), {}), **one} for one in after]
+def _without_end(text: str, last: str) -> str:
+  """A rendered conversation up to the end of its last message's content."""
+  place = text.rfind(last.strip())
+  if place < 0:
+    raise RequestError(
+      "continue_final_message: the chat template writes the last message in another way",
+      "continue_final_message",
+    )
+  return text[: place + len(last.strip())]
+
+
+def _end_at_ids(stop_ids: tuple[int, ...], end: End | None) -> End:
+  """Ends a row after one of these token ids, or where `end` does."""
+
+  def end_of(ids: Sequence[int], seen: int) -> int | None:
+    place = next((i + 1 for i in range(seen, len(ids)) if ids[i] in stop_ids), None)
+    kept = end(ids, seen) if end else None
+    return min((x for x in (place, kept) if x is not None), default=None)
+
+  return end_of
 
 
 def _end_of(stop: tuple[str, ...], decode: Decode) -> End:

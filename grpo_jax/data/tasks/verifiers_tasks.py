@@ -1,5 +1,8 @@
 """Tasksets of the package verifiers: `data.task=verifiers` with `data.path=ID`.
 
+An ID may have arguments, as in `guess_turns(digits=2)`: values of the taskset's config. `harness`
+is the ID of another program for the agent than the taskset's own.
+
 The package is optional, and its import takes seconds, so nothing is imported before it is needed.
 """
 
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 import functools
 from typing import Any
 
+from grpo_jax import calls
 from grpo_jax.data.files.rows import Example
 from grpo_jax.settings import ConfigError, shown
 
@@ -17,11 +21,13 @@ _MOST = 10_000  # tasks that are read of a taskset
 def load(id: str) -> tuple[Any, Sequence[Any]]:
   """The environment of a taskset, and its tasks.
 
-  Its agent is a program of this machine that asks the policy and calls the taskset's tools.
+  Its agent is a program of this machine: the taskset's own, or else one that asks the policy and
+  calls the taskset's tools.
 
   Raises:
     ConfigError: verifiers is not installed, or there is no such taskset.
   """
+  name, options = calls.parse(id, "data.path")
   try:
     from verifiers.v1.utils import loaders
   except ImportError:
@@ -29,9 +35,13 @@ def load(id: str) -> tuple[Any, Sequence[Any]]:
       "data.task=verifiers and environment.harness=verifiers:ID need the package verifiers: pip"
       " install 'verifiers>=0.4'"
     ) from None
-  agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
   try:
-    config = loaders.resolve_env_config({"taskset": {"id": id}, "agent": agent})
+    harness = options.pop("harness", "")
+    if not harness:
+      own = loaders.default_harness_id(name)
+      harness = own if own == name else "null"
+    agent = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
+    config = loaders.resolve_env_config({"taskset": {"id": name, **options}, "agent": agent})
     environment = loaders.load_environment(config)
     taskset = environment.taskset
     return environment, list(taskset.take(_MOST))

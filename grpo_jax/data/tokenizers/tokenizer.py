@@ -138,6 +138,7 @@ class Tokenizer:
     messages: chat.Messages,
     generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
   ) -> str:
     """A conversation as text for `encode`, by the chat template.
 
@@ -145,21 +146,23 @@ class Tokenizer:
       messages: A list of {"role": ..., "content": ...}.
       generation_prompt: Whether the text ends with the marks that open the assistant's answer.
       tools: The functions that the assistant may call, as JSON schemas, or None.
+      options: What the template gets beside `chat_options`, or in their place.
 
     Raises:
       ConfigError: There is no chat template, it fails, or it tries something that the sandbox
         forbids; or `messages` is not a conversation.
     """
-    return self.render_batch([messages], generation_prompt, tools)[0]
+    return self.render_batch([messages], generation_prompt, tools, options)[0]
 
   def render_batch(
     self,
     conversations: Sequence[chat.Messages],
     generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
   ) -> list[str]:
     """Each conversation as text: see `render`."""
-    given = {**self.special, **self.chat_options}
+    given = {**self.special, **self.chat_options, **(options or {})}
     return self._template.render(conversations, generation_prompt, given, tools)
 
   @property

@@ -49,6 +49,8 @@
       ["tokens", member.length], ...Object.entries(member.scores)];
     entries.forEach(([name, x]) => head.append(make("span", "", `${name} ${number(x)}`)));
     made.append(head, completion(member));
+    const extras = Object.entries(member.extras ?? {});
+    extras.forEach(([name, text]) => made.append(make("div", "muted", `${name}: ${text}`)));
     return made;
   };
   const show = () => {

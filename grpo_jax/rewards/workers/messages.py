@@ -11,6 +11,7 @@ import json
 import pickle
 import socket
 import struct
+import sys
 from typing import Any
 
 from grpo_jax.rewards.answer import LARGEST, Answer, Failure
@@ -77,10 +78,25 @@ def portable(source: str, function: Callable[..., Any], is_named: bool) -> tuple
     import cloudpickle  # imported here because it is an optional package
   except ImportError:
     raise NotPortable("it needs the package cloudpickle: pip install -e '.[workers]'") from None
+  module = sys.modules.get(getattr(function, "__module__", None) or "")
+  goes_along = module is not None and not _is_found(module.__name__)
+  if goes_along:
+    cloudpickle.register_pickle_by_value(module)
   try:
     return "value", cloudpickle.dumps(function)
   except Exception as error:  # whatever the parts of an object raise
     raise NotPortable(f"{type(error).__name__}: {' '.join(str(error).split()):.100}") from None
+  finally:
+    if goes_along:
+      cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_found(name: str) -> bool:
+  """Whether another process can import a module. The file of a --config is in this one alone."""
+  first, *inner = name.split(".")
+  if inner or first == "__main__":  # cloudpickle itself takes what is of __main__ by value
+    return True
+  return any(finder.find_spec(first, None) is not None for finder in sys.meta_path)
 
 
 def load(kind: str, data: bytes) -> Any:

@@ -1,7 +1,7 @@
 """The harness `verifiers:ID`: the package verifiers plays and scores the tasks of a taskset."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import os
 import secrets
@@ -16,8 +16,8 @@ _LOCKS: dict[str, asyncio.Lock] = {}
 
 async def play(
   example: Mapping[str, Any], base_url: str, api_key: str, model: str, *, id: str
-) -> float:
-  """Lets the taskset's agent work on a task with the policy. Returns the reward.
+) -> dict[str, Any]:
+  """Lets the taskset's agent work on a task with the policy.
 
   Args:
     example: Its field `number` is the place of the task.
@@ -25,6 +25,9 @@ async def play(
     api_key: For it.
     model: The policy's name there.
     id: Of the taskset.
+
+  Returns:
+    The reward, and the rewards and metrics of the taskset by name.
 
   Raises:
     RuntimeError: The agent failed.
@@ -48,4 +51,19 @@ async def play(
   errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
   if not episode.ok:
     raise RuntimeError(f"verifiers: {errors[0].message if errors else 'the episode failed'}")
-  return float(sum(trace.reward or 0.0 for trace in episode.traces))
+  reward = float(sum(trace.reward or 0.0 for trace in episode.traces))
+  return {"reward": reward, "metrics": metrics_of(episode.traces)}
+
+
+def metrics_of(traces: Sequence[Any]) -> dict[str, float]:
+  """The rewards as `rewards/NAME`, without their weights, and the metrics of an episode's traces.
+
+  What several traces have is added.
+  """
+  found: dict[str, float] = {}
+  for trace in traces:
+    scores = {f"rewards/{name}": one and one.score for name, one in trace.rewards.items()}
+    for name, value in {**scores, **trace.metrics}.items():
+      if value is not None:
+        found[name] = found.get(name, 0.0) + value
+  return found

@@ -1,0 +1,121 @@
+"""Answers that must have a form: JSON, JSON of a schema, or a call of a tool.
+
+The package llguidance says which tokens may follow, and the sampler draws among these alone. It is
+optional, and imported where a request asks for a form.
+"""
+
+from collections.abc import Mapping, Sequence
+import functools
+import json
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
+from grpo_jax.environments.tool_calls import family_of
+from grpo_jax.serving.requests import Form, RequestError
+from grpo_jax.settings import ConfigError
+
+# As json.dumps writes it. Where blanks were free, a model could write nothing else for ever.
+_COMPACT = {
+  "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
+_TAGS = ("<tool_call>", "</tool_call>")
+
+
+class Guide:
+  """What one row may write."""
+
+  def __init__(self, matcher: Any) -> None:
+    """`matcher` is a LLMatcher."""
+    self._matcher = matcher
+
+  def fill(self, bits_W: np.ndarray) -> None:
+    """Sets the bit of each token that may follow, and of no other. int32."""
+    self._matcher.unsafe_compute_mask_ptr(bits_W.ctypes.data, bits_W.nbytes)
+
+  def take(self, tokens: Sequence[int]) -> bool:
+    """The row has drawn these. Returns whether the form allows them."""
+    return bool(self._matcher.consume_tokens(list(tokens)))
+
+
+class Guides:
+  """Makes guides for a tokenizer."""
+
+  def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
+    """Imports nothing yet. `vocabulary` is how many ids the model has."""
+    self._tokenizer, self._vocabulary = tokenizer, vocabulary
+
+  def of(self, form: Form, count: int) -> list[Guide]:
+    """Guides for so many rows.
+
+    Raises:
+      RequestError: llguidance is not installed, or it does not know something of the schema.
+    """
+    engine = self._engine
+    from llguidance import LLMatcher
+
+    whole = LLMatcher(engine, self._grammar(form))
+    if whole.is_error():
+      raise RequestError(f"{form.param}: {' '.join(whole.get_error().split()):.300}", form.param)
+    return [Guide(whole.deep_copy()) for _ in range(count)]
+
+  @functools.cached_property
+  def _engine(self) -> Any:
+    try:
+      from llguidance import LLTokenizer
+    except ImportError:
+      raise RequestError(
+        "response_format and tool_choice: this server needs the package llguidance: pip install"
+        " -e '.[guides]'",
+        status=501,
+      ) from None
+    text = self._tokenizer.files.get("tokenizer.json")
+    if text is None or not self._tokenizer.stop_ids:
+      raise RequestError(
+        "response_format and tool_choice: they need a model with tokenizer.json and a token that"
+        " ends an answer",
+        status=501,
+      )
+    return LLTokenizer(
+      text.decode(), n_vocab=self._vocabulary, eos_token=list(self._tokenizer.stop_ids)
+    )
+
+  def _grammar(self, form: Form) -> str:
+    from llguidance import LLMatcher
+
+    if form.tools:
+      return LLMatcher.grammar_from_lark(self._of_calls(form.tools))
+    return LLMatcher.grammar_from_json_schema(json.dumps({**form.schema, **_COMPACT}))
+
+  def _of_calls(self, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The grammar of a call of one of these, as the family writes it."""
+    try:
+      family = family_of(self._tokenizer.template)
+    except ConfigError:  # it has no chat template
+      family = ""
+    if family not in ("hermes", "llama3"):
+      raise RequestError(
+        "tool_choice: 'auto' and 'none' are supported for the way in which this model writes calls",
+        "tool_choice",
+      )
+    arguments = "arguments" if family == "hermes" else "parameters"
+    calls = json.dumps(
+      {"anyOf": [_call(tool["function"], arguments) for tool in tools], **_COMPACT}
+    )
+    if family == "llama3":
+      return f"start: call\ncall: %json {calls}"
+    special = self._tokenizer.skipped(_TAGS).values()
+    opens, closes = (tag if tag in special else json.dumps(tag) for tag in _TAGS)
+    return f'start: {opens} "\\n" call "\\n" {closes}\ncall: %json {calls}'
+
+
+def _call(function: Mapping[str, Any], arguments: str) -> dict[str, Any]:
+  """The schema of a call of a function."""
+  parameters = function.get("parameters") or {"type": "object"}
+  return {
+    "type": "object",
+    "properties": {"name": {"const": function["name"]}, arguments: parameters},
+    "required": ["name", arguments],
+    "additionalProperties": False,
+  }

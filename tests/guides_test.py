@@ -1,0 +1,134 @@
+"""Answers that must have a form, through the endpoint and OpenAI's client."""
+
+import json
+
+import jax.numpy as jnp
+import jsonschema
+import numpy as np
+import openai
+import pytest
+
+from grpo_jax.sampler.rows import _bits
+from grpo_jax.serving import requests
+from grpo_jax.settings import shown
+from tests.serving_parts import TOKENS, make_engine, open_policy, serving, write_policy
+
+MESSAGES = [{"role": "user", "content": "How many pens?"}]
+HERMES = (
+  "{% if tools %}<tool_call>{{ tools[0].function.name }}{% endif %}{% for m in messages %}"
+  "{{ m.content }}{% endfor %}"
+)
+SCHEMA = {
+  "type": "object",
+  "properties": {
+    "pens": {"type": "integer", "minimum": 0, "maximum": 99},
+    "right": {"type": "boolean"},
+    "who": {"enum": ["Ann", "Bob"]},
+  },
+  "required": ["pens", "right", "who"],
+  "additionalProperties": False,
+}
+
+
+def tool(name, **properties):
+  parameters = {
+    "type": "object",
+    "properties": properties,
+    "required": [*properties],
+    "additionalProperties": False,
+  }
+  return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("add", a={"enum": [1, 2]}), tool("no", b={"type": "boolean"})]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("policy")
+  write_policy(folder)
+  (folder / "chat_template.jinja").write_text(HERMES)
+  return open_policy(folder)
+
+
+@pytest.fixture(scope="module")
+def client(policy):
+  pytest.importorskip("llguidance", reason="pip install -e '.[guides]'")
+  config, params, tokens = policy
+  engine = make_engine(config, params, tokens=2 * TOKENS)
+  with serving(engine, tokens, config.vocab_size) as (_, address):
+    yield openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+
+
+def format_of(schema):
+  return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+
+@pytest.mark.slow
+def test_answers_follow_a_schema_beside_rows_that_have_none(client):
+  options = dict(model="m", max_tokens=2 * TOKENS, seed=3)
+  free = dict(prompt="Ann has", extra_body={"return_token_ids": True, "min_tokens": 9})
+  alone = client.completions.create(**options, **free).choices[0].token_ids
+  made = client.chat.completions.create(
+    messages=MESSAGES, n=4, response_format=format_of(SCHEMA), **options
+  )
+  stream = client.chat.completions.create(
+    messages=MESSAGES, response_format=format_of(SCHEMA), stream=True, **options
+  )
+  beside = client.completions.create(**options, **free).choices[0].token_ids
+  said = "".join(piece.choices[0].delta.content or "" for piece in stream)
+  for text in [*(choice.message.content for choice in made.choices), said]:
+    jsonschema.validate(json.loads(text), SCHEMA)
+  assert {choice.finish_reason for choice in made.choices} == {"stop"}
+  assert len({choice.message.content for choice in made.choices}) > 1
+  assert beside == alone
+
+
+@pytest.mark.slow
+def test_a_call_may_be_required_and_named(client):
+  options = dict(model="m", messages=MESSAGES, tools=TOOLS, max_tokens=2 * TOKENS)
+  names = set()
+  for seed in range(4):
+    for choice in ("required", {"type": "function", "function": {"name": "no"}}):
+      made = client.chat.completions.create(tool_choice=choice, seed=seed, **options).choices[0]
+      (call,) = made.message.tool_calls
+      given = json.loads(call.function.arguments)
+      assert made.finish_reason == "tool_calls"
+      assert given in (
+        [{"a": 1}, {"a": 2}] if call.function.name == "add" else [{"b": True}, {"b": False}]
+      )
+      names.add((shown(choice), call.function.name))
+  assert (shown({"type": "function", "function": {"name": "no"}}), "add") not in names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "param, body",
+  [
+    ("response_format", {"response_format": {"type": "xml"}}),
+    ("response_format", {"response_format": {"type": "json_schema"}}),
+    ("response_format", {"response_format": format_of({"type": "nothing"})}),
+    ("tool_choice", {"tools": TOOLS, "tool_choice": {"function": {"name": "absent"}}}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("min_tokens", {"response_format": {"type": "json_object"}, "extra_body": {"min_tokens": 3}}),
+  ],
+)
+def test_forms_that_cannot_be_are_refused_by_name(client, param, body):
+  with pytest.raises(openai.BadRequestError) as caught:
+    client.chat.completions.create(model="m", messages=MESSAGES, **body)
+  assert caught.value.param == param and "\n" not in caught.value.body["message"]
+
+
+def test_without_the_package_the_error_says_what_to_install(policy, monkeypatch):
+  from grpo_jax.serving.guides import Guides
+
+  monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+  with pytest.raises(requests.RequestError, match="pip install -e '.\\[guides\\]'"):
+    Guides(policy[2], 100).of(requests.Form("response_format", {}), 1)
+
+
+def test_rows_draw_only_tokens_whose_bits_are_set():
+  words_RW = jnp.array([[0b101, 1], [-1, 0]], jnp.int32)
+  bits = np.array(_bits(words_RW, 34))
+  assert np.flatnonzero(bits[0]).tolist() == [0, 2, 32]
+  assert np.flatnonzero(bits[1]).tolist() == [*range(32)]
