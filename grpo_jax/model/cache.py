@@ -1,4 +1,4 @@
-"""What rows keep of their tokens: a struct that `features` takes and returns updated.
+"""The memory that rows have of their tokens: a struct that `features` takes and returns updated.
 
 Layers with attention keep keys and values of every token. Layers that recur keep a state of fixed
 size for each row, which begins as a copy of its prompt's.
@@ -37,7 +37,7 @@ PerStack = dict[str, Any]  # one array for each stack of layers, or one `Int8`
 
 
 class Prefix(struct.PyTreeNode):
-  """What the layers keep of the prompts, which the G rows of a group share.
+  """The memory that layers have of the prompts, which the G rows of a group share.
 
   Attributes:
     keys: [L, P, K, S, E] for each stack with attention. A stack with fewer slots than S has those
@@ -217,7 +217,7 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   """Makes the rows of a cache the prompts of groups: what they share, and their own tokens.
 
   Args:
-    cache: Of one prompt and P rows that have filled their slots.
+    cache: A cache of one prompt and P rows that have filled their slots.
     lengths_P: int32, how many tokens each prompt has with those that all share.
   """
 
@@ -241,7 +241,7 @@ def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Pref
   `within_windows`.
 
   Args:
-    cache: Of P prompts with one row each, not rounded.
+    cache: A cache of P prompts with one row each, not rounded to int8.
     own_P: int32, how many tokens of each row are taken. States are those after all of its tokens.
     passes_P: int32, how many tokens were written after the last one that is taken.
   """

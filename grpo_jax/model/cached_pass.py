@@ -45,6 +45,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       whole = jax.tree.map(lambda x: with_axes(x, cache.axes), own)
       whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)
       decode, visible_PG = _kernel(), cache.lengths_PG + 1
+      # The row's own tokens, this one included, but none from before the window.
       visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
       tokens = decode.OwnTokens(whole, memory.place, cache.time, visible_PG)
       mask = None if prefix_mask is None else prefix_mask[..., 0, :]
@@ -147,7 +148,7 @@ def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
   """The cache after a pass over rows of `tokens` tokens without one.
 
   Args:
-    kept: Of each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
+    kept: For each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
     tokens: T.
   """
 

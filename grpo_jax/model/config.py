@@ -79,13 +79,13 @@ class LatentShape:
 
 
 class LayerKind(NamedTuple):
-  """What a layer does that others of its model may not do. Layers of one kind can be scanned.
+  """The properties by which layers of a model differ. Layers of one kind can be scanned.
 
   Attributes:
     mixer: How tokens learn of those before them: a name in `mixers.MIXERS`.
     window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
     rotated: Its queries and keys are rotated.
-    mlp: What it does with each token by itself: a name in `mlps.MLPS`.
+    mlp: How it computes each token by itself: a name in `mlps.MLPS`.
     keys: Whose keys and values its queries meet: "own", or "lent" where later layers borrow them
       too, or "borrowed": those of the layer with the same window that lends.
     keys_as_values: Its keys, before they are normalised and rotated, are its values too.
@@ -106,7 +106,7 @@ class LayerKind(NamedTuple):
 
   @property
   def parts(self) -> tuple[str, ...]:
-    """What it has that others may not have, by the names in `TensorSpec.layers`."""
+    """The parts that some layers lack and this one has, by the names in `TensorSpec.layers`."""
     has_keys = self.mixer == "attention" and self.keys != "borrowed"
     keys = ("keys",) if has_keys else ()
     values = ("values",) if has_keys and not self.keys_as_values else ()
@@ -136,8 +136,8 @@ class ModelConfig:
     output_gate: The output of attention is multiplied by sigmoid(gate), which the query projection
       computes beside each query.
     mlp_bias: The projections of the MLP have one.
-    qk_norm: What of the queries and keys is normalised before they are rotated: "head" each head,
-      "all" all heads together, "" nothing.
+    qk_norm: How queries and keys are normalised before they are rotated: "head" each head by
+      itself, "all" all heads together, "" not at all.
     activation: A name in `layers.ACTIVATIONS`.
     pre_norms: The inputs of attention and MLP are normalised.
     post_norms: The outputs of attention and MLP are normalised before they are added to the
@@ -168,7 +168,8 @@ class ModelConfig:
     borrowing_layers: The last so many layers have no keys and values. They borrow those of the last
       layer before them that has the same window.
     wide_borrowers: Their MLPs have twice as many hidden units.
-    layer_scale: What a layer returns is multiplied by a number of its own, which is not trained.
+    layer_scale: The output of each layer is multiplied by a number of its own, which is not
+      trained.
     per_layer_dim: The numbers that each layer gets of a token's embedding for that layer (see
       `layer_embeddings.py`). 0 means that there are none.
     mixers: For each layer, how it mixes tokens: a name in `mixers.MIXERS`. The empty tuple means
@@ -335,7 +336,7 @@ class ModelConfig:
     return self.rows.mesh.devices.flat[0].platform if self.rows is not None else ""
 
   def kind(self, layer: int) -> LayerKind:
-    """What a layer does."""
+    """The kind of the layer of this number: how it mixes tokens, and with which sizes."""
     window = self.windows[layer] if self.windows else 0
     borrows = layer >= self.num_layers - self.borrowing_layers
     heads = self.num_kv_heads, self.head_dim

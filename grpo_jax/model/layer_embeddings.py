@@ -51,7 +51,7 @@ class PerLayerInputs(nn.Module):
 
 
 class PerLayer(nn.Module):
-  """What a layer adds: norm(W (activation(V x) * its inputs))."""
+  """The term that a layer adds to its output: norm(W (activation(V x) * its inputs))."""
 
   config: ModelConfig
 

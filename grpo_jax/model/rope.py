@@ -11,12 +11,12 @@ import numpy as np
 
 
 class Rotation(NamedTuple):
-  """What the positions of tokens do to their queries and keys.
+  """The rotation of queries and keys by the positions of their tokens.
 
   Attributes:
-    cos: Of the angles, float32 [B, T, pairs].
-    sin: The same.
-    query_scale_BT: float32, what queries are multiplied by beside, or None.
+    cos: The cosines of the angles, float32 [B, T, pairs].
+    sin: The sines of the angles, float32 [B, T, pairs].
+    query_scale_BT: float32, a factor for each token's queries besides, or None.
   """
 
   cos: jax.Array

@@ -45,7 +45,7 @@ class TowerParts(nn.Module):
 
 
 def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") -> Visual:
-  """What the decoder reads in the place of images.
+  """The visual tokens that the decoder reads in the place of images.
 
   Gradients reach the tower if `config.vision.trained` is set.
 
@@ -146,7 +146,7 @@ def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:
   """The positions of tokens: [B, T], or [B, T, 3] where those of the prompt have three axes.
 
   Args:
-    visual: What the rows see, or None.
+    visual: The visual tokens of the rows, with their positions, or None.
     positions_BT: int32. Those after the slots of the prompt are the same on all axes.
   """
   if visual is None or visual.positions_PS3 is None:

@@ -18,7 +18,7 @@ def make_attend(implementation: str = "cudnn") -> AttendGroups:
   """The attention of groups, as `view.AttendGroups` describes it, without its caps.
 
   Args:
-    implementation: Of jax.nn.dot_product_attention. "xla" runs on any platform. For tests.
+    implementation: As jax.nn.dot_product_attention takes it. "xla" runs on any platform. For tests.
   """
 
   def attend(

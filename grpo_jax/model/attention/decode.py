@@ -45,10 +45,10 @@ class OwnTokens(struct.PyTreeNode):
 
 
 class _Blocks(NamedTuple):
-  """What the kernel reads at a time.
+  """The sizes of the blocks that the kernel reads at a time.
 
   Attributes:
-    slots: Of a block.
+    slots: The slots of a block.
     in_cache: The blocks of the cache.
     prompts: The prompts whose rows are read together.
     members: The rows of each of them.

@@ -1,4 +1,4 @@
-"""What a model family of Hugging Face is, as data."""
+"""The record that describes a model family of Hugging Face as data."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
