@@ -28,7 +28,7 @@ sg = jax.lax.stop_gradient
 
 
 class Totals(struct.PyTreeNode):
-  """What the parts of an optimizer batch share. An optimizer batch is what one update learns from.
+  """Numbers of a whole optimizer batch, which one update learns from. Its parts share them.
 
   Attributes:
     loss_weight: float32 scalar, what the aggregation divides the summed loss of the batch by.
@@ -97,7 +97,7 @@ def objective(
   7. The entropy bonus.
 
   Args:
-    stats: What the learner computed for the tokens of the batch or part, with gradients.
+    stats: The learner's statistics of the tokens of the batch or part, with gradients.
     batch: The batch or part, with its advantages and its selection.
     of_batch: The totals of the whole batch.
     algo: The `Algo` of the run.

@@ -19,7 +19,7 @@ class Flight(struct.PyTreeNode):
   """Rows in flight.
 
   Attributes:
-    cache: Of a grid of N places with Q seats each.
+    cache: The cache of a grid of N places with Q seats each.
     last_ND: The features of each prompt's last token, from which the first logits come.
     rows: The N * Q rows.
     next_N: int32, the position of the first token after each prompt, where images give prompts

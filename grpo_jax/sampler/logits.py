@@ -16,12 +16,12 @@ _FEWEST_FASTEST = 64  # rows for which padding costs a TPU less than copies
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-  """What the rows of a sampler have in common.
+  """The settings that all rows of a sampler share.
 
   Attributes:
     max_tokens: T, the longest completion.
     stop_ids: The token ids that end a completion.
-    sharding: Of the rows on a mesh of several devices. None on one device.
+    sharding: The sharding of the rows on a mesh of several devices. None on one device.
   """
 
   max_tokens: int

@@ -41,7 +41,7 @@ Step = Callable[[Any, Rows], tuple[jax.Array, Any]]
 
 
 class Drawn(struct.PyTreeNode):
-  """What rows drew in a chunk. Its N columns are rounds.
+  """The tokens that rows drew in a chunk. Its N columns are rounds.
 
   Attributes:
     is_drawn_RN: bool, whether the row drew or took a token in the round. The rest is 0 where it
@@ -110,9 +110,9 @@ def decode_chunk(
 
   Args:
     step: Computes the next logits.
-    cache: Of the rows.
+    cache: The cache of the rows.
     rows: The rows, after `draw_first`.
-    drawn: What they have drawn there. It has a column for each round, after the first.
+    drawn: The tokens of this chunk so far. It has a column for each round, after the first.
     decoding: Stop ids and the longest completion.
     chunk: When it ends.
 

@@ -170,7 +170,7 @@ TOKEN_WEIGHTS["second_moment"] = TokenWeight(
 
 @dataclasses.dataclass(frozen=True)
 class SelectionSettings(SecondMomentSettings, TopEntropySettings, SurrogateSettings, RatioSettings):
-  """What the selection reads: the settings of all token weights, and the choices of other axes."""
+  """The settings of all token weights, and the choices of other axes that the selection reads."""
 
 
 def is_needed(algo: SelectionSettings) -> bool:
