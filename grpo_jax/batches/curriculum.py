@@ -60,7 +60,7 @@ class PassRateCurriculum:
     If two epochs have too few, the first ones that were passed over fill the batch.
 
     Args:
-      memory: What the run remembers.
+      memory: The counts that the run remembers of each prompt, and its position.
       step: The GRPO step, from 0.
       count: How many prompts a batch has.
 

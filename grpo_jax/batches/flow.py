@@ -48,9 +48,9 @@ class DrawnGroups(NamedTuple):
   """All groups that were drawn for a step.
 
   Attributes:
-    groups: In the order of their numbers.
-    prompts: Theirs, if they are one batch of prompts. Otherwise None.
-    report: What happened while they were scored.
+    groups: The groups in the order of their numbers.
+    prompts: Their prompts, if they are one batch of prompts. Otherwise None.
+    report: The report on their scoring.
     after: The number of the first group that no step has yet.
   """
 

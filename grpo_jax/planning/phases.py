@@ -19,7 +19,7 @@ class Phase:
   Attributes:
     name, runs, tokens: As in `Program`.
     memory: Bytes on one device by kind. Empty if the program cannot be compiled.
-    counted: What one device does in one run, or None in that case.
+    counted: The work of one device in one run, or None if the program cannot be compiled.
     compile_seconds: How long its compilation took.
     failure: Why it needs more memory than the device has, by its compiler. "" if it was compiled.
   """

@@ -1,4 +1,4 @@
-"""What a call from a notebook or a script must leave behind: nothing."""
+"""Restores the state of a caller, a notebook or a script, so that a call leaves nothing behind."""
 
 from collections.abc import Iterator
 import contextlib

@@ -14,7 +14,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class _Compiling(threading.local):
-  """What a thread compiles."""
+  """The compilation that a thread is busy with."""
 
   work: Work | None = None
 

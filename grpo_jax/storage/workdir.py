@@ -81,7 +81,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def unfinished(directory: Path) -> list[Path]:
-  """What saves have left in this folder that were killed or that failed."""
+  """The files in this folder that saves left behind when they were killed or failed."""
   with reaching(directory):
     if is_bucket(directory):
       return [path for path in _numbered(directory) if not _is_complete(path)]

@@ -51,8 +51,8 @@ class Instruction:
 
   Attributes:
     name: Its name, unique in the program.
-    opcode: What it does, such as `fusion`.
-    arrays: What it computes: the leaves of a tuple in their order.
+    opcode: The name of its operation, such as `fusion`.
+    arrays: Its results: the leaves of a tuple in their order.
     operands: The names of the instructions whose results it takes.
     inputs: The text between its parentheses, such as the value of a constant.
     attributes: The text after them.
