@@ -1,4 +1,4 @@
-"""What a launcher is, and what the launchers share."""
+"""The record of a launcher, and the functions that launchers share."""
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib

@@ -52,7 +52,7 @@ def work(units: Sequence[Unit], start: Callable[[Unit], StartedRun], at_once: in
   second one makes them leave at once, and the third one kills them.
 
   Args:
-    units: What to train.
+    units: The runs to train.
     start: Starts a run, or reserves room for it.
     at_once: How many are started at once.
 

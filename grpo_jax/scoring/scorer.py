@@ -39,7 +39,7 @@ _MOST_COMPARED, _MOST_TRIALS = 16, 4  # rows for a first call of a function, and
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What happened while completions were scored, on all processes. Reports can be added.
+  """The failures and logged values of scoring, on all processes. Reports can be added.
 
   Attributes:
     failed: How many completions have no reward for a reason, by metric.
@@ -72,7 +72,7 @@ class Scores(struct.PyTreeNode):
   Attributes:
     rewards: As numpy arrays, the same on every process.
     extras_PG: object array of dicts: what functions gave to log_extra, by column.
-    report: What happened.
+    report: The failures and logged values.
   """
 
   rewards: Rewards
@@ -127,7 +127,7 @@ class Scorer:
       functions: The reward functions.
       hosts: The processes that score.
       decode_text: Makes a text from token ids.
-      caller: What calls the functions.
+      caller: Calls the functions.
       needs_steps: Whether the advantage reads the rewards of steps, placed on tokens.
     """
     self._functions = [one.function for one in functions]
@@ -322,7 +322,7 @@ class Scorer:
     return Scores(rewards, self._extras(answers, P, G), self._report(answers, place))
 
   def _extras(self, answers: Mapping[str, rewards_lib.Answer], P: int, G: int) -> np.ndarray:
-    """What log_extra got, of all processes."""
+    """The dicts that functions gave to log_extra, of all processes."""
     rows: list[dict[str, Any]] = [{} for _ in range(P * G)]
     for answer in answers.values():
       for column, values in answer.extras.items():
@@ -426,7 +426,7 @@ def _rows_of_tasks(
 
 
 def _unreadable(kinds: _Kinds, row: Mapping[str, Any]) -> str:
-  """What keeps a function from reading a row. "" if nothing does."""
+  """The reason why a function cannot read a row. "" if it can."""
   for names, types in kinds.items():
     value = _first(names, row)
     if value is None:
@@ -474,7 +474,7 @@ def _made_up_columns(prompts: Prompts, place: int) -> dict[str, list[Any]]:
 
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
-  """What reward functions are called with: a value for each of the completions.
+  """The arguments of reward functions: for each a list with a value for every completion.
 
   Args:
     rollouts: The completions of the prompts that this process scores.

@@ -101,7 +101,7 @@ def run_steps(
 
 
 class StepResult(NamedTuple):
-  """What a step returns.
+  """The result of a step.
 
   Attributes:
     state: The state after the step.
