@@ -189,7 +189,7 @@ def _close(name: str, known: list[str]) -> str:
 
 
 def _problem(value: Any, default: Any) -> str:
-  """The requirement that a value of a knob with this default misses. Empty if it misses none."""
+  """The requirement that a value of a knob with this default breaks. Empty if it breaks none."""
   kind = type(default)
   if default is None:  # the package says what it may be
     return ""

@@ -154,7 +154,7 @@ def check_ranges(config: Any, prefix: str = "") -> None:
 
 
 def _unusable(value: Any) -> str:
-  """The requirement that a value misses which cannot be computed with or written. Else empty."""
+  """The requirement that a value breaks which nobody can compute with or write. Else empty."""
   if type(value) is int and abs(value) > LARGEST_INT:
     return f"it must be between -{LARGEST_INT} and {LARGEST_INT}"
   if type(value) is float and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:

@@ -161,6 +161,7 @@ def _surrogate_loss(terms: Terms, batch: Batch, algo: Algo) -> jax.Array:
     dropped_PGT = (terms.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold)
     loss_PGT = jnp.where(dropped_PGT, 0, loss_PGT)
   if not surrogate.weighs_tokens_itself:
+    # A loss that is not finite stays so when it is multiplied by 0. The mask makes it 0.
     loss_PGT = masked.masked(loss_PGT * terms.weights_PGT, terms.weights_PGT)
   if not surrogate.applies_correction_itself:
     loss_PGT = loss_PGT * terms.corrections_PGT

@@ -89,7 +89,7 @@ def _routes(batch: Batch, in_row: int, inputs: model.Packing | None, replays: bo
   if batch.experts_PGTY is None:
     return model.Routes(counted_PN)
   given = _join(batch.prompt_experts_PSY, batch.experts_PGTY, in_row, inputs)
-  # Compared are the completions alone, whose tokens the sampler drew.
+  # Statistics compare the experts of completions alone, though the sampler keeps a prompt's, too.
   of_completions_PN = counted_PN.at[:, :S].set(False)
   return model.Routes(counted_PN, given, of_completions_PN, replays)
 

@@ -153,6 +153,7 @@ def _stats_of_chunk(
 ) -> Stats:
   temperature_B11 = temperature_B[:, None, None]
   logits = model.unembed(params, options.model, chunk.hidden_BTD) / temperature_B11
+  # The maximum cancels out of log-probs and entropies, so it needs no gradient.
   largest_BT = checkpoint_name(jax.lax.stop_gradient(logits.max(-1)), _KEPT)
   weights = jnp.exp(logits - largest_BT[..., None])
   total_BT = checkpoint_name(weights.sum(-1), _KEPT)

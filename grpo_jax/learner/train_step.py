@@ -414,6 +414,7 @@ def with_balance_loss(
     return completion_features(params, config, part, learner.saved_activations)[1]
 
   def prepare(batch: Batch, routing: Routing | None) -> Batch:
+    # It gives the loads. The gradient goes through the probabilities of each part's own pass.
     return batch.replace(routing=jax.lax.stop_gradient(routing))
 
   def totals_and_routing(batch: Batch, coefs: Coefficients) -> tuple[Any, Routing | None]:

@@ -176,6 +176,7 @@ def _own_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Array:
     window: As in `View`.
   """
   place_T1 = jnp.arange(tokens)[:, None]
+  # How many tokens ago each slot was written. Older slots than the row has tokens are not its own.
   age_TC = (cache.time + place_T1 - jnp.arange(slots)) % slots
   mask = age_TC <= cache.lengths_PG[:, None, :, None, None, None] + place_T1
   return mask & (age_TC < window) if window else mask

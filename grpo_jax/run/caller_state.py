@@ -1,4 +1,4 @@
-"""Restores the state of a caller, a notebook or a script, so that a call leaves nothing behind."""
+"""Undoes what a call leaves behind in a notebook or a script: JAX's settings and memory."""
 
 from collections.abc import Iterator
 import contextlib

@@ -115,6 +115,7 @@ def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
   axes = config.rows.spec[0]
 
   def own(x: jax.Array) -> PartitionSpec:
+    """Keys or values [L, P, K, G, C, E]: places P over the shards, heads K over `tensor`."""
     return PartitionSpec(*[None] * (x.ndim - 5), axes, config.axis_of(x.shape[-4]))
 
   def of_prompts(x_LPKSE: jax.Array) -> PartitionSpec:

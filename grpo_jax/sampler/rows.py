@@ -161,6 +161,7 @@ def _draw(
   token_R, *logprobs = sample_token(
     logits_RV, uniforms_RU, rows.settings, is_barred_RV, decoding.sharding
   )
+  # A given token is not the policy's: it has no log-prob, and ends no row even if it is a stop id.
   token_R = jnp.where(is_given_R, given_R, token_R.astype(jnp.int32))
   logprobs = [jnp.where(is_given_R, 0, x_R) for x_R in logprobs]
   stops_R = draws_R & ~is_given_R & (token_R[:, None] == stop_ids).any(-1)

@@ -168,7 +168,7 @@ class Trainer:
     return state, step
 
   def _remarks_on_ahead(self, state: RunState, step: int) -> tuple[str, ...]:
-    """Warns of a checkpoint that lacks its batches drawn ahead, as that of a run that was over."""
+    """Warns if a checkpoint lacks the batches drawn ahead, as that of a run that was over does."""
     rollout = self._config.rollout
     is_within = self.first_grpo_step < step < self.last_step
     if not is_within or self.ahead is None or rollout.weights != "fixed":

@@ -150,10 +150,10 @@ SURROGATES["clip_cov"] = Surrogate(
 def kl_cov(terms: Terms, algo: KlCovSettings) -> jax.Array:
   """-w A, plus cov_kl_coef |d| at the chosen tokens (2505.22617, eq. 12-13).
 
-  Entropy falls fastest at likely tokens with a high advantage, which are those of high covariance.
-  `kl_cov_select` chooses a few of them. There, the penalty holds the policy near the old one, where
-  `clip_cov` drops the gradient. d is the log-prob minus the old one, lp - old. The gradient of |d|
-  is 0 where d is 0, so the first update of a batch has no penalty.
+  The paper finds that the policy's entropy falls as fast as log-probs and advantages covary, and
+  that a few tokens make most of this covariance. `kl_cov_select` chooses these. Where `clip_cov`
+  drops their gradient, `kl_cov` holds their log-prob lp near the old one: |d| = |lp - old| is the
+  penalty. Its gradient is 0 where d is 0, as it is in the first update of a batch.
 
   Args:
     terms: Arrays [P, G, T].

@@ -61,7 +61,7 @@ class Problems(Generated):
     )
 
   def _entry(self, place: int) -> dict[str, Any]:
-    """What the package makes of a seed, which is the first one of the split plus `place`."""
+    """The package's problem for a seed, which is the first one of the split plus `place`."""
     size = _BLOCKS.get(self._task.name, _BLOCK)
     block, within = divmod(place, size)
     seed = FIRST_SEED[self._split] + block * size

@@ -144,7 +144,7 @@ class Template:
     Args:
       conversations: The conversations.
       generation_prompt: Whether a text ends with the marks that open the assistant's answer.
-      given: What else the template may use, such as {"eos_token": "</s>"}.
+      given: Further variables of the template, such as {"eos_token": "</s>"}.
       tools: The functions that the assistant may call, as JSON schemas, or None.
 
     Raises:

@@ -180,7 +180,7 @@ def scan_tokens(
   if is_token_BT is None:
     tails = jax.tree.map(lambda x: x[:, T:], with_tails)
   else:
-    # With a decay of exp(0) and a strength of 0, padding leaves the memory as it is.
+    # With a decay of exp(0) and a strength of 0, padding leaves the state as it is.
     is_token = is_token_BT[..., None, None]
     log_decay, strength = jnp.where(is_token, log_decay, 0), jnp.where(is_token, strength, 0)
     from_BW = is_token_BT.sum(1)[:, None] + jnp.arange(W - 1)

@@ -163,7 +163,8 @@ def _written_by_fusion(instruction: Instruction, inside: Computation) -> float:
   roots = [root]
   if root.opcode == "tuple":
     roots = [inside.operand(root, i) for i in range(len(root.operands))]
-  # Parts that are tuples themselves: which slices they replace is not looked up.
+  # Where instructions and results do not match one to one, no slice is looked up: what is handed on
+  # counts nothing, and every other result as a whole.
   if len(roots) != len(instruction.arrays):
     handed_on = instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}")
     skipped = {int(number) for number in re.findall(r"\{(\d+)\}: ", handed_on)}
@@ -189,6 +190,6 @@ def _is_elsewhere(instruction: Instruction, inside: Computation) -> bool:
 
 
 def _moved(size: float, arrays: tuple[Array, ...]) -> float:
-  """The share of `size` bytes that moves in main memory: as large as that of the arrays there."""
+  """`size` bytes, times the share of the arrays that lies in main memory."""
   whole = math.fsum(array.bytes for array in arrays)
   return size * math.fsum(array.main_bytes for array in arrays) / whole if whole else 0.0

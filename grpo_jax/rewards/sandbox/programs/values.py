@@ -54,7 +54,7 @@ def decode(data: Any, object_of: Any, exception_of: Any = None) -> Any:
   """The inverse.
 
   Args:
-    data: What `encode` returned on the other side.
+    data: The JSON value that `encode` returned on the other side.
     object_of: object_of(number) returns what stands for the other side's object.
     exception_of: exception_of(description) returns what stands for its class of an exception.
   """
