@@ -79,7 +79,7 @@ def parse(call: str, key: str) -> GymTask:
   """Reads a task with its knobs. `open_dataset` checks what the values are together.
 
   Args:
-    call: Such as `gsm_symbolic` or `chain_sum(min_terms=2)`.
+    call: The task, such as `gsm_symbolic` or `chain_sum(min_terms=2)`.
     key: The config key that holds it, for error messages.
 
   Raises:

@@ -162,7 +162,7 @@ class Visual(struct.PyTreeNode):
     return self.seen_PS >= 0
 
   def after(self, tokens: int) -> "Visual":
-    """The same for prompts without their first tokens, which see no image."""
+    """The visual tokens of prompts that lack their first `tokens` tokens, which see no image."""
     axes_PS3 = self.positions_PS3
     return self.replace(
       seen_PS=self.seen_PS[:, tokens:],

@@ -62,7 +62,7 @@ class Cache(struct.PyTreeNode):
     keys: [L, P, K, G, C, E] for each stack, without the axis L if it is 1 and without those of P, K
       and G that are not in `axes`. With `config.cache_dtype`, each is an `Int8`. Each stack has a C
       of its own: `slots`, or less with a window.
-    values: The same.
+    values: The values, in arrays like those of the keys.
     time: int32 scalar, how many tokens were written. Token number n lies in slot n modulo C.
     lengths_PG: int32, how many of the tokens written last are a row's own. At most `slots`.
     prefix: The prompts of the groups, or None where the rows share no prompt.

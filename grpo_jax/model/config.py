@@ -65,7 +65,8 @@ class LatentShape:
     rank: The numbers of a latent.
     query_rank: The numbers of the vector from which queries come. 0: they come from the token.
     key_dim: The numbers of a key that come from the latent.
-    rope_dim: Those that are rotated, the same for all heads. With `key_dim`, they make up E.
+    rope_dim: The numbers of a key that are rotated, the same for all heads. With `key_dim`, they
+      make up E.
     value_dim: The numbers of a value.
     interleaved: Neighbouring numbers are rotated together, instead of those half a head apart.
   """
@@ -159,7 +160,7 @@ class ModelConfig:
     local_rope_scaling: How these frequencies are scaled, or None.
     query_growth: Queries are multiplied by 1 + query_growth * log(1 + floor(position / original)),
       with the original positions of `rope_scaling`. 0 means that they are not.
-    rotary_dim: So many numbers of a head are rotated, the first ones. 0 stands for E.
+    rotary_dim: How many numbers of a head are rotated, the first ones. 0 stands for E.
     unrotated_layers: The layers whose queries and keys are not rotated.
     global_head_dim: E of the layers without a window. 0 stands for `head_dim`.
     global_kv_heads: K of these layers. 0 stands for `num_kv_heads`.
@@ -167,7 +168,7 @@ class ModelConfig:
     value_norm: Each head of the values is normalised, without a scale.
     borrowing_layers: The last so many layers have no keys and values. They borrow those of the last
       layer before them that has the same window.
-    wide_borrowers: Their MLPs have twice as many hidden units.
+    wide_borrowers: The MLPs of the layers that borrow have twice as many hidden units.
     layer_scale: The output of each layer is multiplied by a number of its own, which is not
       trained.
     per_layer_dim: The numbers that each layer gets of a token's embedding for that layer (see
@@ -183,12 +184,12 @@ class ModelConfig:
     expert_dim: M.
     normalise_shares: The weights of a token's U experts are divided by their sum. Otherwise they
       are the router's scores.
-    share_scale: And then multiplied by it.
+    share_scale: These weights are then multiplied by it.
     router: How logits become scores: "softmax" over all experts, or "sigmoid", which also adds a
       number of each expert that balances their loads (see `mlps.router.route`).
     router_bias: The router has one.
-    router_groups: The experts lie in so many groups. A token's are in its best groups.
-    router_groups_used: So many.
+    router_groups: The number of groups that the experts are divided into.
+    router_groups_used: The number of groups, a token's best ones, that its experts come from.
     expert_bias: The projections of experts have a bias.
     shared_dim: The hidden units of an MLP beside the experts, through which every token goes.
     shared_gate: Its output is multiplied by sigmoid(gate), one number for each token.

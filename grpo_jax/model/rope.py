@@ -37,9 +37,9 @@ class RopeScaling:
     attention_factor: yarn and longrope multiply cos and sin by it.
     mscale_all_dim: Latent attention multiplies scores by (0.1 mscale_all_dim log(factor) + 1)^2.
     truncate: yarn rounds the range of dimensions outwards.
-    short_factors: longrope divides each frequency by its own factor: by these while no text is
+    short_factors: longrope divides each frequency by its own factor: one of these while no text is
       longer than the original ones.
-    long_factors: And else by these.
+    long_factors: The factors of longrope for longer texts.
     share: proportional rotates this share of the pairs.
   """
 

@@ -111,7 +111,7 @@ def features(
     lengths_B: int32, how many of the T tokens each row has. What follows is padding. Only layers
       that recur need to know. None means that there is none.
     visual: The visual tokens that take the place of the first tokens of each row, one row for each
-      prompt, or None. Their positions are used, too.
+      prompt, or None. Its positions take the place of the tokens' own.
 
   Returns:
     Final hidden states [B, T, D], and the cache with these tokens in it.

@@ -135,7 +135,7 @@ def split_lines(
   Args:
     found: The simulated splits.
     in_turn: A run that samples and learns in turn, on all devices.
-    ahead: The same with rollout.max_staleness=1, where rewards do not wait.
+    ahead: A run on all devices with rollout.max_staleness=1, where rewards do not wait.
     devices: How many there are.
   """
   rows = [[*_SIDES, *_MEASURED], [str(devices), "in turn", "0", *_cells(in_turn, in_turn)]]

@@ -49,7 +49,7 @@ def devices_of(topology: str, chips: int | None) -> list[Any]:
   """The devices of a topology, which need not exist. The devices of a CPU do.
 
   Args:
-    topology: Such as v5e:2x2, h100:8, or cpu:N for N devices on this machine.
+    topology: A name such as v5e:2x2 or h100:8, or cpu:N for N devices on this machine.
     chips: How many chips to take, from the first on. None means all.
 
   Raises:

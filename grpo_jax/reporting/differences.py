@@ -41,7 +41,8 @@ def compare(one: str, other: str) -> Iterator[Compared]:
 
   Yields:
     For metrics, completions, the frozen reference and checkpoints: the first difference, if there
-    is one. It compares the digests that were saved with checkpoints, and reads no array.
+    is one. For checkpoints it compares the digests that were saved with the arrays, and reads no
+    array.
 
   Raises:
     ConfigError: A folder is not that of a run, or a file is damaged.

@@ -30,7 +30,7 @@ class Caller:
 
   Attributes:
     pool: The workers, or None.
-    stops_on_error: As given.
+    stops_on_error: Whether an error of a function for a completion is raised.
   """
 
   def __init__(self, pool: Pool | None, stops_on_error: bool = True) -> None:

@@ -135,7 +135,7 @@ def compile_ahead(run: Run, compiler: Compiler) -> None:
 
   Args:
     run: The run. Its prompts are read.
-    compiler: Who compiles.
+    compiler: Compiles them in the background.
   """
   config, parts = run.config, _Parts(run)
   if config.samples_in_turn and not config.keeps_flight and not config.environment.harness:

@@ -58,8 +58,8 @@ class Prompts(struct.PyTreeNode):
 
   Attributes:
     tokens_nS: int32, right-padded.
-    lengths_n: int32, their tokens.
-    shared: So many tokens at their start are the same in all of them, and computed once. They
+    lengths_n: int32, how many tokens each prompt has.
+    shared: How many tokens at their start are the same in all of them, and computed once. They
       end before the first image.
     images: The images of the prompts, encoded or not, or None if they have none.
   """

@@ -70,7 +70,7 @@ class Scores(struct.PyTreeNode):
   """The rewards of P groups.
 
   Attributes:
-    rewards: As numpy arrays, the same on every process.
+    rewards: The rewards as numpy arrays, the same on every process.
     extras_PG: object array of dicts: what functions gave to log_extra, by column.
     report: The failures and logged values.
   """

@@ -1,4 +1,4 @@
-"""Calls the user's function after each step, with the step's metrics and completions."""
+"""Calls the user's function after each step, with the step's metrics."""
 
 from collections.abc import Callable, Mapping
 import dataclasses

@@ -127,7 +127,7 @@ class Trainer:
     return remote
 
   def _draws_ahead(self, stack: contextlib.ExitStack) -> Ahead | None:
-    """Makes the drawer of batches for later steps, as config.rollout says. `stack` closes it."""
+    """Makes the object that draws batches for later steps, or None. `stack` closes it."""
     config, rollout = self._config, self._config.rollout
     if not rollout.max_staleness:
       return None

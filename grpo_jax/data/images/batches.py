@@ -93,7 +93,7 @@ def padded_sizes(
     pictures: The most pictures of a prompt of the batch.
     tokens: The most visual tokens of a picture of the batch.
     patches_per_token: How many patches become a visual token.
-    most: These two numbers for all prompts of the split, if they are known.
+    most: The largest `pictures` and `tokens` of all prompts of the split, if they are known.
   """
   count, size = _step(pictures), _step(tokens)
   if most is not None:

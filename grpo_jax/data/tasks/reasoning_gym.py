@@ -99,7 +99,7 @@ def sources(path: str) -> tuple[str, ...]:
   """The entries of data.mixture that data.path stands for: one for each task that it names.
 
   Args:
-    path: Such as `chain_sum(min_terms=2),gsm_symbolic`. NAME=TASK gives a task another name.
+    path: Tasks, as `chain_sum(min_terms=2),gsm_symbolic`. NAME=TASK gives a task another name.
 
   Raises:
     ConfigError: It names none.

@@ -96,7 +96,7 @@ def options_of(entries: Sequence[str]) -> dict[str, Any]:
   """The values of data.chat_template_kwargs, by their names.
 
   Args:
-    entries: Such as "enable_thinking=False".
+    entries: The entries, such as "enable_thinking=False".
 
   Raises:
     ConfigError: One is not NAME=VALUE with a plain value, or has a name that is not free.

@@ -65,7 +65,7 @@ def attend_packed(
   token_PN: jax.Array,
   view: View,
 ) -> jax.Array:
-  """The same for completions that lie one after another in a stream of N - S slots.
+  """Attention of groups whose completions lie one after another in a stream of N - S slots.
 
   Its scores are [N, N] for each group, where those of rows are [G, T, T].
 

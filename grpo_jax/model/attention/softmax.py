@@ -35,7 +35,7 @@ class Own(NamedTuple):
   Attributes:
     keys: [P, K, G, C, E], without the axes that are not in `axes`, whose length is 1. An array or
       `Int8`.
-    values: The same.
+    values: The values, in the form of the keys.
     axes: Which of p, k and g the keys and values have.
   """
 

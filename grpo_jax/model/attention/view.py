@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 class View:
   """Which tokens of a group see each other, and how their scores become weights.
 
+  A group has N = S + G * T slots: its prompt, right-padded, then its completions one after another.
   A token of the prompt sees itself and the tokens before it, and with `pictures_PS` all tokens of
   its picture. A token of a completion sees the prompt's tokens, itself and the tokens before it in
   its own completion.
-  prompt's tokens, itself and the tokens before it in its own completion.
 
   Attributes:
     prompt_slots: S.

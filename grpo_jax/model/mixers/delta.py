@@ -64,7 +64,7 @@ class Tails(struct.PyTreeNode):
 
   Attributes:
     q: [B, W - 1, J, A], or [W, J, A].
-    k: The same.
+    k: The shape of q.
     v: [B, W - 1, J, R, N], or [W, J, R, N].
   """
 

@@ -40,7 +40,7 @@ def attend(
 def _attend_pictures(
   q_BNAE: jax.Array, k_BNAE: jax.Array, v_BNAE: jax.Array, seen_BN: jax.Array
 ) -> jax.Array:
-  """As many pictures at a time as fit, and of a picture as many queries."""
+  """Attention within pictures, for as many pictures and queries at a time as fit."""
   B, N, A, _ = q_BNAE.shape
   chunk = N if A * N * N <= MAX_SCORES else min(MAX_CHUNK, N, max(8, MAX_SCORES // (A * N)))
   fitting = max(1, MAX_SCORES // (A * N * chunk))

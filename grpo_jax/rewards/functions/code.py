@@ -154,10 +154,10 @@ def code(
     code: A solution of each problem, if there is one. It says which names tests read of a program.
     place: The names of the rows in messages, such as a file and its line.
     partial: Give the share of the tests that pass instead.
-    fraction: Its earlier name.
+    fraction: The earlier name of `partial`.
     seconds: The time limit for a completion with its tests, wall clock and CPU. Tests that have not
       passed by then have failed.
-    case_seconds: The same for each case, where tests are inputs with their outputs.
+    case_seconds: The time limit for each case, where tests are inputs with their outputs.
     memory: The memory limit in GiB, for the code and for the tests. numpy needs 0.25.
     at_once: How many completions run at once. At most their number times `seconds` / at_once goes
       by, so reward.timeout should be longer.

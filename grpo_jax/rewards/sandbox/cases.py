@@ -41,8 +41,8 @@ class Clock:
   """Limits of time, in seconds.
 
   Attributes:
-    whole: Cases that have not passed by then have failed.
-    case: The same for each case.
+    whole: The limit of all cases. Those that have not passed by then have failed.
+    case: The limit of each case.
   """
 
   whole: float
