@@ -412,7 +412,7 @@ class Collector:
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
     max_tokens = self._config.sampling.max_tokens
     of_prompts, lengths_PG = completions.prompt_experts_PSY, completions.lengths_PG
-    # Those of prompts have no completion tokens, and no update reads versions.
+    # Experts of prompts have no axis T to cut, and no update reads versions.
     completions = completions.replace(prompt_experts_PSY=None, versions_PGT=None)
     completions, rewards = cut((completions, rewards), lengths_PG, max_tokens)
     completions = completions.replace(prompt_experts_PSY=of_prompts)

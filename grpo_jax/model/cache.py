@@ -277,7 +277,7 @@ def with_slots(config: ModelConfig, cache: Cache, slots: int) -> Cache:
 
   def own(new_C: int, stack: jax.Array) -> jax.Array:
     age_C = (time - 1 - jnp.arange(new_C)) % new_C
-    # What is older than all old slots is what no row sees.
+    # New slots that are older than all old ones get any token, because no row sees them.
     return jnp.take(stack, (cache.time - 1 - age_C) % stack.shape[-2], axis=-2)
 
   def resized(old: PerStack) -> PerStack:

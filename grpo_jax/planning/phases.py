@@ -89,7 +89,7 @@ def _memory(program: Program, sizes: Any, temporary: float, stage: Stage) -> dic
   arguments = sizes.argument_size_in_bytes - sum(program.held[kind] for kind in program.taken)
   outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
   cache = stage.cache
-  # What makes the cache returns it. The others take it.
+  # A program that makes the cache returns it. The others take it as an argument.
   if arguments >= cache:
     arguments -= cache
   else:

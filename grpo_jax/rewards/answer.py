@@ -14,7 +14,7 @@ from grpo_jax.settings import RunFailed, shown
 # float32 holds the squares of such rewards, and sums of them over any batch, which variances need.
 LARGEST = 1e15
 
-# What a row of metrics.jsonl, or of log.console=json, has beside metrics.
+# The keys that a row of metrics.jsonl, or of log.console=json, has beside metrics.
 _COLUMNS_OF_A_ROW = ("step", "time", "event")
 
 # The steps of one completion, as pairs (end in characters, reward).

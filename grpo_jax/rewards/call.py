@@ -32,7 +32,7 @@ from grpo_jax.settings import ConfigError, RunFailed
 SECONDS_BETWEEN_WARNINGS = 60.0
 # No function gets a column of this name: the method __call__ of an object has such an argument.
 HIDDEN = "self"
-# What every function gets beside the columns.
+# The arguments that every function gets beside the columns.
 EXTRA_ARGUMENTS = ("step", "log_metric", "log_extra")
 
 Columns = Mapping[str, Sequence[Any]]

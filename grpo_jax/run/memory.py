@@ -29,7 +29,7 @@ _PROMPT_COPIES_ON_TPU = 2.0
 _GROWN = 0.5  # of the keys and values of rows, beside which they lie before their slots double
 # A sampler may hold logits and tempered ones, and with filters filtered ones and their weights.
 _LOGITS_COPIES, _LOGITS_COPIES_OF_FILTERS = 2, 4
-# Of a chunk in an update: logits and their gradient. A CPU writes weights and theirs, too.
+# A chunk in an update has logits and their gradient. A CPU also writes weights and theirs.
 _CHUNK_COPIES, _CHUNK_COPIES_ON_CPU = 2, 4
 
 

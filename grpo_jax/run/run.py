@@ -35,7 +35,7 @@ from grpo_jax.types import Images, Visual
 
 STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
 
-# Of a folder, which grpo_jax reads or, of videos, other programs.
+# Files of a model's folder that grpo_jax reads or, in the case of videos, other programs.
 _PROCESSOR_FILES = (
   "processor_config.json",
   "preprocessor_config.json",

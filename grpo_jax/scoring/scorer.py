@@ -408,7 +408,7 @@ def _some_places(prompts: Prompts) -> list[int]:
   return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
 
 
-# What a function reads: for each of its columns, or for some of which it needs one, the types.
+# The types that a function reads: for each of its columns, or for several of which it needs one.
 _Kinds = Mapping[tuple[str, ...], tuple[type, ...]]
 
 

@@ -36,7 +36,7 @@ class OfProgram:
         " object with __len__ and __getitem__"
       )
     self._rows, self._name = rows, name
-    # Of a Dataset. Arrow gives the objects of its messages the keys of all others, with None.
+    # A Dataset has them. Arrow gives the objects of its messages the keys of all others, with None.
     self._column_names = getattr(rows, "column_names", None)
 
   def __len__(self) -> int:

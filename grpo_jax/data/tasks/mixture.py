@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   from grpo_jax.config import Data
 
 _SOURCE = re.compile(r"(?:(?P<name>\w+)=)?(?P<task>\w+)(?::(?P<path>.+))?", re.DOTALL)
-# Of an epoch. A run remembers 8 bytes of each: see Curriculum.
+# The most places of an epoch. A run remembers 8 bytes of each: see Curriculum.
 _MOST_PLACES = 2**27
 
 

@@ -63,7 +63,7 @@ def _attend_picture(
   padding = chunks * chunk - N
   q_NAE = jnp.pad(q_NAE, ((0, padding), (0, 0), (0, 0)))
   sees_N = jnp.pad(seen_N, (0, padding), mode="edge")
-  # What each chunk adds to the gradient of keys and values is summed in float32.
+  # The gradient of keys and values, to which each chunk adds, is summed in float32.
   keys_and_values = k_NAE.astype(jnp.float32), v_NAE.astype(jnp.float32)
 
   @jax.checkpoint

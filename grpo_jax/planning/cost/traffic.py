@@ -24,7 +24,7 @@ FREE = frozenset(
   "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id domain"
   " opt-barrier add-dependency async-update".split()
 )
-# What the compiler for TPUs calls and what moves nothing.
+# Custom calls of the compiler for TPUs that move nothing.
 _FREE_CALLS = (
   "AllocateBuffer",
   "AssumeGatherIndicesInBound",
