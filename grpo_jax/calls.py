@@ -26,7 +26,7 @@ def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
   """A name in a config as (name, values of its parameters).
 
   Args:
-    name: Such as `cosine(max_length=512)` or `strict`.
+    name: The name, such as `cosine(max_length=512)` or `strict`.
     key: The config key that holds it, for error messages.
 
   Raises:

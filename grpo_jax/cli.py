@@ -1,4 +1,4 @@
-"""What the entry points share: flags, and errors of the user as one line and exit code 2."""
+"""The part that entry points share: flags, and errors of the user as one line and exit code 2."""
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
@@ -93,7 +93,7 @@ def define_config_flag(
   """Defines --config, which `config_from_flags` reads.
 
   Args:
-    meaning: What --help says.
+    meaning: The text that --help shows.
     values: The flags that get it.
     argv: The command line with its overrides. None means that of this program.
   """
@@ -238,7 +238,7 @@ def flag_error(error: BaseException, overrides: list[tuple[str, str]]) -> Config
   """The error for what was raised while flags were read.
 
   Args:
-    error: What was raised.
+    error: The error that was raised.
     overrides: (key, value) of each --config.KEY=VALUE, and ("", FILE) of --config=FILE.
   """
   for key, value in overrides:

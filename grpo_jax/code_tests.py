@@ -32,8 +32,8 @@ class Case:
   Attributes:
     input: The text on standard input, or the arguments of a call.
     output: The text on standard output, or the value that the call returns.
-    function: What is called: a function of the program, or a method of its class Solution. "" runs
-      the whole program.
+    function: The function of the program to call, or a method of its class Solution. "" runs the
+      whole program.
     boxed: Whether `output` may be a list with the value in it, as APPS writes values.
   """
 
@@ -45,13 +45,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-  """What decides whether a program is right: `cases`, or `asserts` where there are none.
+  """The tests of a program: `cases`, or `asserts` where there are none.
 
   Attributes:
     cases: Inputs with their outputs.
     asserts: Programs that call the one under test, and raise an exception if it is wrong.
-    setup: What the asserts need before them.
-    header: What stands before the program, such as imports and the head of a function.
+    setup: Code that the asserts need before them.
+    header: Code before the program, such as imports and the head of a function.
     entry: The function that the header begins. A program that does not define it goes on where the
       header ends.
   """
@@ -71,7 +71,7 @@ class Layout:
     name: The data set.
     fits: Whether a row is written so.
     tests: The tests of such a row. Raises Unreadable.
-    question: What the policy is asked: a text or messages. Raises Unreadable.
+    question: The question for the policy: a text or messages. Raises Unreadable.
     solution: A program that is right, or "".
   """
 
@@ -123,7 +123,7 @@ def _cases(given: Any, name: str, function: str = "") -> tuple[Case, ...]:
   Args:
     given: The value.
     name: Its column, for messages.
-    function: What a case calls whose type is functional.
+    function: The name that a case calls whose type is functional.
   """
   given = _json(given, name)
   if isinstance(given, Mapping):
@@ -264,7 +264,7 @@ def _mbpp_tests(row: Row) -> Tests:
 
 
 def _imports(row: Row) -> list[str]:
-  """What tests import in the sanitized MBPP."""
+  """The lines by which tests import modules in the sanitized MBPP."""
   imports = row.get("test_imports") or []
   imports = [imports] if isinstance(imports, str) else imports
   if not isinstance(imports, list) or not all(isinstance(line, str) for line in imports):

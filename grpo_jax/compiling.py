@@ -47,9 +47,9 @@ class Jitted:
     """Compiles nothing yet.
 
     Args:
-      function: What is compiled.
-      key: (arguments of a call) -> what tells apart the programs that they need.
-      options: Of `jax.jit`.
+      function: The function to compile.
+      key: (arguments of a call) -> a key that differs where calls need different programs.
+      options: Options of `jax.jit`.
     """
     self._key, self._jitted = key, jax.jit(function, **options)
     self._ahead: dict[Hashable, Future[Any]] = {}
@@ -67,16 +67,16 @@ class Jitted:
     return self._jitted.lower(*args, **kwargs)
 
   def shapes(self, *args: Any, **kwargs: Any) -> Any:
-    """What a call would return, as shapes without places."""
+    """The shapes of the result of a call, without places."""
     return jax.eval_shape(self._jitted, *args, **kwargs)
 
   def compile_ahead(self, compiler: Compiler, *args: Any, **kwargs: Any) -> None:
     """Has the program compiled that a call will need.
 
     Args:
-      compiler: Who compiles.
+      compiler: Compiles it in the background.
       args: The arguments of the call, or their shapes, dtypes and places.
-      kwargs: The like.
+      kwargs: The named arguments, in the same way.
     """
 
     def compile() -> None:

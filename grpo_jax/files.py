@@ -7,7 +7,7 @@ import errno
 from pathlib import Path
 import stat
 
-# What is wrong with the path of a new folder, and not with its disk.
+# The errors that blame the path of a new folder, and not its disk.
 NO_FOLDER = {
   errno.EEXIST,
   errno.ENOTDIR,

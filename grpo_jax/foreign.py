@@ -22,7 +22,7 @@ class Ended(Exception):
 
 @contextlib.contextmanager
 def as_exceptions() -> Iterator[None]:
-  """What the block raises and is no Exception becomes an `Ended`.
+  """Turns whatever the block raises that is no Exception into an `Ended`.
 
   Two things stay as they are, because they do not come from the block: Ctrl-C, and the end of the
   asyncio task that the block runs in.
@@ -39,7 +39,7 @@ def as_exceptions() -> Iterator[None]:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-  """What a coroutine returns, as `asyncio.run` gives it, also if a task of others calls sys.exit.
+  """Returns a coroutine's result, as `asyncio.run` does, also if a task of others calls sys.exit.
 
   asyncio stores SystemExit in its task, and then raises it out of the event loop. Here the loop
   goes on, so that the exit ends this task alone, as an error does. Who waits for the task gets it.

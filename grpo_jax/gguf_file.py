@@ -122,7 +122,7 @@ def is_gguf(path: str | os.PathLike) -> bool:
 
 
 def names_in(folder: Path) -> str:
-  """What to add to an error about a folder: how to read a GGUF file in it, or nothing."""
+  """A hint for an error about a folder: how to read a GGUF file in it, or nothing."""
   found = sorted(path for path in folder.glob("*") if is_gguf(path))
   return f"; to read a GGUF file, give the file, such as {found[0]}" if found else ""
 

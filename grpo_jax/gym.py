@@ -70,7 +70,7 @@ def knobs_of(name: str) -> dict[str, Any]:
 
 
 def category_of(name: str) -> str:
-  """What a task is about, such as "algebra": the folder of the package that it is in."""
+  """The subject of a task, such as "algebra": the folder of the package that it is in."""
   category: str = _datasets()[name][0].__module__.split(".")[1]
   return category
 
@@ -79,7 +79,7 @@ def parse(call: str, key: str) -> GymTask:
   """Reads a task with its knobs. `open_dataset` checks what the values are together.
 
   Args:
-    call: Such as `gsm_symbolic` or `chain_sum(min_terms=2)`.
+    call: The task, such as `gsm_symbolic` or `chain_sum(min_terms=2)`.
     key: The config key that holds it, for error messages.
 
   Raises:
@@ -136,7 +136,7 @@ def open_dataset(task: GymTask, seed: int, size: int, key: str = "data.path") ->
 
 @contextlib.contextmanager
 def same_everywhere(seed: int) -> Iterator[None]:
-  """What the block draws of the generators of `random` and numpy depends on `seed` alone.
+  """Makes the draws of the block, by `random` and numpy's generator, depend on `seed` alone.
 
   Some tasks draw of these generators, which the whole process shares. After the block they are as
   before. What a task prints goes to stderr, because stdout may be for a program.
@@ -189,7 +189,7 @@ def _close(name: str, known: list[str]) -> str:
 
 
 def _problem(value: Any, default: Any) -> str:
-  """What the value of a knob with this default must be. Empty if it may have this value."""
+  """The requirement that a value of a knob with this default breaks. Empty if it breaks none."""
   kind = type(default)
   if default is None:  # the package says what it may be
     return ""

@@ -36,7 +36,7 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
 
   Args:
     values: The flags of `define_flags`.
-    train_flags: Those of grpo_jax.train that all runs have.
+    train_flags: The flags of grpo_jax.train that all runs have.
 
   Returns:
     The exit code: 0 if all runs are finished or, where nobody waits for them, submitted; 75 if the

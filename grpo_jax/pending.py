@@ -25,7 +25,7 @@ class Pending(Generic[T]):
     Args:
       finish: Returns the value, or raises why there is none. It is called until it has returned
         once.
-      futures: What it waits for. Without them, it does not wait for others.
+      futures: The results that it waits for. Without them, it does not wait for others.
     """
     self._finish: Callable[[], T] | None = finish
     self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What takes long: what it is and how far it is.
+"""Progress of work that takes long: its name and how far it is.
 
   with doing("tokenising", 7473, "prompts") as work:
     for some in parts:
@@ -30,9 +30,9 @@ class Work:
   """Something that takes long.
 
   Attributes:
-    what: What is done, such as "tokenising".
+    what: The name of the work, such as "tokenising".
     total: How much there is to do. 0 if nobody knows.
-    unit: What is counted, such as "prompts".
+    unit: The things that are counted, such as "prompts".
     done: How much is done.
     began: When it began, by the clock of `time.monotonic`.
     is_routine: Whether the like has been done before, such as a step of a run.
@@ -57,7 +57,7 @@ class Work:
 
   @property
   def text(self) -> str:
-    """What is done and how far it is, such as "tokenising 3,072 of 7,473 prompts"."""
+    """The name of the work and how far it is, such as "tokenising 3,072 of 7,473 prompts"."""
     if self.total < 2:
       return self.what
     return f"{self.what} {min(self.done, self.total):,} of {self.total:,} {self.unit}"
@@ -152,7 +152,7 @@ class _Looking:
 
 
 class Progress:
-  """What is being done in this process."""
+  """The work that goes on in this process."""
 
   def __init__(self) -> None:
     self._forget()
@@ -195,12 +195,12 @@ class Progress:
   def doing(
     self, what: str, total: int = 0, unit: str = "", *, is_routine: bool = False
   ) -> Iterator[Work]:
-    """Says what the block does.
+    """Names the work of the block, so that a display can show it.
 
     Args:
-      what: What it does, such as "tokenising".
+      what: The name of the work, such as "tokenising".
       total: How much there is to do. 0 if that is not known.
-      unit: What `total` and `Work.advance` count, such as "prompts".
+      unit: The things that `total` and `Work.advance` count, such as "prompts".
       is_routine: Whether the like has been done before, so that a log need not hear of it soon.
     """
     work = self.begin(what, total, unit, is_routine=is_routine)

@@ -35,10 +35,10 @@ def register(kind: str, table: dict[str, T], function: Any, entry: T) -> None:
   A cell of a notebook that is run again so takes effect in the next run.
 
   Args:
-    kind: What messages call the entry, such as "reward function".
+    kind: The word for the entry in messages, such as "reward function".
     table: Where a config's names are looked up.
     function: Its name is that of the entry in a config.
-    entry: What the name stands for.
+    entry: The value that the name stands for.
 
   Raises:
     ConfigError: The name is one of grpo_jax, or no name at all, as that of a lambda, or `function`

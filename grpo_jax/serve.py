@@ -168,7 +168,7 @@ def _key() -> str:
 
 
 def _name_of(policy: "Policy") -> str:
-  """What clients call the model: the last part of the folder's name."""
+  """The name of the model for clients: the last part of the folder's name."""
   source = flags.FLAGS.workdir or policy.run.config.model.path
   return source.rstrip("/").split("/")[-1] or "policy"
 

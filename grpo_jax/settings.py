@@ -1,4 +1,4 @@
-"""What a setting is: a type, a default, a range and a meaning, written down once.
+"""The parts of a setting: a type, a default, a range and a meaning, written down once.
 
 The sections in `grpo_jax/config.py` are dataclasses whose fields are made by `setting`, and so are
 the `Settings` that the variants of the algorithm in `grpo_jax/algo/` read.
@@ -39,7 +39,7 @@ class ConfigError(OneLineError, ValueError):
 
 
 class Missing(str):
-  """What a recipe gives a key whose value it lacks: in words, how the user gets one."""
+  """The value of a key that a recipe leaves to the user: in words, how the user gets one."""
 
 
 class RunFailed(OneLineError):
@@ -52,7 +52,7 @@ class Range:
 
   Attributes:
     contains: Returns whether a value is allowed.
-    requirement: What an error message says, such as "it must be at least 1".
+    requirement: The words of an error message, such as "it must be at least 1".
     choices: The allowed names, where the range is a list of names.
   """
 
@@ -105,7 +105,7 @@ class Setting:
 
   Attributes:
     default: The value where the user gives none. Its type is the setting's type.
-    meaning: What it does, for the reader of the code and of the error messages.
+    meaning: Its effect, for the reader of the code and of the error messages.
     range: The values that are allowed.
     before: The value of a config that was saved before this setting existed: the one that gives
       the behaviour of that time. None means the default.
@@ -154,7 +154,7 @@ def check_ranges(config: Any, prefix: str = "") -> None:
 
 
 def _unusable(value: Any) -> str:
-  """What a value must be that can be neither computed with nor written. Empty for other values."""
+  """The requirement that a value breaks which nobody can compute with or write. Else empty."""
   if type(value) is int and abs(value) > LARGEST_INT:
     return f"it must be between -{LARGEST_INT} and {LARGEST_INT}"
   if type(value) is float and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
@@ -194,7 +194,7 @@ def path_of(value: Any, name: str) -> Path:
 
   Args:
     value: A text, or a path object such as pathlib.Path. "~" is the folder of the user.
-    name: What an error message calls it, such as "flag --out".
+    name: The name for the path in an error message, such as "flag --out".
 
   Raises:
     ConfigError: It is something else, or no file system has such a path.

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 
 class Completions(struct.PyTreeNode):
-  """What a rollout returns for P prompts: G completions each, as arrays on the devices or in numpy.
+  """The completions of P prompts, G each, as a rollout returns them: on the devices or in numpy.
 
   A row holds tokens that the policy sampled and, in a conversation with an environment, tokens that
   the environment wrote between them. Padding follows. At padding, tokens and log-probs are 0.
@@ -59,7 +59,7 @@ class Completions(struct.PyTreeNode):
 
 
 class Rewards(struct.PyTreeNode):
-  """What advantages are computed from. NaN means that a completion was not scored.
+  """The rewards of a batch, for advantages. NaN means that a completion was not scored.
 
   Attributes:
     scores_PGJ: float32, the score of each completion by each of the J reward functions.
@@ -69,7 +69,7 @@ class Rewards(struct.PyTreeNode):
     step_rewards_PGT: float32, for process supervision: the reward of the step that ends at this
       token.
     step_ends_PGT: float32, 1 where a step ends.
-    kl_penalty_PGT: float32, what a KL term takes from the reward at each token, 0 at padding.
+    kl_penalty_PGT: float32, the KL term that is taken from the reward at each token, 0 at padding.
   """
 
   scores_PGJ: jax.Array
@@ -138,7 +138,7 @@ class Images(struct.PyTreeNode):
 
 
 class Visual(struct.PyTreeNode):
-  """What a vision tower makes of `Images`, which the decoder reads in the place of tokens.
+  """The visual tokens that a vision tower makes of `Images`. The decoder reads them as tokens.
 
   Attributes:
     features_PKND: The visual tokens of each prompt's pictures, one picture after another, N in all.
@@ -162,7 +162,7 @@ class Visual(struct.PyTreeNode):
     return self.seen_PS >= 0
 
   def after(self, tokens: int) -> "Visual":
-    """The same for prompts without their first tokens, which see no image."""
+    """The visual tokens of prompts that lack their first `tokens` tokens, which see no image."""
     axes_PS3 = self.positions_PS3
     return self.replace(
       seen_PS=self.seen_PS[:, tokens:],
@@ -172,7 +172,7 @@ class Visual(struct.PyTreeNode):
 
 
 class Routing(struct.PyTreeNode):
-  """What the routers of the L sparse layers did, as sums over the counted tokens of a row.
+  """The statistics of the L sparse layers' routers, as sums over the counted tokens of a row.
 
   Attributes:
     tokens_BL: float32, how many tokens were counted.
@@ -193,7 +193,7 @@ class Routing(struct.PyTreeNode):
 
 
 class TokenStats(struct.PyTreeNode):
-  """What the learner computes for the completion tokens of a batch, 0 at padding.
+  """The learner's results for the completion tokens of a batch, 0 at padding.
 
   Attributes:
     logprobs_PGT: float32.
@@ -223,7 +223,7 @@ class TokenSelection(struct.PyTreeNode):
 
 
 class Batch(struct.PyTreeNode):
-  """What an update learns from, with the prompts on the first axis of every array.
+  """The batch that an update learns from, with the prompts on the first axis of every array.
 
   Attributes:
     prompts_PS: int32.
@@ -249,7 +249,8 @@ class Batch(struct.PyTreeNode):
     rollout_PG: int32, the rollout in the group whose reward each row has, until the advantages have
       them. None means that each row is a rollout of its own.
     images: The images of the prompts, where updates train the vision tower. None without images.
-    visual: What a frozen tower made of them, once for all updates. None without images.
+    visual: The visual tokens that a frozen tower made of them, once for all updates. None without
+      images.
     slots: How many slots the tokens of a group's completions are computed in, one completion after
       another. 0 means in rows of T.
   """
@@ -291,8 +292,8 @@ class TrainState(struct.PyTreeNode):
 
   Attributes:
     step: int32 scalar, the number of updates so far. Skipped updates count.
-    params: What is trained: all parameters, those beside a frozen vision tower, or with LoRA the
-      adapters.
+    params: The trained parameters: all parameters, those beside a frozen vision tower, or with LoRA
+      the adapters.
     opt_state: The state of the optax optimizer.
     coefs: The coefficients of the next update.
   """

@@ -56,7 +56,7 @@ def with_advantages(
   Args:
     batch: With reference log-probs where a KL is in the reward, and with the teacher's where there
       is a teacher.
-    rewards: Of the batch's rollouts.
+    rewards: The rewards of the batch's rollouts.
     kl_coef: float32 scalar, the weight of a KL in the reward.
     algo: Names the advantage.
     teacher_weight: The weight of the teacher's advantages, where there is a teacher.

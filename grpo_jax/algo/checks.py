@@ -1,4 +1,4 @@
-"""What must hold between the settings of the algorithm, and which of them change nothing."""
+"""Checks of the algorithm's settings against each other, and which settings change nothing."""
 
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.corrections import CORRECTIONS, LEVELS, BoundSettings

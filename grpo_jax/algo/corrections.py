@@ -19,7 +19,7 @@ from grpo_jax.settings import Settings, at_least, one_of, setting
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionLevel:
-  """What one weight belongs to.
+  """The tokens that share one weight: a single token, or all of a row.
 
   Attributes:
     compute: (log_w_PGT, mask_PGT) -> log w of the level, [P, G, T] or [P, G, 1].
@@ -35,7 +35,7 @@ class CorrectionLevel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction(Record[S]):
-  """What becomes of a weight.
+  """A way to limit the weights, such as an upper bound.
 
   Attributes:
     compute: (weights_PGT, algo) -> [P, G, T].

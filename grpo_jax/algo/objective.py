@@ -28,7 +28,7 @@ sg = jax.lax.stop_gradient
 
 
 class Totals(struct.PyTreeNode):
-  """What the parts of an optimizer batch share. An optimizer batch is what one update learns from.
+  """Numbers of a whole optimizer batch, which one update learns from. Its parts share them.
 
   Attributes:
     loss_weight: float32 scalar, what the aggregation divides the summed loss of the batch by.
@@ -97,7 +97,7 @@ def objective(
   7. The entropy bonus.
 
   Args:
-    stats: What the learner computed for the tokens of the batch or part, with gradients.
+    stats: The learner's statistics of the tokens of the batch or part, with gradients.
     batch: The batch or part, with its advantages and its selection.
     of_batch: The totals of the whole batch.
     algo: The `Algo` of the run.
@@ -161,6 +161,7 @@ def _surrogate_loss(terms: Terms, batch: Batch, algo: Algo) -> jax.Array:
     dropped_PGT = (terms.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold)
     loss_PGT = jnp.where(dropped_PGT, 0, loss_PGT)
   if not surrogate.weighs_tokens_itself:
+    # A loss that is not finite stays so when it is multiplied by 0. The mask makes it 0.
     loss_PGT = masked.masked(loss_PGT * terms.weights_PGT, terms.weights_PGT)
   if not surrogate.applies_correction_itself:
     loss_PGT = loss_PGT * terms.corrections_PGT

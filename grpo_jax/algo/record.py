@@ -1,4 +1,4 @@
-"""What the records of all axes share: worked examples, settings, and errors about settings.
+"""The base of the records of all axes: worked examples, settings, and errors about settings.
 
 A variant of the algorithm is one record: a function, the settings that it reads, its properties and
 its worked examples. Each axis has one dict of records, such as `ADVANTAGES`. The rest of the
@@ -33,7 +33,7 @@ class Example:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record(Generic[S]):
-  """What all records have whose functions read settings.
+  """The fields of all records whose functions read settings.
 
   Attributes:
     settings: The class of the settings that the functions read, `Settings` if they read none. The

@@ -51,11 +51,11 @@ def unscored_steps(host: HostState) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-  """What a step learns from.
+  """The batch that a step learns from, with its rewards, metrics and rows for the log.
 
   Attributes:
-    batch: On the mesh, without advantages and reference log-probs.
-    rewards: On the mesh, with the penalty for length where that is on.
+    batch: The batch on the mesh, without advantages and reference log-probs.
+    rewards: The rewards on the mesh, with the penalty for length where that is on.
     rows: `Scored.rows`.
     metrics: `Scored.metrics`.
     host: The host state after the step.
@@ -84,13 +84,20 @@ class Collector:
   """
 
   def __init__(self, run: Run, scorers: Scorers, remote: Remote | None = None):
-    """Raises ConfigError for reward functions that cannot be used.
+    """Makes whatever forms batches: the teacher, the groups' flow and the curriculum.
 
-    `remote` samples. None means that the run does.
+    Args:
+      run: The run whose prompts are drawn.
+      scorers: The reward functions of training, and the models that talk to the policy.
+      remote: Makes a sampler that draws in other processes. None means that the run samples itself.
+
+    Raises:
+      ConfigError: Reward functions that cannot be used, or one named like a penalty.
     """
     self._run, self._config, self._score = run, run.config, scorers.training
     algo = run.config.algo
     needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
+    # Some advantages compare with the prompt's greedy completion, which a second rollout draws.
     self._greedy_rollout = None
     if needs_greedy:
       self._greedy_rollout = make_rollout(
@@ -102,8 +109,8 @@ class Collector:
     self.prompts = self.flow.prompts
     self._curriculum = PassRateCurriculum(run.config.curriculum, run.config.seed, len(self.prompts))
     self.reward_weights = self._score.weights
-    self._hosts: dict[int, Pending[HostState]] = {}  # after some of the last steps
-    self._positions: dict[int, Any] = {}  # of the curriculum, after the draws of some steps
+    self._hosts: dict[int, Pending[HostState]] = {}  # step -> the host state after it
+    self._positions: dict[int, Any] = {}  # step -> where the curriculum stood after its draw
     if algo.overlong and OVERLONG in self._score.names:
       raise ConfigError(
         "reward.functions: a function is named overlong, which is the name of the penalty that"
@@ -157,7 +164,7 @@ class Collector:
     """Draws the batch of the next GRPO step, which workers begin to score.
 
     Args:
-      policy: What draws it.
+      policy: The policy that draws it.
       clock: Counts the time of sampling and of rewards.
     """
     step, before, batch = self.flow.step, self.flow.ended, self._config.batch
@@ -420,7 +427,7 @@ class Collector:
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
     max_tokens = self._config.sampling.max_tokens
     of_prompts, lengths_PG = completions.prompt_experts_PSY, completions.lengths_PG
-    # Those of prompts have no completion tokens, and no update reads versions.
+    # Experts of prompts have no axis T to cut, and no update reads versions.
     completions = completions.replace(prompt_experts_PSY=None, versions_PGT=None)
     completions, rewards = cut((completions, rewards), lengths_PG, max_tokens)
     completions = completions.replace(prompt_experts_PSY=of_prompts)
@@ -454,7 +461,7 @@ class _Choice(NamedTuple):
   Attributes:
     groups: P groups.
     live_P: float32, 0 for those that only fill up the batch.
-    prompts: Theirs.
+    prompts: The prompts of these groups.
   """
 
   groups: ScoredGroups

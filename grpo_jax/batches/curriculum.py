@@ -60,7 +60,7 @@ class PassRateCurriculum:
     If two epochs have too few, the first ones that were passed over fill the batch.
 
     Args:
-      memory: What the run remembers.
+      memory: The pass rates that the run remembers, and its position in the order.
       step: The GRPO step, from 0.
       count: How many prompts a batch has.
 

@@ -48,9 +48,9 @@ class DrawnGroups(NamedTuple):
   """All groups that were drawn for a step.
 
   Attributes:
-    groups: In the order of their numbers.
-    prompts: Theirs, if they are one batch of prompts. Otherwise None.
-    report: What happened while they were scored.
+    groups: The groups in the order of their numbers.
+    prompts: Their prompts, if they are one batch of prompts. Otherwise None.
+    report: The report on their scoring.
     after: The number of the first group that no step has yet.
   """
 
@@ -298,7 +298,7 @@ class Flow:
     """Looks at the scores that are there, and waits for them where nothing else is to be done."""
     hosts = self._run.hosts
     waiting = [lot for lot in self._lots if lot.numbers[0] not in self._differ]
-    # What is opened, and under which weights it draws, must not depend on the clock in turn.
+    # In turn, the clock must not decide which groups are opened, nor under which weights they draw.
     waits = self.is_idle or self._config.keeps_flight
     if not waits:
       wait_for_all([lot.scored for lot in waiting], SOON)

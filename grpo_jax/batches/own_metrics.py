@@ -45,7 +45,7 @@ def own_metrics(rollouts: Rollouts, rewards_PG: np.ndarray) -> dict[str, float]:
 
   Args:
     rollouts: The completions of the step.
-    rewards_PG: Their rewards, NaN where no function scored.
+    rewards_PG: The rewards of the completions, NaN where no function scored.
 
   Raises:
     RunFailed: One raised an exception, or gave something else than numbers.

@@ -18,19 +18,19 @@ class Scored:
   """A batch on the host, with its rewards. It knows nothing of the step that will learn from it.
 
   Attributes:
-    indices_P: int64, which training prompts it is of.
-    temperature_P: float32, what they were sampled at.
+    indices_P: int64, the number of each group's training prompt.
+    temperature_P: float32, the temperatures that they were sampled at.
     version_P: int64, how many GRPO steps had changed the policy that sampled them.
     live_P: float32, 0 for groups that only fill up the batch.
     completions: The rows that are learned, as numpy arrays. Those of the rollouts come first.
-    rewards: Of the rollouts, with the penalty for length where that is on, as numpy arrays.
+    rewards: The rollouts' rewards, with the penalty for length where that is on, as numpy arrays.
     rollout_PB: int32, the number of the rollout that each row belongs to, where rows are branches.
     rows: One object per completion of the batch, for completions/ and for the terminal. None where
       log.completions_every leaves the step out. Empty on the processes that write nothing.
-    metrics: Of everything that was sampled, including groups that are not in the batch.
+    metrics: The metrics of everything that was sampled, including groups that are not in the batch.
     host: The host state after the step.
     why_unscored: Why no completion has a reward and a token in the loss. "" if one has.
-    prompts: Of the batch. None means that they are made again.
+    prompts: The prompts of the batch. None means that they are made again.
     asked: The tokens of the prompts, where a harness chose them. Otherwise None.
   """
 
@@ -53,7 +53,7 @@ _PLAIN = ("rows", "metrics", "why_unscored")  # kept as JSON
 
 
 def to_arrays(scored: Scored) -> dict[str, Any]:
-  """What a checkpoint keeps of a batch: nested dicts of numpy arrays."""
+  """The parts of a batch that a checkpoint keeps: nested dicts of numpy arrays."""
   rewards = fields_of(scored.rewards)
   del rewards["weights"]  # those of the config
   arrays = fields_of(scored) | {

@@ -1,4 +1,4 @@
-"""What a person sees of a run, how signals stop it, and how a program ends.
+"""Shows a run to a person, stops it by signals, and ends a program.
 
 It may import storage/, data/ and what lies below them. It computes nothing.
 """

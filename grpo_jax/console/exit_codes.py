@@ -90,8 +90,8 @@ def leave_at_once(error: BaseException, ended: tuple[int, str] | None) -> NoRetu
   """Ends the process without waiting for anything, such as other processes.
 
   Args:
-    error: What ends it.
-    ended: What `exit_of` says of the error.
+    error: The error that ends it.
+    ended: The exit code and the line, as `exit_of` returns them.
   """
   code, line = ended or (FAILED, "".join(traceback.format_exception(error)))
   with contextlib.suppress(OSError, ValueError):
@@ -116,7 +116,7 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
   """The exit code and the line for stderr that an error ends a program with.
 
   Args:
-    error: What a program raised.
+    error: The error that a program raised.
     workdir: The run's folder, if the program has one.
 
   Returns:
@@ -161,7 +161,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _memory_line(error: BaseException) -> str:
-  """What went wrong and which keys to lower."""
+  """The line for an error of memory: its text, and which keys to lower."""
   details = f" ({str(error).splitlines()[0]:.120})" if str(error) else ""
   return (
     f"out of memory{details}: lower batch.micro_batch, learner.logprob_chunk, batch.prompts,"

@@ -1,4 +1,4 @@
-"""What a run shows as JSON, one object a line, for clusters that collect what programs print."""
+"""Shows a run as JSON, one object a line, for clusters that collect what programs print."""
 
 from collections.abc import Mapping, Sequence
 import contextlib

@@ -20,7 +20,7 @@ def is_running() -> bool:
 
 
 class Bar:
-  """What `Terminal` uses of rich.progress.Progress, for one task.
+  """The part of rich.progress.Progress that `Terminal` uses, for one task.
 
   Its state has one value more: `below`, a text under the bar. A page holds the last state, so a
   notebook that is read later shows how the run ended.

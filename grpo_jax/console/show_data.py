@@ -33,7 +33,7 @@ class Drawn:
     phase: "warm start" or "GRPO".
     prompts: All training prompts.
     indices: Which of them the step draws.
-    remark: What the rewards of the run may change about them. Empty for nothing.
+    remark: How rewards of the run may change these prompts. Empty if they cannot.
   """
 
   phase: str
@@ -70,7 +70,7 @@ def open_data(
 
 
 def drawn(config: Config, step: int) -> Drawn:
-  """What the step with the number `step` in metrics.jsonl draws.
+  """The prompts that the step with the number `step` in metrics.jsonl draws.
 
   Raises:
     ConfigError: The run has no such step, or the data cannot be used.

@@ -89,7 +89,7 @@ def leaving_on_second_signal(request: StopRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raising_on_second_signal(request: StopRequest) -> Iterator[None]:
-  """The same, but the second signal raises KeyboardInterrupt, so that the process goes on.
+  """Stops at signals, but the second one raises KeyboardInterrupt, so that the process goes on.
 
   This is for programs that are not ours: a script, or a notebook whose stop button sends Ctrl-C.
   """

@@ -1,4 +1,4 @@
-"""What the user sees of a run: a progress bar on a terminal, or occasional lines in a file."""
+"""Shows a run to the user: a progress bar on a terminal, or occasional lines in a file."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -184,7 +184,7 @@ class Terminal:
     self._is_started = True
 
   def _fewer(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line with a bar has room for, with the last accuracy."""
+    """The metrics that fit on a line with a bar, with the last accuracy."""
     left_out = ("kl", "completions/mean_length")
     shown = {name: value for name, value in metrics.items() if name not in left_out}
     return shown if self._last_accuracy is None else shown | {"eval/accuracy": self._last_accuracy}
@@ -290,7 +290,7 @@ def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[s
 
 
 def _written(row: Mapping[str, Any]) -> str:
-  """What a completion says: with an environment, all its turns."""
+  """The text of a completion: with an environment, all its turns."""
   turns = row.get("turns")
   if not turns:
     return row["completion"]

@@ -28,9 +28,9 @@ class PromptBatch:
     prompts_PS: int32, right-padded.
     prompt_lengths_P: int32, the number of tokens before the padding.
     own: The rows that this process scores. None where nothing is scored.
-    columns: What reward functions get (see grpo_jax/rewards), as lists of one entry for each of
-      these rows.
-    load_images: What `images` calls.
+    columns: The arguments of reward functions (see grpo_jax/rewards), as lists of one entry for
+      each of these rows.
+    load_images: The function that `images` calls.
     visual: `types.Visual` on the mesh, where `images` are encoded already. Otherwise None.
   """
 

@@ -50,10 +50,10 @@ class Processes(Protocol):
 
 
 class Opens(Protocol):
-  """What an environment adds to prompts. `environments.Environments` is one.
+  """The part of an environment that adds to prompts. `environments.Environments` is one.
 
   Attributes:
-    schemas: Of the tools that the policy may call.
+    schemas: The schemas of the tools that the policy may call.
   """
 
   schemas: list[dict[str, Any]]
@@ -92,13 +92,13 @@ class Prompt:
   """A prompt.
 
   Attributes:
-    example: What it was made from.
+    example: The example that it was made from.
     text: Its text. With data.chat: as the chat template rendered it.
     ids: Its token ids.
     messages: With data.chat: the conversation. Else None.
     images: Its images, in their order. None of them is decoded yet.
-    layouts: What becomes of each of them.
-    where: What error messages call the prompt, if it has images.
+    layouts: The layouts of these images.
+    where: The name of the prompt in error messages, if it has images.
     problem: Why its environment cannot begin. Nothing but the example is then known.
   """
 
@@ -135,7 +135,7 @@ class Prompts:
       decides, because padding is computed like any token. One whose environment cannot begin may
       be longer.
     pad_id: The id of the padding token.
-    images: What puts images into prompts, or None if the model sees none.
+    images: Puts images into prompts. None if the model sees none.
     most_images: The most pictures of a prompt and the most visual tokens of a picture. None where
       not all examples were counted, or an environment cannot begin.
   """
@@ -155,13 +155,13 @@ class Prompts:
 
     Args:
       split: The examples.
-      tokenizer: What makes token ids.
+      tokenizer: Makes token ids.
       data: The section of the config.
-      processes: Those that share the work.
+      processes: The processes that share the work.
       count_all: Whether to count all of them, however many there are, and to leave out those whose
         environments cannot begin: an evaluation takes each of them once.
-      environment: What it adds is a part of the prompts.
-      processor: Of images, if the model sees them.
+      environment: The environment whose additions are a part of the prompts.
+      processor: The processor of images, if the model sees them.
 
     Raises:
       ConfigError: data.prompt does not fit the examples, or no prompt is short enough.
@@ -213,7 +213,7 @@ class Prompts:
     return all(map(is_in_memory, split.parts if isinstance(split, Mixture) else [split]))
 
   def tasks(self) -> set[str] | None:
-    """What the examples have as `task`. None if some rows are read later."""
+    """The values of `task` in the examples. None if some rows are read later."""
     if isinstance(self._split, Mixture):
       return {*self._split.shares()}
     if self._counts_later:
@@ -262,7 +262,7 @@ class Prompts:
     return processes.join_rows(processes.on_each(lambda: self._count(own)))
 
   def _count(self, own: np.ndarray) -> np.ndarray:
-    """Of each prompt, int32 [N, 3]: tokens, pictures, and the most visual tokens of a picture."""
+    """Counts each prompt's tokens, pictures, and most visual tokens of a picture, int32 [N, 3]."""
     at_once = _AT_ONCE if self.images is None else _WITH_IMAGES
     counts = [np.zeros((0, 3), np.int32)]
     with doing("tokenising", len(own), "prompts") as work:
@@ -401,8 +401,8 @@ class Prompts:
     """How many tokens the shortest prompt has, for an error. One that is far too long is guessed.
 
     Args:
-      places: Of the split.
-      lengths: Of the prompts of these places.
+      places: The places of the prompts in the split.
+      lengths: The tokens of the prompts at these places.
     """
     shortest = int(lengths.min(initial=_UNOPENED)) if len(lengths) else 0
     if shortest <= self._far_too_long:

@@ -15,11 +15,11 @@ COLUMN = "tools"
 
 
 def of_row(value: Any, schemas: Sequence[Schema]) -> list[Schema]:
-  """The tools of a row, of those that a run has. What is called is what the model reads of it.
+  """The tools of a row, as the run's schemas: the model reads the tools that its calls reach.
 
   Args:
-    value: What the column holds. None means all tools, and an empty list none.
-    schemas: Of the tools of environment.tools.
+    value: The value of the column. None means all tools, and an empty list none.
+    schemas: The schemas of the tools of environment.tools.
 
   Returns:
     Some of the schemas, in the order of the row.

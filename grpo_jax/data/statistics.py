@@ -1,4 +1,4 @@
-"""What the prompts of a data set are like: their lengths, and which occur more than once."""
+"""Statistics of the prompts of a data set: their lengths, and which occur more than once."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -25,13 +25,14 @@ _ANY_LENGTH = 2**24  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-  """Of the N examples of a split.
+  """Statistics of the N examples of a split.
 
   Attributes:
     prompt_tokens: int32 [N], the length of each prompt.
-    solution_tokens: int32 [N], that of each solution with the token that ends it. 0 without one.
+    solution_tokens: int32 [N], the length of each solution with the token that ends it. 0 without
+      one.
     prompt_hashes: uint64 [N], equal for equal prompts.
-    tasks: What each example has as `task`.
+    tasks: The value of `task` in each example.
     filled: In how many examples each field has a value, by its name.
   """
 
@@ -53,10 +54,10 @@ def statistics(
 
   Args:
     split: The examples.
-    tokenizer: What makes token ids.
+    tokenizer: Makes token ids.
     data: The section of the config.
-    environment: What it adds is a part of the prompts.
-    processor: Of images, if the model sees them.
+    environment: The environment whose additions are a part of the prompts.
+    processor: The processor of images, if the model sees them.
 
   Raises:
     ConfigError: An example cannot be read, or no prompt can be made of it.

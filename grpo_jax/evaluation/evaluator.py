@@ -42,7 +42,7 @@ class Outcomes:
 
 
 class _Given(NamedTuple):
-  """What an evaluation is given: the policy, the root of its random numbers, and the step."""
+  """The arguments of an evaluation: the policy, the root of its random numbers, and the step."""
 
   params: Any
   key: jax.Array
@@ -53,7 +53,7 @@ class Evaluator:
   """Evaluates policies: `evaluator(params, step) -> metrics`. It is compiled once.
 
   Attributes:
-    name: Of the exam. "" for the test split of the data.
+    name: The name of the exam. "" for the test split of the data.
     prompts: The test problems whose prompts are not too long.
     config: The settings of the evaluation.
     max_tokens: The longest completion.
@@ -100,7 +100,7 @@ class Evaluator:
 
     Args:
       params: The policy, as `Parameters.for_sampling` returns it.
-      step: What the random numbers of the draws depend on.
+      step: The number of the step, on which the random numbers of the draws depend.
     """
     key = jax.random.fold_in(self._run.key("evaluate"), step)
     given = _Given(params, key, step)
@@ -181,11 +181,11 @@ def accuracies(right_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
 
 
 def first_scores(scores_PGJ: np.ndarray, values_PGJ: np.ndarray | None = None) -> np.ndarray:
-  """Of each completion the score of the first function that scored it, [P, G]. NaN if none did.
+  """The score of each completion by the first function that scored it, [P, G]. NaN if none did.
 
   Args:
     scores_PGJ: The scores.
-    values_PGJ: What of this function is returned in place of its score.
+    values_PGJ: Other values of the functions, to return in place of scores. None returns scores.
   """
   values_PGJ = scores_PGJ if values_PGJ is None else values_PGJ
   first_PG1 = np.argmax(~np.isnan(scores_PGJ), axis=-1, keepdims=True)

@@ -19,7 +19,7 @@ def check_numbers(numbers: Mapping[str, float | None], prefix: str) -> None:
 
   Args:
     numbers: Values by name. None is allowed.
-    prefix: What the error message writes before a name, such as "flag --".
+    prefix: The words before a name in an error message, such as "flag --".
   """
   for name, value in numbers.items():
     if value is None:

@@ -41,7 +41,7 @@ class Completion:
   """A completion that a policy wrote.
 
   Attributes:
-    text: What it says.
+    text: The text of the completion.
     length: Its tokens, with the one that ended it.
     logprob: The sum of their log-probs.
     stopped: Whether it ended by itself. If not, it was cut off.
@@ -91,8 +91,9 @@ class Policy:
     """Samples completions of a question, or of each question of a list.
 
     Args:
-      question: What `data.prompt` and, with `data.chat`, the chat template frame: a text or, with
-        `data.chat`, a list of messages (dicts with role and content). Or a list of such questions.
+      question: The question that `data.prompt` and, with `data.chat`, the chat template frame: a
+        text or, with `data.chat`, a list of messages (dicts with role and content). Or a list of
+        such questions.
       n: How many completions. At temperature 0 there is one.
       temperature: 0 takes the likeliest token. None means sampling.temperature.
       max_tokens: The longest completion. None means sampling.max_tokens.

@@ -1,4 +1,4 @@
-"""What a launcher is, and what the launchers share."""
+"""The record of a launcher, and the functions that launchers share."""
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
@@ -18,7 +18,7 @@ def nothing_queued(units: Sequence[Unit]) -> dict[str, str]:
 
 
 def nothing_to_settle(units: Sequence[Unit]) -> bool:
-  """The same for a launcher without a queue."""
+  """Waits for nothing, as a launcher without a queue has no jobs to ask about."""
   del units
   return True
 

@@ -16,7 +16,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
   """Trains the units, and waits for their end, as `work` says.
 
   Args:
-    units: What to train.
+    units: The runs to train.
     options: Reads hosts, at_once and dry_run.
 
   Returns:
@@ -55,7 +55,7 @@ def _start(unit: Unit, hosts: int) -> ProcessGroup:
 
 
 def environments(hosts: int) -> list[dict[str, str]]:
-  """What each process of a run needs in its environment to find the others."""
+  """The environment variables by which each process of a run finds the others."""
   if hosts == 1:
     return [{}]
   common = {

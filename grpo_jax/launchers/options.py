@@ -1,4 +1,4 @@
-"""What a user can tell a launcher: each option with its default, meaning and launchers, once."""
+"""The options of launchers: each with its default, meaning and launchers, once."""
 
 import dataclasses
 from typing import Any

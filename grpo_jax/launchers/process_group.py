@@ -52,7 +52,7 @@ class Process(abc.ABC):
     return self.code not in (None, 0, STOPPED)
 
   def how_it_ended(self) -> str:
-    """Such as "exited with 1"."""
+    """The end of the process in words, such as "exited with 1"."""
     if self.code >= 0:
       return f"exited with {self.code}"
     names = {number.value: number.name for number in signal.Signals}
@@ -145,7 +145,7 @@ class ProcessGroup:
       one.kill()
 
   def why_it_failed(self) -> str:
-    """Such as "process 1 of 2 exited with 1: error: ... (LOG)"."""
+    """The failure in words, such as "process 1 of 2 exited with 1: error: ... (LOG)"."""
     return f"{self._how_it_failed()}: {self.failed.tail()} ({self.failed.log})"
 
   def _how_it_failed(self) -> str:

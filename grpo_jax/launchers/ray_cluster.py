@@ -26,7 +26,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
   its run are ended, and the run goes on from its checkpoint where there is room.
 
   Args:
-    units: What to train.
+    units: The runs to train.
     options: Reads hosts, at_once, ray_resources, restarts and dry_run.
 
   Returns:
@@ -60,7 +60,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
 
 
 def parse_resources(text: str) -> dict[str, float]:
-  """What --ray_resources reserves on each host of a run: amounts by Ray's name of the resource.
+  """The resources that --ray_resources reserves on each host of a run: amounts by Ray's names.
 
   Raises:
     ConfigError: It is not a JSON object of positive numbers.

@@ -38,7 +38,7 @@ class RayRun:
     Args:
       unit: The run.
       hosts: How many hosts it has.
-      resources: What is reserved for it on each of them, as Ray names it.
+      resources: The amounts that are reserved for it on each of them, by Ray's names.
       restarts: How often it is started again after the loss of a host.
     """
     self.unit = unit
@@ -155,7 +155,7 @@ class RayRun:
 
 
 def environments(places: Sequence[Place]) -> list[dict[str, str]]:
-  """What each process of a run gets into its environment, among it how to find the others.
+  """The environment variables of each process of a run, among them those to find the others.
 
   Args:
     places: Where the processes are, the first one first.

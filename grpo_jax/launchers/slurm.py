@@ -46,7 +46,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
 
   Args:
     units: The only run, or runs of a sweep.
-    options: What the script needs, and dry_run.
+    options: The options of the script, and dry_run.
 
   Returns:
     0 if the job is submitted.
@@ -148,7 +148,7 @@ def _read(path: Path, job: str) -> str:
 
 
 def _output(command: Sequence[str]) -> str:
-  """What a command of Slurm prints.
+  """Runs a command of Slurm and returns what it prints.
 
   Raises:
     RunFailed: It fails.

@@ -74,7 +74,7 @@ def flag_value(value: Any) -> str:
 
 
 def _yielded(path: str, file: Path) -> list[Any]:
-  """What sweep() of the file yields."""
+  """The objects that sweep() of the file yields."""
   try:
     function = runpy.run_path(str(file), run_name="sweep").get("sweep")
     if not callable(function):

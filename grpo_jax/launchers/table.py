@@ -81,7 +81,7 @@ def _row(name: str, runs: list[tuple[Unit, Progress]], queued: Mapping[str, str]
 
 
 def _how_far(runs: list[tuple[str, str]]) -> str:
-  """Such as "2 finished; 1 at 40 of 250 (seed 3)"."""
+  """How far runs are, such as "2 finished; 1 at 40 of 250 (seed 3)"."""
   by_words: dict[str, list[str]] = {}
   for seed, words in runs:
     by_words.setdefault(words, []).append(seed)

@@ -1,4 +1,4 @@
-"""What a launcher starts: runs of `grpo_jax.train`, each with its folder and its flags."""
+"""The runs of `grpo_jax.train` that a launcher starts, each with its folder and its flags."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses

@@ -16,8 +16,8 @@ from grpo_jax.storage import lock
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
-# What runs get for the first, second and third signal to the launcher. A second SIGTERM soon after
-# the first one would count as the same.
+# The signals that runs get for the first, second and third signal to the launcher. A second SIGTERM
+# soon after the first one would count as the same.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 _ENDED_BY_SIGNAL = {code for number in _PASSED_ON for code in (-number, 128 + number)}
 
@@ -52,7 +52,7 @@ def work(units: Sequence[Unit], start: Callable[[Unit], StartedRun], at_once: in
   second one makes them leave at once, and the third one kills them.
 
   Args:
-    units: What to train.
+    units: The runs to train.
     start: Starts a run, or reserves room for it.
     at_once: How many are started at once.
 

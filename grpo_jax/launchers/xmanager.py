@@ -20,7 +20,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
   """Runs `xmanager launch` in the place of this program, or prints the commands of the runs.
 
   Args:
-    units: What to train.
+    units: The runs to train.
     options: Reads at_once, xm and dry_run.
 
   Returns:

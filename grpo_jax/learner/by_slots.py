@@ -34,13 +34,13 @@ from grpo_jax.types import Batch, Coefficients, TrainState
 
 
 class Places(NamedTuple):
-  """Where arrays lie on a mesh: their shardings. None leaves it to the compiler.
+  """The shardings that say where arrays lie on a mesh. None leaves it to the compiler.
 
   Attributes:
-    rows: Of arrays [P, ...].
-    parts: Of arrays [M, m, ...], micro-batches of m prompts.
-    everywhere: Of scalars and small arrays that each device has.
-    state: Of a `TrainState`.
+    rows: The sharding of arrays [P, ...].
+    parts: The sharding of arrays [M, m, ...], micro-batches of m prompts.
+    everywhere: The sharding of scalars and small arrays that each device has.
+    state: The shardings of a `TrainState`.
   """
 
   rows: Any = None
@@ -110,9 +110,9 @@ class MicroBatchPass:
     """Has compiled what every call needs, and what calls may need if these are few programs.
 
     Args:
-      compiler: Who compiles.
+      compiler: Compiles the programs in the background.
       params: The shapes and places of the parameters.
-      batch: Those of the batch.
+      batch: The shapes and places of the batch.
     """
     sizes = sizes_of(batch, self._platform)
     if len(sizes) == 1:
@@ -137,7 +137,7 @@ class MicroBatchPass:
   def _segment(
     self, params: Any, parts: Parts, found: Any, first: jax.Array, end: jax.Array, slots: int
   ) -> Any:
-    """What was found, with the parts from the first to the end."""
+    """Computes the parts from the first to the end, and puts their results into `found`."""
 
     def one(i: jax.Array, found: Any) -> Any:
       part = jax.tree.map(lambda x: x[i], parts.batch).replace(slots=slots)
@@ -231,11 +231,11 @@ class Update:
     """Has compiled what every call needs, and what calls may need if these are few programs.
 
     Args:
-      compiler: Who compiles.
+      compiler: Compiles the programs in the background.
       state: The shapes and places of the state.
-      base: Those of the frozen parameters.
-      reference: Those of the reference.
-      batch: Those of the batch.
+      base: The shapes and places of the frozen parameters.
+      reference: The shapes and places of the reference's parameters.
+      batch: The shapes and places of the batch.
     """
     sizes, P = sizes_of(batch, self._platform), len(batch.prompts_PS)
     if len(sizes) == 1:

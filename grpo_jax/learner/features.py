@@ -75,18 +75,21 @@ def _join(
 
 
 def _routes(batch: Batch, in_row: int, inputs: model.Packing | None, replays: bool) -> model.Routes:
-  """What routers are told of the tokens that the layers compute."""
+  """Tells routers which tokens to count, and which experts the sampler's tokens went through."""
   (_, S), T = batch.prompts_PS.shape, batch.completions_PGT.shape[2]
   learns_P = (batch.mask_PGT != 0).any((1, 2))
   is_prompt_PS = jnp.arange(S) < batch.prompt_lengths_P[:, None]
+  # The last token of a row predicts nothing that is in the loss.
   predicts_PGT = jnp.arange(T) < lengths(batch.mask_PGT)[..., None] - 1
   counts_PGT = (batch.mask_PGT != 0) & predicts_PGT
   counted_PN = _join(is_prompt_PS & learns_P[:, None], counts_PGT, in_row, inputs)
   if inputs is not None:
+    # Free slots of the packing hold copies of other tokens, which are counted where they belong.
     counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
   if batch.experts_PGTY is None:
     return model.Routes(counted_PN)
   given = _join(batch.prompt_experts_PSY, batch.experts_PGTY, in_row, inputs)
+  # Statistics compare the experts of completions alone, though the sampler keeps a prompt's, too.
   of_completions_PN = counted_PN.at[:, :S].set(False)
   return model.Routes(counted_PN, given, of_completions_PN, replays)
 
@@ -114,8 +117,8 @@ def _shifted(
   """The hidden state that predicts each target [P, W, D].
 
   Args:
-    hidden_PND: Of the N inputs.
-    last_P1D: Of the prompts' last tokens.
+    hidden_PND: The hidden states of the N inputs.
+    last_P1D: The hidden states of the prompts' last tokens.
     inputs: The packing of the inputs.
     targets: The packing of the targets.
     sizes: The slots of a row of inputs, and those of a row of targets.

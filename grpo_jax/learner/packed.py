@@ -43,7 +43,7 @@ class Segment(NamedTuple):
   Attributes:
     slots: `Batch.slots`.
     first: The number of the first one.
-    end: That of the last one, plus 1.
+    end: The number of the last one, plus 1.
   """
 
   slots: int
@@ -83,7 +83,7 @@ def segments(needed_M: np.ndarray, sizes: list[int]) -> list[Segment]:
 
   Args:
     needed_M: `Parts.needed_M`, descending.
-    sizes: Of `slot_sizes`.
+    sizes: The numbers of slots to choose from, as `slot_sizes` returns them.
 
   Returns:
     The segments in the order of the micro-batches. Those without a token are in none.

@@ -16,7 +16,7 @@ def moved_biases(params: Any, routing: Routing, config: model.ModelConfig, rate:
 
   Args:
     params: All parameters of a model whose routers are sigmoids.
-    routing: Of the update's whole batch, sums over any rows.
+    routing: The sums for the update's whole batch, over any rows.
     config: The model.
     rate: The speed.
   """

@@ -24,7 +24,7 @@ _KEPT = "sums over the vocabulary"
 
 @dataclasses.dataclass(frozen=True)
 class StatsOptions:
-  """What to compute and in which pieces.
+  """The choice of statistics, and of the pieces in which to compute them.
 
   Attributes:
     model: The policy's model.
@@ -43,8 +43,8 @@ class TokenInputs(struct.PyTreeNode):
   """Rows of tokens and the hidden states that predict them.
 
   Attributes:
-    hidden_BTD: Of the policy.
-    reference_hidden_BTD: Of the reference, or None where its KL is not requested.
+    hidden_BTD: The policy's hidden states.
+    reference_hidden_BTD: The reference's hidden states, or None where its KL is not requested.
     tokens_BT: int32.
   """
 
@@ -62,7 +62,7 @@ def batch_stats(
     params: All parameters of the policy.
     reference: All parameters of the reference. Read only with `options.full_kl`.
     batch: Prompts, completions, the loss mask and temperatures.
-    options: What to compute.
+    options: Which statistics to compute, and in which pieces.
   """
   P, G, T = batch.completions_PGT.shape
   targets = target_packing(batch) if batch.slots else None
@@ -153,6 +153,7 @@ def _stats_of_chunk(
 ) -> Stats:
   temperature_B11 = temperature_B[:, None, None]
   logits = model.unembed(params, options.model, chunk.hidden_BTD) / temperature_B11
+  # The maximum cancels out of log-probs and entropies, so it needs no gradient.
   largest_BT = checkpoint_name(jax.lax.stop_gradient(logits.max(-1)), _KEPT)
   weights = jnp.exp(logits - largest_BT[..., None])
   total_BT = checkpoint_name(weights.sum(-1), _KEPT)
@@ -183,6 +184,6 @@ def in_micro_batches(function: Callable[[Batch], Any], batch: Batch, size: int) 
 
 
 def encoded(params: Any, config: model.ModelConfig, images: Images, micro_batch: int) -> Visual:
-  """What the vision tower makes of a batch's images, in micro-batches and without gradients."""
+  """The visual tokens of a batch's images, computed in micro-batches and without gradients."""
   encode = functools.partial(model.encode, params, config)
   return joined(jax.lax.map(encode, split_batch(images, micro_batch)))

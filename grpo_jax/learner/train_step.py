@@ -32,10 +32,10 @@ from grpo_jax.types import Batch, Coefficients, Routing, TokenStats, TrainState
 
 
 class PartReport(struct.PyTreeNode):
-  """What a part of a batch reports beside its loss.
+  """The metrics and the routing of a part of a batch, beside its loss.
 
   Attributes:
-    metrics: Not reduced yet.
+    metrics: The metrics, not reduced yet.
     routing: The routing of each prompt's group, with its gradient, or None without experts.
   """
 
@@ -45,7 +45,7 @@ class PartReport(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """What `train_step` minimises.
+  """The function that `train_step` minimises, in the steps that micro-batches need.
 
   Attributes:
     totals: (whole batch, coefficients) -> what the parts of the batch share: the divisors of means
@@ -78,8 +78,8 @@ class UpdateRule:
   """How an update is made.
 
   Attributes:
-    objective: What is minimised.
-    optimizer: From optax.
+    objective: The function to minimise.
+    optimizer: An optimizer of optax.
     micro_batch: Prompts per forward and backward pass. 0 means all. It does not change the update.
     move: (trained parameters after the optimizer, routing of the batch) -> what follows no
       gradient, moved. None moves nothing.
@@ -163,7 +163,7 @@ def train_step(
       or a vision tower. None if all are trained.
     reference: All parameters of the reference policy, or None where the objective does not read
       them.
-    batch: What to learn from.
+    batch: Prompts and completions to learn from.
     rule: Objective, optimizer and micro-batch size.
 
   Returns:
@@ -197,7 +197,7 @@ class Begun(struct.PyTreeNode):
 
 
 class Given(NamedTuple):
-  """What the gradient of an update depends on.
+  """The inputs of the gradient of an update.
 
   Attributes:
     params: The trained parameters.
@@ -213,12 +213,12 @@ class Given(NamedTuple):
 
 
 class Sums(struct.PyTreeNode):
-  """What the micro-batches of an update add up to.
+  """The sums over the micro-batches of an update.
 
   Attributes:
     grads: The gradient.
     loss: The loss.
-    report: Its metrics are merged, and its routing is added up.
+    report: The merged metrics, and the sum of the routing.
   """
 
   grads: Any
@@ -254,9 +254,9 @@ def add_gradients(given: Given, sums: Sums | None, segment: Segment, rule: Updat
   """Adds the gradients, losses and reports of the micro-batches of a segment, one after another.
 
   Args:
-    given: What they depend on.
-    sums: Those so far. None where there is one micro-batch: then no second array of gradients is
-      needed.
+    given: The parameters and the batch.
+    sums: The sums over earlier micro-batches. None where there is one micro-batch: then no second
+      array of gradients is needed.
     segment: Its `slots` is static. The numbers may be arrays. It ends early before the first
       micro-batch without a token in the loss.
     rule: Objective and micro-batch size.
@@ -286,12 +286,12 @@ def add_gradients(given: Given, sums: Sums | None, segment: Segment, rule: Updat
 def finish(
   state: TrainState, begun: Begun, sums: Sums, computed: jax.Array | float, rule: UpdateRule
 ) -> tuple[TrainState, Metrics]:
-  """Applies the gradient. What it returns is that of `train_step`.
+  """Applies the gradient, and returns the results of `train_step`.
 
   Args:
     state: The state before the update.
     begun: The batch.
-    sums: Of all its micro-batches.
+    sums: The sums over all its micro-batches.
     computed: How many tokens the layers computed for them, padding included.
     rule: Objective, optimizer and micro-batch size.
   """
@@ -414,6 +414,7 @@ def with_balance_loss(
     return completion_features(params, config, part, learner.saved_activations)[1]
 
   def prepare(batch: Batch, routing: Routing | None) -> Batch:
+    # It gives the loads. The gradient goes through the probabilities of each part's own pass.
     return batch.replace(routing=jax.lax.stop_gradient(routing))
 
   def totals_and_routing(batch: Batch, coefs: Coefficients) -> tuple[Any, Routing | None]:

@@ -48,8 +48,9 @@ class Block(nn.Module):
 
     Args:
       x_BTD: The residual stream.
-      routes: What a router is told of the tokens, in this layer.
-      seen: What the mixer may use of the pass.
+      routes: The tokens that this layer's router counts, and the experts given to it (see
+        `Routes`).
+      seen: The rotary angles, and how tokens attend to earlier ones or recur from them.
       per_layer_BTN: The tokens' embeddings for this layer, or None (see `layer_embeddings.py`).
 
     Returns:
@@ -77,19 +78,20 @@ class Block(nn.Module):
       x_BTD = x_BTD + PerLayer(c, name="per_layer")(x_BTD, per_layer_BTN)
     if c.layer_scale:
       scale: jax.Array = self.param("layer_scale", nn.initializers.ones, ())
+      # The factors of a checkpoint stay as they are. No optimizer moves them.
       x_BTD = x_BTD * jax.lax.stop_gradient(scale).astype(c.dtype)
     return x_BTD, kept, routed
 
 
 class LayerMemory(NamedTuple):
-  """What the mixer of one layer reads and writes besides the new tokens.
+  """The keys and values, or states, of earlier tokens that the mixer of one layer reads and writes.
 
   Attributes:
-    own: What the layer's whole stack keeps, as in `Cache`: keys and values, or states. For a layer
-      that borrows, it is the stack of the one that lends or, without a cache, the keys and values
-      of the tokens.
+    own: The memory of the layer's whole stack, as in `Cache`: keys and values, or states. For a
+      layer that borrows, it is the stack of the one that lends or, without a cache, the keys and
+      values of the tokens.
     place: int32 scalar, the number of the layer in its stack.
-    prefix: What the layer keeps of the prompts, such as keys and values [P, K, S, E], or None.
+    prefix: The layer's memory of the prompts, such as keys and values [P, K, S, E], or None.
   """
 
   own: Any
@@ -115,15 +117,15 @@ class Pass(NamedTuple):
 
 
 class Inputs(NamedTuple):
-  """What every layer reads besides the residual stream.
+  """The inputs that all layers share, besides the residual stream.
 
   Attributes:
     rope: The rotary angles of the layers without a window.
-    local_rope: Those of the layers with one.
+    local_rope: The rotary angles of the layers with a window.
     per_layer_LBTN: The tokens' embeddings for each layer, or None.
-    routes: What routers are told of the tokens.
-    levels_KBSD: What is added to the residual stream of the first S tokens after each of the first
-      K layers, or None.
+    routes: The tokens that routers count, and the experts given to them (see `Routes`).
+    levels_KBSD: The numbers added to the residual stream of the first S tokens after each of the
+      first K layers, or None.
   """
 
   rope: Rotation
@@ -134,13 +136,13 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-  """What the layers leave behind.
+  """The results of a pass through all layers.
 
   Attributes:
     x_BTD: The residual stream.
     own: `Pass.own` after the pass.
     kept: For each stack, what its mixer keeps where there is no `own`.
-    routed: What the routers of the sparse layers did, [B, L, ...], or None.
+    routed: The experts and statistics of the sparse layers' routers, [B, L, ...], or None.
   """
 
   x_BTD: jax.Array
@@ -158,8 +160,8 @@ def apply_layers(
     params: The parameters, stacked as stacks.py describes.
     config: The model.
     x_BTD: The residual stream before the first layer.
-    inputs: What every layer reads.
-    run: What the tokens attend to.
+    inputs: The inputs that all layers share.
+    run: How tokens attend to earlier ones or recur from them, and the memory of a cache.
     remat: Which activations of a layer are saved for the backward pass: a name in
       jax.checkpoint_policies. The others are computed again. "" saves all.
   """
@@ -203,7 +205,7 @@ def _by_stack(config: ModelConfig, experts_BTY: jax.Array | None) -> dict[str, j
 
 
 def _joined(parts: list[Routed], join: Callable[..., jax.Array], axis: int) -> Routed | None:
-  """What the routers of several layers did, or None if there are none."""
+  """Joins the results of several layers' routers, or returns None if there are none."""
   return jax.tree.map(lambda *arrays: join(arrays, axis), *parts) if parts else None
 
 
@@ -216,7 +218,7 @@ class Stack(NamedTuple):
   """Equal layers of a segment.
 
   Attributes:
-    layer: What one of them computes.
+    layer: The function that computes one of them.
     params: The parameters of all, stacked.
     borrowed: The memory that their queries meet, or None if they have keys of their own.
     per_layer_LBTN: The tokens' embeddings for each of them, or None.
@@ -231,7 +233,7 @@ class Stack(NamedTuple):
 
 
 def _lent(name: str, own: dict[str, Any], kept: dict[str, Any], run: Pass) -> LayerMemory:
-  """What the layer lends that is the only one of this stack, after the pass reached it."""
+  """The memory of the only layer of this stack, which lends it, after the pass reached it."""
   if name not in own:
     return LayerMemory(jax.tree.map(lambda x: x[0], kept[name]))
   prefix = jax.tree.map(lambda x: x[0], run.prefix.get(name))
@@ -326,7 +328,7 @@ def _apply_run(
 
 
 def _level(levels_KBSD: jax.Array | None, number: jax.Array) -> jax.Array | None:
-  """What is added after the layer of this number: its level, or 0."""
+  """The level added after the layer of this number: 0 after the last one that has a level."""
   if levels_KBSD is None:
     return None
   last = len(levels_KBSD) - 1

@@ -1,4 +1,4 @@
-"""What rows keep of their tokens: a struct that `features` takes and returns updated.
+"""The memory that rows have of their tokens: a struct that `features` takes and returns updated.
 
 Layers with attention keep keys and values of every token. Layers that recur keep a state of fixed
 size for each row, which begins as a copy of its prompt's.
@@ -37,7 +37,7 @@ PerStack = dict[str, Any]  # one array for each stack of layers, or one `Int8`
 
 
 class Prefix(struct.PyTreeNode):
-  """What the layers keep of the prompts, which the G rows of a group share.
+  """The memory that layers have of the prompts, which the G rows of a group share.
 
   Attributes:
     keys: [L, P, K, S, E] for each stack with attention. A stack with fewer slots than S has those
@@ -62,7 +62,7 @@ class Cache(struct.PyTreeNode):
     keys: [L, P, K, G, C, E] for each stack, without the axis L if it is 1 and without those of P, K
       and G that are not in `axes`. With `config.cache_dtype`, each is an `Int8`. Each stack has a C
       of its own: `slots`, or less with a window.
-    values: The same.
+    values: The values, in arrays like those of the keys.
     time: int32 scalar, how many tokens were written. Token number n lies in slot n modulo C.
     lengths_PG: int32, how many of the tokens written last are a row's own. At most `slots`.
     prefix: The prompts of the groups, or None where the rows share no prompt.
@@ -217,7 +217,7 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   """Makes the rows of a cache the prompts of groups: what they share, and their own tokens.
 
   Args:
-    cache: Of one prompt and P rows that have filled their slots.
+    cache: A cache of one prompt and P rows that have filled their slots.
     lengths_P: int32, how many tokens each prompt has with those that all share.
   """
 
@@ -241,7 +241,7 @@ def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Pref
   `within_windows`.
 
   Args:
-    cache: Of P prompts with one row each, not rounded.
+    cache: A cache of P prompts with one row each, not rounded to int8.
     own_P: int32, how many tokens of each row are taken. States are those after all of its tokens.
     passes_P: int32, how many tokens were written after the last one that is taken.
   """
@@ -277,7 +277,7 @@ def with_slots(config: ModelConfig, cache: Cache, slots: int) -> Cache:
 
   def own(new_C: int, stack: jax.Array) -> jax.Array:
     age_C = (time - 1 - jnp.arange(new_C)) % new_C
-    # What is older than all old slots is what no row sees.
+    # New slots that are older than all old ones get any token, because no row sees them.
     return jnp.take(stack, (cache.time - 1 - age_C) % stack.shape[-2], axis=-2)
 
   def resized(old: PerStack) -> PerStack:

@@ -10,7 +10,7 @@ from grpo_jax.model.mixers import kept_by_layers
 
 
 class CacheBytes(NamedTuple):
-  """What a cache takes of a device that holds a share of the heads and all rows.
+  """The bytes of a cache on a device that holds a share of the heads and all rows.
 
   Attributes:
     place: The bytes of a prompt.

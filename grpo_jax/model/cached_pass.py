@@ -45,6 +45,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       whole = jax.tree.map(lambda x: with_axes(x, cache.axes), own)
       whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)
       decode, visible_PG = _kernel(), cache.lengths_PG + 1
+      # The row's own tokens, this one included, but none from before the window.
       visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
       tokens = decode.OwnTokens(whole, memory.place, cache.time, visible_PG)
       mask = None if prefix_mask is None else prefix_mask[..., 0, :]
@@ -147,7 +148,7 @@ def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
   """The cache after a pass over rows of `tokens` tokens without one.
 
   Args:
-    kept: Of each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
+    kept: For each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
     tokens: T.
   """
 
@@ -175,6 +176,7 @@ def _own_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Array:
     window: As in `View`.
   """
   place_T1 = jnp.arange(tokens)[:, None]
+  # How many tokens ago each slot was written. Older slots than the row has tokens are not its own.
   age_TC = (cache.time + place_T1 - jnp.arange(slots)) % slots
   mask = age_TC <= cache.lengths_PG[:, None, :, None, None, None] + place_T1
   return mask & (age_TC < window) if window else mask

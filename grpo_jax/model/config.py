@@ -65,7 +65,8 @@ class LatentShape:
     rank: The numbers of a latent.
     query_rank: The numbers of the vector from which queries come. 0: they come from the token.
     key_dim: The numbers of a key that come from the latent.
-    rope_dim: Those that are rotated, the same for all heads. With `key_dim`, they make up E.
+    rope_dim: The numbers of a key that are rotated, the same for all heads. With `key_dim`, they
+      make up E.
     value_dim: The numbers of a value.
     interleaved: Neighbouring numbers are rotated together, instead of those half a head apart.
   """
@@ -79,13 +80,13 @@ class LatentShape:
 
 
 class LayerKind(NamedTuple):
-  """What a layer does that others of its model may not do. Layers of one kind can be scanned.
+  """The properties by which layers of a model differ. Layers of one kind can be scanned.
 
   Attributes:
     mixer: How tokens learn of those before them: a name in `mixers.MIXERS`.
     window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
     rotated: Its queries and keys are rotated.
-    mlp: What it does with each token by itself: a name in `mlps.MLPS`.
+    mlp: How it computes each token by itself: a name in `mlps.MLPS`.
     keys: Whose keys and values its queries meet: "own", or "lent" where later layers borrow them
       too, or "borrowed": those of the layer with the same window that lends.
     keys_as_values: Its keys, before they are normalised and rotated, are its values too.
@@ -106,7 +107,7 @@ class LayerKind(NamedTuple):
 
   @property
   def parts(self) -> tuple[str, ...]:
-    """What it has that others may not have, by the names in `TensorSpec.layers`."""
+    """The parts that some layers lack and this one has, by the names in `TensorSpec.layers`."""
     has_keys = self.mixer == "attention" and self.keys != "borrowed"
     keys = ("keys",) if has_keys else ()
     values = ("values",) if has_keys and not self.keys_as_values else ()
@@ -136,8 +137,8 @@ class ModelConfig:
     output_gate: The output of attention is multiplied by sigmoid(gate), which the query projection
       computes beside each query.
     mlp_bias: The projections of the MLP have one.
-    qk_norm: What of the queries and keys is normalised before they are rotated: "head" each head,
-      "all" all heads together, "" nothing.
+    qk_norm: How queries and keys are normalised before they are rotated: "head" each head by
+      itself, "all" all heads together, "" not at all.
     activation: A name in `layers.ACTIVATIONS`.
     pre_norms: The inputs of attention and MLP are normalised.
     post_norms: The outputs of attention and MLP are normalised before they are added to the
@@ -159,7 +160,7 @@ class ModelConfig:
     local_rope_scaling: How these frequencies are scaled, or None.
     query_growth: Queries are multiplied by 1 + query_growth * log(1 + floor(position / original)),
       with the original positions of `rope_scaling`. 0 means that they are not.
-    rotary_dim: So many numbers of a head are rotated, the first ones. 0 stands for E.
+    rotary_dim: How many numbers of a head are rotated, the first ones. 0 stands for E.
     unrotated_layers: The layers whose queries and keys are not rotated.
     global_head_dim: E of the layers without a window. 0 stands for `head_dim`.
     global_kv_heads: K of these layers. 0 stands for `num_kv_heads`.
@@ -167,8 +168,9 @@ class ModelConfig:
     value_norm: Each head of the values is normalised, without a scale.
     borrowing_layers: The last so many layers have no keys and values. They borrow those of the last
       layer before them that has the same window.
-    wide_borrowers: Their MLPs have twice as many hidden units.
-    layer_scale: What a layer returns is multiplied by a number of its own, which is not trained.
+    wide_borrowers: The MLPs of the layers that borrow have twice as many hidden units.
+    layer_scale: The output of each layer is multiplied by a number of its own, which is not
+      trained.
     per_layer_dim: The numbers that each layer gets of a token's embedding for that layer (see
       `layer_embeddings.py`). 0 means that there are none.
     mixers: For each layer, how it mixes tokens: a name in `mixers.MIXERS`. The empty tuple means
@@ -182,12 +184,12 @@ class ModelConfig:
     expert_dim: M.
     normalise_shares: The weights of a token's U experts are divided by their sum. Otherwise they
       are the router's scores.
-    share_scale: And then multiplied by it.
+    share_scale: These weights are then multiplied by it.
     router: How logits become scores: "softmax" over all experts, or "sigmoid", which also adds a
       number of each expert that balances their loads (see `mlps.router.route`).
     router_bias: The router has one.
-    router_groups: The experts lie in so many groups. A token's are in its best groups.
-    router_groups_used: So many.
+    router_groups: The number of groups that the experts are divided into.
+    router_groups_used: The number of groups, a token's best ones, that its experts come from.
     expert_bias: The projections of experts have a bias.
     shared_dim: The hidden units of an MLP beside the experts, through which every token goes.
     shared_gate: Its output is multiplied by sigmoid(gate), one number for each token.
@@ -335,7 +337,7 @@ class ModelConfig:
     return self.rows.mesh.devices.flat[0].platform if self.rows is not None else ""
 
   def kind(self, layer: int) -> LayerKind:
-    """What a layer does."""
+    """The kind of the layer of this number: how it mixes tokens, and with which sizes."""
     window = self.windows[layer] if self.windows else 0
     borrows = layer >= self.num_layers - self.borrowing_layers
     heads = self.num_kv_heads, self.head_dim

@@ -35,7 +35,7 @@ class PerLayerInputs(nn.Module):
 
     Args:
       tokens_BT: int32.
-      x_BTD: Their embeddings, as the first layer gets them.
+      x_BTD: The tokens' embeddings, as the first layer gets them.
     """
     c = self.config
     L, N = c.num_layers, c.per_layer_dim
@@ -51,7 +51,7 @@ class PerLayerInputs(nn.Module):
 
 
 class PerLayer(nn.Module):
-  """What a layer adds: norm(W (activation(V x) * its inputs))."""
+  """The term that a layer adds to its output: norm(W (activation(V x) * its inputs))."""
 
   config: ModelConfig
 

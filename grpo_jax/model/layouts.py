@@ -16,7 +16,7 @@ def in_order(
   Args:
     x: The array.
     order: The numbers of its axes.
-    rows: Of the mesh. None means one device.
+    rows: The sharding of rows, whose mesh the array lies on. None means one device.
     spec: How the array lies on the mesh.
   """
 

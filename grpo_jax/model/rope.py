@@ -11,12 +11,12 @@ import numpy as np
 
 
 class Rotation(NamedTuple):
-  """What the positions of tokens do to their queries and keys.
+  """The rotation of queries and keys by the positions of their tokens.
 
   Attributes:
-    cos: Of the angles, float32 [B, T, pairs].
-    sin: The same.
-    query_scale_BT: float32, what queries are multiplied by beside, or None.
+    cos: The cosines of the angles, float32 [B, T, pairs].
+    sin: The sines of the angles, float32 [B, T, pairs].
+    query_scale_BT: float32, a factor for each token's queries besides, or None.
   """
 
   cos: jax.Array
@@ -37,9 +37,9 @@ class RopeScaling:
     attention_factor: yarn and longrope multiply cos and sin by it.
     mscale_all_dim: Latent attention multiplies scores by (0.1 mscale_all_dim log(factor) + 1)^2.
     truncate: yarn rounds the range of dimensions outwards.
-    short_factors: longrope divides each frequency by its own factor: by these while no text is
+    short_factors: longrope divides each frequency by its own factor: one of these while no text is
       longer than the original ones.
-    long_factors: And else by these.
+    long_factors: The factors of longrope for longer texts.
     share: proportional rotates this share of the pairs.
   """
 

@@ -110,8 +110,8 @@ def features(
     cache: Earlier tokens of the rows, with free slots for these, or None.
     lengths_B: int32, how many of the T tokens each row has. What follows is padding. Only layers
       that recur need to know. None means that there is none.
-    visual: What takes the place of the first tokens of each row, one row for each prompt, or None.
-      Its positions take the place of theirs.
+    visual: The visual tokens that take the place of the first tokens of each row, one row for each
+      prompt, or None. Its positions take the place of the tokens' own.
 
   Returns:
     Final hidden states [B, T, D], and the cache with these tokens in it.
@@ -134,7 +134,7 @@ def routed_features(
   """`features`, and the experts that each token went through.
 
   Returns:
-    What `features` returns, and with `config.keeps_experts` integers [B, T, Y], otherwise None.
+    The results of `features`, and with `config.keeps_experts` integers [B, T, Y], otherwise None.
   """
   c, (B, T) = config, tokens_BT.shape
   lengths_B = jnp.full(B, T, jnp.int32) if lengths_B is None else lengths_B
@@ -180,9 +180,10 @@ def group_features(
     config: The model.
     tokens_PN: int32, a prompt and its completions one after another, as `groups` describes.
     groups: Where prompts and completions lie.
-    routes: What the routers are told of the tokens. None, or no `counted_BT`, skips the statistics.
+    routes: The tokens that routers count, and the experts given to them. None, or no `counted_BT`,
+      skips the statistics.
     remat: Which activations are saved for the backward pass (see `apply_layers`).
-    visual: What takes the place of tokens of the prompts, or None.
+    visual: The visual tokens that take the place of tokens of the prompts, or None.
 
   Returns:
     Final hidden states [P, N, D], and sums over the counted tokens of each group, or None for a

@@ -45,7 +45,7 @@ class TowerParts(nn.Module):
 
 
 def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") -> Visual:
-  """What the decoder reads in the place of images.
+  """The visual tokens that the decoder reads in the place of images.
 
   Gradients reach the tower if `config.vision.trained` is set.
 
@@ -99,6 +99,7 @@ def _layer(
   v = config.vision
   module, rope = TOWERS[v.tower].layer(config), _rotation(config, places_BN2)
   is_patch_BN = places_BN2[..., 0] >= 0
+  # A patch sees those with its number: its whole picture, or its window. Padding has -1.
   picture_BN = jnp.where(is_patch_BN, 0, -1)
   window_BN = picture_BN
   if v.window:
@@ -137,7 +138,7 @@ def as_padding(tokens_BT: jax.Array, visual: Visual, pad_id: int) -> jax.Array:
 
 def at_tokens(visual: Visual, level: int) -> jax.Array:
   """[P, S, D]: the visual token of this level that each token of a prompt sees, or 0."""
-  index_PS1 = jnp.maximum(visual.seen_PS, 0)[..., None]
+  index_PS1 = jnp.maximum(visual.seen_PS, 0)[..., None]  # text reads number 0, and becomes 0
   own_PSD = jnp.take_along_axis(visual.features_PKND[:, level], index_PS1, axis=1)
   return jnp.where(visual.is_seen_PS[..., None], own_PSD, 0)
 
@@ -146,7 +147,7 @@ def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:
   """The positions of tokens: [B, T], or [B, T, 3] where those of the prompt have three axes.
 
   Args:
-    visual: What the rows see, or None.
+    visual: The visual tokens of the rows, with their positions, or None.
     positions_BT: int32. Those after the slots of the prompt are the same on all axes.
   """
   if visual is None or visual.positions_PS3 is None:

@@ -21,9 +21,9 @@ class VisionShape:
     head_size: The size of a head, or 0 if the heads share `dim`.
     clipped: The inputs and outputs of its projections are clipped, each to a range of its own.
     standardised: Numbers that are not trained move and scale its visual tokens (Gemma 4).
-    activation: Of its MLPs, a name in `towers.layers.ACTIVATIONS`.
+    activation: The activation of its MLPs, a name in `towers.layers.ACTIVATIONS`.
     norm_eps: The epsilon of its norms.
-    merge: So many patches per side become one visual token.
+    merge: How many patches per side become one visual token.
     positions: How many learned positions there are: those of a square of places, or in the tower
       of Gemma 4 those of rows and as many of columns.
     rope_theta: The base of the frequencies by which rows and columns rotate queries and keys. 0

@@ -1,4 +1,4 @@
-"""What accelerators can do at most, by their data sheets: one table."""
+"""The peaks of accelerators by their data sheets: one table."""
 
 import dataclasses
 import os

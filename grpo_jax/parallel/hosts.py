@@ -33,7 +33,7 @@ class Hosts:
 
   Attributes:
     mesh: The devices that learn.
-    sampler_mailbox: What that thread exchanges with.
+    sampler_mailbox: The mailbox through which that thread exchanges.
   """
 
   def __init__(self, mesh: jax.sharding.Mesh, sampler_shards: int = 1) -> None:
@@ -53,7 +53,7 @@ class Hosts:
 
   @property
   def row_shards(self) -> int:
-    """What a number of rows is a multiple of, so that each mesh splits their first axis evenly."""
+    """The divisor of every number of rows: each mesh then splits their first axis evenly."""
     own = math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
     return math.lcm(own, self._sampler_shards)
 

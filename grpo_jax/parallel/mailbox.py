@@ -25,7 +25,7 @@ class Mailbox:
     self._is_closed = threading.Event()
 
   def gather(self, mine: bytes) -> list[bytes]:
-    """What each process gives, in their order.
+    """Returns the bytes that each process gives, in the order of the processes.
 
     Raises:
       RunFailed: `close` was called.
@@ -49,7 +49,7 @@ class Mailbox:
     self._is_closed.set()
 
   def _of(self, process: int) -> bytes:
-    """What another process gives."""
+    """The bytes that another process gives."""
     first = self._get(self._key(self._round, process, 0))
     (count,) = struct.unpack("<I", first[:4])
     others = [self._get(self._key(self._round, process, number)) for number in range(1, count)]

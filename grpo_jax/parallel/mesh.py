@@ -47,7 +47,7 @@ def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sh
 
   Args:
     mesh: The mesh of the devices that learn. Its axes `expert` and `tensor` are kept.
-    devices: Those that sample.
+    devices: The devices that sample.
 
   Raises:
     ConfigError: The axes do not divide them.

@@ -24,7 +24,7 @@ _FAILED, _ALL_FAILED = b"f", b"a"
 
 
 class Watch:
-  """What a process knows of the others. Threads wait for the end of each connection."""
+  """A process's connections to the others. Threads wait for the end of each."""
 
   def __init__(self, index: int, count: int, leave: Callable[[str], NoReturn]):
     """Process `index` of `count`. `leave` ends this process with a line."""

@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """What a run does, whatever its devices.
+  """The work of a run, whatever its devices.
 
   Attributes:
     prompts: Groups of a batch.
@@ -40,7 +40,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What a simulation measured after its warm-up.
+  """The times that a simulation measured after its warm-up.
 
   Attributes:
     step_seconds: The mean time from one update to the next.
@@ -76,7 +76,7 @@ def simulate(
   """Simulates a run.
 
   Args:
-    job: What the run does.
+    job: The work of the run.
     round_seconds: How long the sampler takes for a token of all rows.
     update_seconds: How long the learner takes for a batch.
     bound: rollout.max_staleness, how many steps a token may be old when it is learned from.
@@ -84,7 +84,7 @@ def simulate(
       k + bound before its update.
 
   Returns:
-    What was measured.
+    The times that were measured.
   """
   batches = [_decoded(job, number) for number in range(job.steps + bound)]
   draws, updates = list[_Span](), list[_Span]()
@@ -168,11 +168,11 @@ def splits(
   """Every split of the devices under every bound.
 
   Args:
-    job: What the run does.
-    round_seconds: Of the sampler, by its number of devices.
-    update_seconds: Of the learner, by its number of devices.
-    devices: Of both sides together.
-    bounds: On staleness.
+    job: The work of the run.
+    round_seconds: Seconds of a round of the sampler, by its number of devices.
+    update_seconds: Seconds of a step of the learner, by its number of devices.
+    devices: The number of devices of both sides together.
+    bounds: Bounds on staleness.
   """
   return [
     Split(

@@ -19,7 +19,7 @@ class Phase:
   Attributes:
     name, runs, tokens: As in `Program`.
     memory: Bytes on one device by kind. Empty if the program cannot be compiled.
-    counted: What one device does in one run, or None in that case.
+    counted: The work of one device in one run, or None if the program cannot be compiled.
     compile_seconds: How long its compilation took.
     failure: Why it needs more memory than the device has, by its compiler. "" if it was compiled.
   """
@@ -89,7 +89,7 @@ def _memory(program: Program, sizes: Any, temporary: float, stage: Stage) -> dic
   arguments = sizes.argument_size_in_bytes - sum(program.held[kind] for kind in program.taken)
   outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
   cache = stage.cache
-  # What makes the cache returns it. The others take it.
+  # A program that makes the cache returns it. The others take it as an argument.
   if arguments >= cache:
     arguments -= cache
   else:

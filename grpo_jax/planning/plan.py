@@ -25,7 +25,7 @@ def plan_by_flags(config: Config, values: flags.FlagValues) -> None:
   """Prints the plan that the flags of grpo_jax.plan ask for.
 
   Args:
-    config: That of the run.
+    config: The config of the run.
     values: The flags.
 
   Raises:
@@ -100,11 +100,11 @@ def plan_apart(
   """Prints what each split of the devices into a sampler and a learner does.
 
   Args:
-    job: What the run does.
-    round_seconds: Of decoding, by the number of devices.
-    update_seconds: Of all that the learner does in a step, by the number of devices.
+    job: The work of the run.
+    round_seconds: Seconds of a round of decoding, by the number of devices.
+    update_seconds: Seconds of all that the learner does in a step, by the number of devices.
     devices: How many there are.
-    bounds: On staleness, to be tried.
+    bounds: Bounds on staleness, to be tried.
   """
   round_s = overlap.seconds_on(round_seconds, devices)
   update_s = overlap.seconds_on(update_seconds, devices)

@@ -1,4 +1,4 @@
-"""What the simulator of asynchronous runs needs to know, and the table of what it found."""
+"""The inputs of the simulator of asynchronous runs, and the table of its results."""
 
 from collections.abc import Mapping, Sequence
 import re
@@ -31,10 +31,10 @@ _EXPLAINED = (
 
 
 def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Job:
-  """What a run with this config does.
+  """The work of a run with this config, for the simulator.
 
   Args:
-    config: Of the run that is planned.
+    config: The config of the run that is planned.
     workdir: A run whose completions have the lengths that are expected. None means that every
       completion has sampling.max_tokens.
     reward_seconds: How long the scoring of a batch takes.
@@ -102,7 +102,7 @@ def least_times(phases: Sequence[Phase], chip: Chip) -> tuple[float, float]:
   """The least seconds of a round of decoding, and of all that the learner does in a step.
 
   Args:
-    phases: What became of the programs for which `is_timed` holds.
+    phases: The compiled programs for which `is_timed` holds.
     chip: Its peaks.
   """
   round_seconds = learner_seconds = 0.0
@@ -135,7 +135,7 @@ def split_lines(
   Args:
     found: The simulated splits.
     in_turn: A run that samples and learns in turn, on all devices.
-    ahead: The same with rollout.max_staleness=1, where rewards do not wait.
+    ahead: A run on all devices with rollout.max_staleness=1, where rewards do not wait.
     devices: How many there are.
   """
   rows = [[*_SIDES, *_MEASURED], [str(devices), "in turn", "0", *_cells(in_turn, in_turn)]]

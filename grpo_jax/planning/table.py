@@ -15,7 +15,7 @@ _DOUBTS = (
 
 
 def memory_table(phases: Sequence[Phase]) -> list[str]:
-  """What one device holds in each phase, in GB. Kinds of which no phase holds any are left out."""
+  """The memory of one device in each phase, in GB, without the kinds that no phase holds."""
   kinds = list(dict.fromkeys(kind for phase in phases for kind in phase.memory))
   rows = [["GB on one device", *(phase.name for phase in phases)]]
   for kind in kinds:
@@ -27,7 +27,7 @@ def memory_table(phases: Sequence[Phase]) -> list[str]:
 
 
 def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
-  """What one device does in one run of each program, and the time that takes at least."""
+  """The work of one device in one run of each program, and the time that it takes at least."""
   header = ["one run", "a step", "TFLOP", "memory GB", "links GB"]
   header += ["compute s", "memory s", "links s", "limit", "compile s"]
   rows = [header]
@@ -47,7 +47,7 @@ def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
 
 
 def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
-  """What the samplers do for each token, on average over the longest completion."""
+  """The work of the samplers for each token, on average over the longest completion."""
   lines = []
   for phase in phases:
     if phase.counted is None or not phase.tokens:
@@ -86,7 +86,7 @@ def step_lines(phases: Sequence[Phase], chip: Chip | None, is_beside: bool = Fal
 
 
 def notes(phases: Sequence[Phase]) -> list[str]:
-  """What could not be compiled or counted, and what a plan never knows."""
+  """Lines about what could not be compiled or counted, and about what a plan never knows."""
   lines = []
   for phase in phases:
     if phase.failure:

@@ -15,11 +15,11 @@ from grpo_jax.settings import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class _Gpu:
-  """What XLA must know of a GPU to compile for it, beside what `CHIPS` has.
+  """The numbers of a GPU that XLA needs to compile for it, beside what `CHIPS` has.
 
   Attributes:
     kind: `jax.Device.device_kind`.
-    capability: Of CUDA.
+    capability: The first number of CUDA's compute capability, such as 9.
     cores: Streaming multiprocessors.
     shared: Bytes of shared memory of a core.
     cache: Bytes of the second cache.
@@ -49,7 +49,7 @@ def devices_of(topology: str, chips: int | None) -> list[Any]:
   """The devices of a topology, which need not exist. The devices of a CPU do.
 
   Args:
-    topology: Such as v5e:2x2, h100:8, or cpu:N for N devices on this machine.
+    topology: A name such as v5e:2x2 or h100:8, or cpu:N for N devices on this machine.
     chips: How many chips to take, from the first on. None means all.
 
   Raises:
@@ -153,5 +153,5 @@ def _tpu_devices(topology: str) -> Sequence[Any]:
 
 
 def _chip(device: Any) -> Any:
-  """What tells chips apart: where they are."""
+  """A key that differs from chip to chip: its place, or its number."""
   return tuple(getattr(device, "coords", (device.id,)))

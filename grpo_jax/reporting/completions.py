@@ -29,11 +29,11 @@ Decode = Callable[[list[int]], str]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """What a page has room for of each run.
+  """The share of a page that each run gets.
 
   Attributes:
-    steps: Of each run, over its whole length.
-    tokens: Of each step. Its first group is always shown.
+    steps: How many steps of each run it shows, spread over the run's whole length.
+    tokens: How many tokens of each step it shows. The first group of a step is always shown.
   """
 
   steps: int
@@ -41,13 +41,13 @@ class Share:
 
 
 def shares(runs: int) -> Share:
-  """What a page of so many runs has room for of each: about 6 MB of completions in all."""
+  """The share of each run on a page of so many: about 6 MB of completions in all."""
   steps = min(12, max(3, 48 // runs))
   return Share(steps, 400_000 // (steps * runs))
 
 
 def shown_completions(run: ShownRun, share: Share) -> dict[str, Any]:
-  """What the page holds of a run's completions, as JSON has it.
+  """The completions of a run that the page shows, as JSON has them.
 
   Returns:
     `name`; `steps`: for each step its number and its groups; `remarks`: what is left out.
@@ -115,10 +115,10 @@ class _Completion:
     text: The completion.
     numbers: reward, advantage, length and the scores of the reward functions, None where unknown.
     ids: Its tokens, or none without log-probs.
-    logprobs: Of the tokens, None where unknown.
+    logprobs: The log-probs of the tokens, None where unknown.
     turns: role, start, end and reward of its turns, or none where it has one.
-    images: Of the prompt: where each one comes from, and its thumbnail or "".
-    extras: What functions gave to log_extra and a harness returned, as short texts by column.
+    images: The images of the prompt: where each one comes from, and its thumbnail or "".
+    extras: Columns that functions gave to log_extra and a harness returned, as short texts.
   """
 
   prompt: str
@@ -251,7 +251,7 @@ def _member(row: _Completion, decode: Decode | None) -> dict[str, Any]:
 
 
 def _decoder(run: ShownRun) -> tuple[Decode | None, str]:
-  """What decodes the run's tokens, or None and the reason."""
+  """The function that decodes the run's tokens, or None and the reason."""
   config = run.config
   path = config.data.tokenizer or config.model.path
   try:

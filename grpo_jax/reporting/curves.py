@@ -17,11 +17,11 @@ _HOUR = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-  """What a page says of a metric that a reader wants first.
+  """The title and the unit of a metric that a reader wants first.
 
   Attributes:
-    title: What it shows.
-    unit: Of its vertical axis.
+    title: The title of its curve.
+    unit: The unit of its vertical axis.
     percent: Whether values are shown as percentages.
   """
 
@@ -45,7 +45,7 @@ USUAL = {
 
 
 def curves(run: ShownRun, most: int = MOST_POINTS) -> dict[str, Any]:
-  """What the page draws of a run.
+  """The curves of a run, as the page draws them.
 
   Returns:
     `warm`: the steps of the warm start. `tables`: each has the metrics that the same rows have, in

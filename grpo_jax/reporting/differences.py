@@ -19,10 +19,10 @@ _ABSENT = object()
 
 
 class Compared(NamedTuple):
-  """What was compared.
+  """The result of comparing one kind of files of two runs.
 
   Attributes:
-    what: Such as "metrics".
+    what: The kind, such as "metrics".
     steps: How many steps are the same, up to the first difference.
     difference: The first difference, as a line. "" if there is none.
   """
@@ -37,11 +37,12 @@ def compare(one: str, other: str) -> Iterator[Compared]:
 
   Args:
     one: The folder of a run.
-    other: That of another.
+    other: The folder of another run.
 
   Yields:
-    Of metrics, completions, the frozen reference and checkpoints: the first difference, if there is
-    one. Of checkpoints it compares the digests that were saved with the arrays, and reads no array.
+    For metrics, completions, the frozen reference and checkpoints: the first difference, if there
+    is one. For checkpoints it compares the digests that were saved with the arrays, and reads no
+    array.
 
   Raises:
     ConfigError: A folder is not that of a run, or a file is damaged.

@@ -101,7 +101,7 @@ def _sorted_by(value: float | None) -> str:
 
 
 def _settings(one: Series) -> dict[str, Any]:
-  """What the page says of the settings of a series, and of the starts of its runs."""
+  """The settings of a series, and the starts of its runs, as the page shows them."""
   rows = [
     (key, written(value), written(default))
     for key, (value, default) in changed(one.runs[0]).items()

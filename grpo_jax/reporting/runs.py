@@ -24,7 +24,7 @@ class ShownRun:
   Attributes:
     name: How the page calls it.
     folder: Its folder.
-    config: What it was made with.
+    config: The config that it was made with.
     columns: The rows of metrics.jsonl.
     starts: Where and when it was started, as `storage/starts.py` writes it.
     completion_steps: The steps with saved completions.
@@ -65,7 +65,7 @@ class Series:
   """Runs that differ in their seeds alone. A page draws them as one curve with a band.
 
   Attributes:
-    label: What tells it apart from the other series.
+    label: The words that tell it apart from the other series.
     runs: The runs.
   """
 

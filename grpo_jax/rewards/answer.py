@@ -1,4 +1,4 @@
-"""What reward functions say of N completions, after all checks."""
+"""The answers of reward functions for N completions, after all checks."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 import dataclasses
@@ -14,7 +14,7 @@ from grpo_jax.settings import RunFailed, shown
 # float32 holds the squares of such rewards, and sums of them over any batch, which variances need.
 LARGEST = 1e15
 
-# What a row of metrics.jsonl, or of log.console=json, has beside metrics.
+# The keys that a row of metrics.jsonl, or of log.console=json, has beside metrics.
 _COLUMNS_OF_A_ROW = ("step", "time", "event")
 
 # The steps of one completion, as pairs (end in characters, reward).
@@ -31,7 +31,7 @@ class ContractError(RewardError):
 
 @dataclasses.dataclass(frozen=True)
 class NoReward:
-  """What a function returns in place of None to say why a completion has no reward.
+  """The answer of a function, in place of None, that says why a completion has no reward.
 
   Unlike an exception, it never stops a run.
   """
@@ -63,8 +63,8 @@ class Answer:
     steps: The steps of each completion. A score for the whole completion is a single step that ends
       where the completion ends. None and NaN are no steps.
     failures: The completions whose reward is missing because something failed.
-    metrics: What `log_metric` got, as pairs (name, value).
-    extras: What `log_extra` got: values of all completions by column.
+    metrics: The values that functions gave to `log_metric`, as pairs (name, value).
+    extras: The values that functions gave to `log_extra`, for all completions by column.
   """
 
   steps: list[Steps]
@@ -113,10 +113,10 @@ def answer_of(name: str, values: Any, completions: Sequence[str], log: Log) -> A
   """Checks what a function returned.
 
   Args:
-    name: Of the function.
-    values: What it returned.
+    name: The name of the function.
+    values: The object that it returned.
     completions: The texts that it got.
-    log: What it logged.
+    log: The values that it logged.
 
   Raises:
     ContractError: `values` is no list of one entry for each completion.
@@ -171,7 +171,7 @@ def scores_of(answers: Mapping[str, Answer], weights: Sequence[float]) -> dict[s
   """The scores of N completions by each function, from the functions' answers by name.
 
   Args:
-    answers: What the functions said.
+    answers: The answers of the functions.
     weights: Their weights.
 
   Returns:
@@ -202,7 +202,7 @@ def _check_name(function: str, name: Any) -> None:
 
 
 def _problem(steps: Steps, text: str) -> str:
-  """What is wrong with the steps of a completion, or nothing."""
+  """The reason why the steps of a completion cannot be used, or nothing."""
   if not all(abs(reward) <= LARGEST for _, reward in steps):
     return (
       f"a score that is not finite or beyond {LARGEST:g}, whose square float32 cannot hold, for the"
@@ -214,7 +214,7 @@ def _problem(steps: Steps, text: str) -> str:
 
 
 def _as_steps(value: Any, text: str) -> Steps:
-  """What a function returned for the completion `text`, as steps. None and NaN are no steps."""
+  """The value that a function returned for `text`, as steps. None and NaN are no steps."""
   if value is None or isinstance(value, NoReward):
     return []
   if isinstance(value, (str, bytes)):  # float("1") is a number

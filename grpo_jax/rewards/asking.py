@@ -19,9 +19,9 @@ from grpo_jax.rewards.conversation import as_messages
 
 Tell = Callable[[bytes], None]
 
-# What a function does: it reads messages, or raises something without that, or neither.
+# A function reads messages, or raises something without that, or does neither.
 _READS, _FAILS, _ENDS = b"r", b"f", b"e"
-# What Python raises for a text that is read as messages: t[0]["content"], t[0].get("content").
+# The errors of Python for a text that is read as messages: t[0]["content"], t[0].get("content").
 _WRONG_TYPE = (TypeError, AttributeError)
 
 

@@ -32,7 +32,7 @@ from grpo_jax.settings import ConfigError, RunFailed
 SECONDS_BETWEEN_WARNINGS = 60.0
 # No function gets a column of this name: the method __call__ of an object has such an argument.
 HIDDEN = "self"
-# What every function gets beside the columns.
+# The arguments that every function gets beside the columns.
 EXTRA_ARGUMENTS = ("step", "log_metric", "log_extra")
 
 Columns = Mapping[str, Sequence[Any]]
@@ -47,7 +47,7 @@ def call_here(function: Callable[..., Any], name: str, columns: Columns, step: i
 
   Args:
     function: The reward function.
-    name: What messages call it.
+    name: The name of the function in messages.
     columns: Its arguments: the completions and other lists with an entry for each of them.
     step: The number of the step.
 
@@ -123,7 +123,7 @@ async def call_async(
 
 @contextlib.contextmanager
 def failing_as_reward_error(name: str) -> Iterator[None]:
-  """What the function of this name raises becomes a RewardError, whose cause it is."""
+  """Turns an error that the function of this name raises into a RewardError, whose cause it is."""
   try:
     yield
   except (RunFailed, KeyboardInterrupt):
@@ -135,7 +135,7 @@ def failing_as_reward_error(name: str) -> Iterator[None]:
 
 
 def finished(values: Any) -> Any:
-  """What a function returned, after waiting for it, or as a list of what it yielded."""
+  """The value of a function, after waiting for it, or as a list if the function yields."""
   if inspect.isawaitable(values):
     values = in_thread(lambda: asyncio.run(_result_of(values))).result()
   return list(values) if isinstance(values, Iterator) else values
@@ -151,7 +151,7 @@ def arguments(
 
 
 def taken_by(function: Callable[..., Any], given: Mapping[str, T]) -> dict[str, T]:
-  """Those of the keyword arguments that a function names, or all if it takes any."""
+  """The keyword arguments that a function names, or all if it takes any."""
   try:
     parameters = inspect.signature(function).parameters
   except (TypeError, ValueError):  # some functions that are written in C have none
@@ -184,10 +184,10 @@ def check_arguments(
 
   Args:
     function: The reward function.
-    name: What messages call it.
+    name: The name of the function in messages.
     key: The config key that names it.
     columns: The names of its arguments, without `EXTRA_ARGUMENTS`.
-    optional: Those of `columns` that it gets only if it names them or takes any.
+    optional: The names in `columns` that it gets only if it names them or takes any.
 
   Raises:
     ConfigError: It lacks one of the arguments, or needs another one, or is an async generator.

@@ -30,7 +30,7 @@ class Caller:
 
   Attributes:
     pool: The workers, or None.
-    stops_on_error: As given.
+    stops_on_error: Whether an error of a function for a completion is raised.
   """
 
   def __init__(self, pool: Pool | None, stops_on_error: bool = True) -> None:
@@ -216,7 +216,7 @@ def check_tasks(
 
   Args:
     tasks: Its value.
-    functions: That of reward.functions.
+    functions: The value of reward.functions.
     sources: The names of the sources of data.mixture.
     eval_function: The value of eval.function.
 
@@ -245,7 +245,7 @@ def check_names(entries: Sequence[str], found: Collection[str] | None) -> list[s
   """Checks the names in reward.tasks against the field `task` of the examples.
 
   Args:
-    entries: Of reward.tasks.
+    entries: The entries of reward.tasks.
     found: The tasks of the training examples. None if they are not known yet.
 
   Returns:
@@ -280,7 +280,7 @@ def start_for_tasks(
   """As `Caller.start`, but a function gets only the rows of its tasks, and scores no others.
 
   Args:
-    caller: What calls the functions.
+    caller: Calls the functions.
     functions: Each with its entry of reward.tasks.
     columns: The arguments. `task` holds the task of each row.
     step: The number of the step.

@@ -116,12 +116,12 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
 
 
 def named(name: str, key: str, choices: str) -> Any:
-  """What `path/file.py:name` or `package.module:name` names, which can be called.
+  """The function that `path/file.py:name` or `package.module:name` names.
 
   Args:
     name: The file is executed, and the module is imported.
     key: The config key that holds it, for error messages.
-    choices: What a user can write instead, for the message of a name of another form.
+    choices: The names that a user can write instead, for the message of a name of another form.
 
   Raises:
     ConfigError: There is nothing of this name, or it cannot be called.

@@ -90,7 +90,7 @@ class _Bound(functools.partial[Any]):
 
   @property
   def __signature__(self) -> inspect.Signature:
-    """What is left to give, as error messages show it."""
+    """The arguments that are left to give, as error messages show them."""
     parameters = inspect.signature(self.func).parameters.values()
     left = [one for one in parameters if one.name not in self.keywords]
     return inspect.Signature([one.replace(annotation=one.empty) for one in left])
@@ -102,7 +102,7 @@ class _Bound(functools.partial[Any]):
 
 
 def _parameters(function: Callable[..., Any], is_ours: bool) -> dict[str, inspect.Parameter]:
-  """What a config can set: the arguments that have a default.
+  """The arguments that a config can set: those that have a default.
 
   In a function of this package these are the arguments after the `*`. Others may be columns that a
   data set need not have. All parameters of such a function are set, so that no column is taken for
@@ -130,7 +130,7 @@ def _unknown(option: str, names: list[str]) -> str:
 
 
 def _problem(value: Any, parameter: inspect.Parameter) -> str:
-  """What the value of a parameter must be. Empty if it may have this value."""
+  """The requirement that the value of a parameter breaks. Empty if it breaks none."""
   kind: Any = parameter.annotation
   metadata: list[Any] = []
   if typing.get_origin(kind) is typing.Annotated:

@@ -1,4 +1,4 @@
-"""What a call from a notebook or a script must leave behind: nothing."""
+"""Undoes what a call leaves behind in a notebook or a script: JAX's settings and memory."""
 
 from collections.abc import Iterator
 import contextlib
@@ -10,7 +10,7 @@ from grpo_jax.foreign import describe
 from grpo_jax.lazy import jax
 from grpo_jax.settings import RunFailed
 
-# What a run changes in JAX's configuration, which belongs to the caller.
+# The settings that a run changes in JAX's configuration, which belongs to the caller.
 _SETTINGS = (
   "jax_default_matmul_precision",
   "jax_compilation_cache_dir",

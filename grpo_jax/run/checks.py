@@ -1,4 +1,4 @@
-"""What a config's values must satisfy before anything is built.
+"""Checks a config before anything is built.
 
 The range of each setting stands with the setting. Here are the checks between settings. Those of
 the section `algo` are in `grpo_jax/algo/checks.py`, and those that need the model or the devices

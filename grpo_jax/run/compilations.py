@@ -8,13 +8,13 @@ import jax
 from grpo_jax.compiling import is_ahead
 from grpo_jax.progress import PROGRESS, Work
 
-# What JAX reports. If a version names them otherwise, nothing is said of its compilations.
+# The names of JAX's reports. If a version has other names, nothing is said of its compilations.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # it compiles next
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class _Compiling(threading.local):
-  """What a thread compiles."""
+  """The compilation that a thread is busy with."""
 
   work: Work | None = None
 

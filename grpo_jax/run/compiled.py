@@ -78,7 +78,7 @@ class Programs:
 
   @functools.cached_property
   def flight_bytes(self) -> float:
-    """What rows hold on a device that stay in flight while it updates, estimated. 0 if none do."""
+    """The estimated bytes, on a device that updates, of rows that stay in flight. 0 if none do."""
     if not self._config.keeps_flight:
       return 0.0
     call = self._config.batch.prompts, self._config.batch.group_size

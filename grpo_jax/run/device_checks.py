@@ -1,4 +1,4 @@
-"""What a config must satisfy together with its model, its mesh and its devices."""
+"""Checks a config together with its model, its mesh and its devices."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What fits into the memory of a device: chooses the micro-batch and how to sample.
+"""Chooses the micro-batch and how to sample, so that a run fits into the memory of a device.
 
 The numbers are estimates. `python -m grpo_jax.plan` gives those of the compiler.
 """
@@ -107,10 +107,11 @@ def micro_batch(
   memory: float | None,
   most: tuple[int, int] | None = None,
 ) -> int:
-  """How many prompts an update computes at once: batch.micro_batch itself, or what 0 means.
+  """How many prompts an update computes at once: batch.micro_batch, or a choice where that is 0.
 
-  That is the largest number whose activations fit beside what is held and, on a CPU, that has at
-  most 2,048 tokens. It divides the prompts of an update and is a multiple of the rows of the mesh.
+  The choice is the largest number whose activations fit beside what is held and, on a CPU, that has
+  at most 2,048 tokens. It divides the prompts of an update and is a multiple of the rows of the
+  mesh.
 
   Args:
     config: The config of the run.
@@ -118,7 +119,7 @@ def micro_batch(
     params: All parameters of the policy: shapes and dtypes.
     held: Bytes that one device holds while it updates, without activations.
     memory: The bytes of a device, or None if they are not known. Then all fit.
-    most: Of `images_of`.
+    most: `Prompts.most_images`, as `images_of` takes it.
   """
   if config.batch.micro_batch:
     return config.batch.micro_batch

@@ -1,4 +1,4 @@
-"""What lies on a device in each phase of a run, in bytes: the one account of its memory.
+"""Counts the bytes on a device in each phase of a run: the one account of its memory.
 
 `Held` is what stays there from program to program. The rest of this file estimates what a program
 adds while it runs. `python -m grpo_jax.plan` prints what `Held` says, and gives the compiler's
@@ -29,20 +29,21 @@ _PROMPT_COPIES_ON_TPU = 2.0
 _GROWN = 0.5  # of the keys and values of rows, beside which they lie before their slots double
 # A sampler may hold logits and tempered ones, and with filters filtered ones and their weights.
 _LOGITS_COPIES, _LOGITS_COPIES_OF_FILTERS = 2, 4
-# Of a chunk in an update: logits and their gradient. A CPU writes weights and theirs, too.
+# A chunk in an update has logits and their gradient. A CPU also writes weights and theirs.
 _CHUNK_COPIES, _CHUNK_COPIES_ON_CPU = 2, 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Held:
-  """What a run holds on one device from program to program.
+  """The arrays that a run holds on one device from program to program.
 
   Attributes:
     config: The config of the run.
     shape: The model on the mesh.
     state: Shapes and shardings of the train state.
-    base: Those of the frozen base, or None.
-    reference: Those of a reference that is a copy of the trained parameters, or None.
+    base: Shapes and shardings of the frozen base, or None.
+    reference: Shapes and shardings of a reference that is a copy of the trained parameters, or
+      None.
     weights: How the sampler reads the parameters.
     encodes_first: Whether images are encoded before their prompts are sampled.
     most_images: `Prompts.most_images` of the training prompts, or None if they are not counted.
@@ -220,7 +221,7 @@ def visual_of(
 def visual_bytes(
   config: Config, shape: model.ModelConfig, params: Any, most: tuple[int, int] | None = None
 ) -> float:
-  """What one device holds of a batch's visual tokens. 0 without a vision tower that is frozen.
+  """The bytes of a batch's visual tokens on one device. 0 without a vision tower that is frozen.
 
   The arguments are those of `visual_of`.
   """
@@ -294,8 +295,8 @@ def _kept_bytes(
     shape: The model on the mesh.
     params: All parameters of the policy: shapes and dtypes.
     split: Over how many devices a layer's heads and hidden units are split.
-    remat: What a layer keeps (see `completion_features`).
-    most: Of `images_of`.
+    remat: The activations that a layer keeps (see `completion_features`).
+    most: `Prompts.most_images`, as `images_of` takes it.
   """
   S, G, T = config.data.max_prompt_tokens, config.rows_per_prompt, config.sampling.max_tokens
   lanes = 128 if shape.platform == "tpu" else 1  # a TPU fills up the last axis of every array

@@ -38,12 +38,13 @@ class Parameters:
   Attributes:
     model: The model's shape, with its adapters and its place on the mesh.
     abstract: Shapes and shardings of the trained parameters.
-    abstract_base: Those of the frozen base, or None if all parameters are trained.
-    abstract_reference: Those of a reference that is a copy of the trained parameters.
-    abstract_state: Those of the train state.
+    abstract_base: Shapes and shardings of the frozen base, or None if all parameters are trained.
+    abstract_reference: Shapes and shardings of a reference that is a copy of the trained
+      parameters.
+    abstract_state: Shapes and shardings of the train state.
     encodes_first: Whether images are encoded before their prompts are sampled, for sampler and
       learner. So a frozen vision tower encodes them once. A sampler elsewhere would have to wait.
-    held: What the run holds on one device.
+    held: The arrays that the run holds on one device.
     sampling: How the sampler reads the parameters.
   """
 
@@ -143,7 +144,7 @@ class Parameters:
 
   @functools.cached_property
   def base(self) -> Any:
-    """What is frozen: in lora.base_dtype under adapters, otherwise in float32. Or None."""
+    """The frozen parameters: in lora.base_dtype under adapters, otherwise in float32. Or None."""
     if self.abstract_base is None:
       return None
     if self.model.lora is None:
@@ -213,7 +214,7 @@ class Parameters:
     return _at(abstract, sharding.state_shardings(abstract, self._mesh))
 
   def _held(self, mesh: Mesh) -> Held:
-    """What the run holds, with the sampler's weights on these devices as they are chosen to lie."""
+    """The arrays that the run holds, with the sampler's weights as they are chosen to lie."""
 
     def on(there: Mesh) -> Held:
       return Held(

@@ -35,7 +35,7 @@ from grpo_jax.types import Images, Visual
 
 STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
 
-# Of a folder, which grpo_jax reads or, of videos, other programs.
+# Files of a model's folder that grpo_jax reads or, in the case of videos, other programs.
 _PROCESSOR_FILES = (
   "processor_config.json",
   "preprocessor_config.json",
@@ -47,12 +47,12 @@ class Run:
   """The parts of a run: what train, evaluate, sample and export have in common.
 
   Attributes:
-    config: What the run was built from.
+    config: The config that the run was built from.
     mesh: The devices, without those that only sample.
-    hosts: What moves arrays between the processes and the mesh.
+    hosts: Moves arrays between the processes and the mesh.
     tokenizer: Texts to token ids and back.
     parameters: Where the parameters come from and how they lie.
-    remarks: What a user should know of the config, though it can be run.
+    remarks: Lines that a user should read about the config, though it can be run.
     programs: The compiled functions.
   """
 
@@ -65,7 +65,7 @@ class Run:
     """Builds the parts.
 
     Args:
-      config: What to build.
+      config: The config to build from.
       devices: The devices of the mesh. None means all.
       tokens: The tokenizer. None means the one that the config names.
 
@@ -139,7 +139,7 @@ class Run:
 
   @functools.cached_property
   def processor(self) -> Processor | None:
-    """What the model's folder does to images, or None if the model sees none."""
+    """The image processor of the model's folder, or None if the model sees no images."""
     tower, path = self.parameters.model.vision, self._local.model.path
     if tower is None:
       return None
@@ -344,7 +344,7 @@ def check_experts(config: Config, shape: model.ModelConfig, expert_axis: int) ->
 
 
 def _remarks(config: Config, local: Config) -> tuple[str, ...]:
-  """What is not read of model.path, and of adapters that do not fit it."""
+  """Lines about parts of model.path that are not read, and about adapters that do not fit it."""
   sees = local.model.vision != "ignored"
   if local.model.path and model.ignores_parts(local.model.path, vision=sees):
     ignored = f"only the text part of {config.model.path} is read, trained and saved"

@@ -1,4 +1,4 @@
-"""What the prompts of a batch see, on the mesh."""
+"""Moves the images of a batch's prompts, or their visual tokens, to the mesh."""
 
 import dataclasses
 
@@ -16,11 +16,11 @@ def encoded_first(run: Run, prompts: PromptBatch) -> PromptBatch:
 
 
 def with_images(run: Run, batch: Batch, prompts: PromptBatch) -> Batch:
-  """The batch with what its prompts see, which is encoded by now if the vision tower is frozen.
+  """The batch with its prompts' images: as visual tokens by now, if the vision tower is frozen.
 
   Args:
     run: The run.
-    batch: On the mesh.
+    batch: The batch on the mesh.
     prompts: Its prompts.
   """
   if prompts.visual is not None:

@@ -32,7 +32,7 @@ class Stage:
   """A compiled program, or one of those that do something together.
 
   Attributes:
-    program: What is compiled.
+    program: The function to compile.
     arguments: The shapes, dtypes and places of its arguments.
     runs: How often it is called.
     rounds: How often its loops run in a call at most, by the largest value of their counter.
@@ -54,12 +54,12 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What a run does, before its compilation.
+  """A piece of a run's work before its compilation, such as an update, as one program or several.
 
   Attributes:
-    name: What the run does with it.
+    name: The name of the work, such as "sample".
     runs: How often it runs in a step, as a text. "3/50" is 3 times every 50 steps.
-    stages: What is compiled, in the order in which it runs.
+    stages: The functions to compile, in the order in which they run.
     held: Bytes by kind of what the run holds on one device while the program runs.
     taken: The kinds in `held` that are arguments of the program.
     gradients: The bytes of its sum of gradients. 0 if it computes none.
@@ -135,7 +135,7 @@ def compile_ahead(run: Run, compiler: Compiler) -> None:
 
   Args:
     run: The run. Its prompts are read.
-    compiler: Who compiles.
+    compiler: Compiles them in the background.
   """
   config, parts = run.config, _Parts(run)
   if config.samples_in_turn and not config.keeps_flight and not config.environment.harness:
@@ -175,12 +175,12 @@ class _Parts:
     return Program(name, runs, stages, held, self._held.sampled, tokens=tokens)
 
   def _beside_flight(self, held: dict[str, float]) -> dict[str, float]:
-    """What is held, with the rows of training that stay in flight, if there are any."""
+    """Adds the rows of training that stay in flight, if there are any, to what is held."""
     flight = self._run.programs.flight_bytes
     return held | {"rows in flight": flight} if flight else held
 
   def _sampling_stages(self, name: str, prompts: int, group_size: int) -> tuple[Stage, ...]:
-    """What a sampler calls if no completion ends early."""
+    """The functions that a sampler calls if no completion ends early."""
     is_encoded = self._run.parameters.encodes_first and name in ("sample", "greedy")
     keeps_experts = name == "sample" and self._config.learner.router_replay
     sampler = self._run.programs.sampler(keeps_experts=keeps_experts)
@@ -358,7 +358,7 @@ class _Parts:
     return batch.replace(visual=visual)
 
   def _experts(self, *shape: int) -> jax.ShapeDtypeStruct | None:
-    """Those of the sampler for so many tokens, where the learner uses them."""
+    """The shape of the sampler's experts for so many tokens, where the learner uses them."""
     model_config = self._run.parameters.model
     if not self._config.learner.router_replay:
       return None
@@ -374,7 +374,7 @@ class _Parts:
     return Prompts(self._some("int32", count, S), self._some("int32", count), images=images)
 
   def _settings(self, rows: int) -> RowSettings:
-    """Those of so many rows."""
+    """The shapes of the settings of so many rows."""
     settings = by_row(settings_of(self._config.sampling, 1.0), rows, 1)
     return jax.tree.map(lambda x: self._some(x.dtype, *x.shape), settings)
 

@@ -19,7 +19,7 @@ class Flight(struct.PyTreeNode):
   """Rows in flight.
 
   Attributes:
-    cache: Of a grid of N places with Q seats each.
+    cache: The cache of a grid of N places with Q seats each.
     last_ND: The features of each prompt's last token, from which the first logits come.
     rows: The N * Q rows.
     next_N: int32, the position of the first token after each prompt, where images give prompts
@@ -58,8 +58,8 @@ class Prompts(struct.PyTreeNode):
 
   Attributes:
     tokens_nS: int32, right-padded.
-    lengths_n: int32, their tokens.
-    shared: So many tokens at their start are the same in all of them, and computed once. They
+    lengths_n: int32, how many tokens each prompt has.
+    shared: How many tokens at their start are the same in all of them, and computed once. They
       end before the first image.
     images: The images of the prompts, encoded or not, or None if they have none.
   """
@@ -115,6 +115,7 @@ def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
   axes = config.rows.spec[0]
 
   def own(x: jax.Array) -> PartitionSpec:
+    """Keys or values [L, P, K, G, C, E]: places P over the shards, heads K over `tensor`."""
     return PartitionSpec(*[None] * (x.ndim - 5), axes, config.axis_of(x.shape[-4]))
 
   def of_prompts(x_LPKSE: jax.Array) -> PartitionSpec:

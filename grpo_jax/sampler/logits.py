@@ -16,12 +16,12 @@ _FEWEST_FASTEST = 64  # rows for which padding costs a TPU less than copies
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-  """What the rows of a sampler have in common.
+  """The settings that all rows of a sampler share.
 
   Attributes:
     max_tokens: T, the longest completion.
     stop_ids: The token ids that end a completion.
-    sharding: Of the rows on a mesh of several devices. None on one device.
+    sharding: The sharding of the rows on a mesh of several devices. None on one device.
   """
 
   max_tokens: int
@@ -68,7 +68,7 @@ def filtered(logits_BV: jax.Array, settings: RowSettings) -> jax.Array:
     settings: The filters.
   """
   if settings.top_k is not None:
-    most_B = jnp.where(settings.top_k > 0, settings.top_k, jnp.inf)
+    most_B = jnp.where(settings.top_k > 0, settings.top_k, jnp.inf)  # no limit where it is off
     logits_BV = _likeliest(logits_BV, jnp.ones_like(logits_BV), most_B)
   if settings.top_p is not None:
     weights_BV = jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))
@@ -244,7 +244,7 @@ def sample_token(
   logits_BV = _rows_fastest(logits_BV, sharding)
   tempered_BV = logits_BV / jnp.where(is_greedy_B, 1, settings.temperature)[:, None]
   kept_BV = tempered_BV
-  if is_barred_BV is not None:
+  if is_barred_BV is not None:  # before the filters, which could keep barred tokens alone
     kept_BV = jnp.where(is_barred_BV, -jnp.inf, kept_BV)
   kept_BV = filtered(kept_BV, settings)
   drawn_B, log_total_B = draw(kept_BV, uniforms_BN)
@@ -267,4 +267,5 @@ def _invert(weights_BN: jax.Array, uniform_B: jax.Array) -> jax.Array:
   """
   cumulative_BN = jnp.cumsum(weights_BN, axis=-1)
   index_B = (cumulative_BN <= uniform_B[:, None] * cumulative_BN[:, -1:]).sum(-1)
+  # Rounding can put the number past the sum of all weights.
   return jnp.where(index_B < weights_BN.shape[-1], index_B, weights_BN.argmax(-1))

@@ -33,7 +33,7 @@ _MOST_SCORES = 2**26  # of attention, where prompts are computed after what they
 
 
 class Kept(struct.PyTreeNode):
-  """What a chunk keeps beside the tokens that are drawn.
+  """The experts of the tokens that rows draw in a chunk, where the sampler keeps them.
 
   Attributes:
     round: int32 scalar, the column of the next round.
@@ -51,10 +51,10 @@ class Kept(struct.PyTreeNode):
 
 
 class Prefilled(NamedTuple):
-  """What is computed of n prompts.
+  """The results of the forward pass over n prompts.
 
   Attributes:
-    prefix: What the layers keep of them.
+    prefix: The keys and values, or states, of the prompts' tokens in all layers.
     last_nD: The features of their last tokens.
     next_n: `Flight.next_N` of them.
     experts_nSY: The experts of their tokens with `keeps_experts`, otherwise None.
@@ -77,7 +77,7 @@ def most_rewound(columns: int) -> int:
 
 
 class FlightPrograms:
-  """What is compiled. Each program is compiled for each grid and size of the cache that it meets.
+  """The compiled programs: one for each grid and size of the cache that occurs.
 
   Attributes:
     decoding: Stop ids and the longest completion.
@@ -148,7 +148,7 @@ class FlightPrograms:
 
     Args:
       grid: Its places and seats.
-      slots: Of the cache.
+      slots: The slots of the cache.
       params: Shapes of all parameters.
       prompt_slots: S.
       settings: Shapes of the rows' settings.
@@ -207,7 +207,7 @@ class FlightPrograms:
     return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts))
 
   def _encode(self, params: Any, prompts: Prompts) -> Visual | None:
-    """What the prompts see, each shard of the mesh its own."""
+    """The visual tokens of the prompts' images. Each device computes those of its own prompts."""
     if prompts.images is None:
       return None
     if isinstance(prompts.images, Visual):

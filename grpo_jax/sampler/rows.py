@@ -44,7 +44,7 @@ Step = Callable[[Any, Rows], tuple[jax.Array, Any]]
 
 
 class Drawn(struct.PyTreeNode):
-  """What rows drew in a chunk. Its N columns are rounds.
+  """The tokens that rows drew in a chunk. Its N columns are rounds.
 
   Attributes:
     is_drawn_RN: bool, whether the row drew or took a token in the round. The rest is 0 where it
@@ -113,9 +113,9 @@ def decode_chunk(
 
   Args:
     step: Computes the next logits.
-    cache: Of the rows.
+    cache: The cache of the rows.
     rows: The rows, after `draw_first`.
-    drawn: What they have drawn there. It has a column for each round, after the first.
+    drawn: The tokens of this chunk so far. It has a column for each round, after the first.
     decoding: Stop ids and the longest completion.
     chunk: When it ends.
 
@@ -167,6 +167,7 @@ def _draw(
   token_R, *logprobs = sample_token(
     logits_RV, uniforms_RU, rows.settings, is_barred_RV, decoding.sharding
   )
+  # A given token is not the policy's: it has no log-prob, and ends no row even if it is a stop id.
   token_R = jnp.where(is_given_R, given_R, token_R.astype(jnp.int32))
   logprobs = [jnp.where(is_given_R, 0, x_R) for x_R in logprobs]
   stops_R = draws_R & ~is_given_R & (token_R[:, None] == stop_ids).any(-1)

@@ -86,7 +86,7 @@ class Sampler:
   number of rows that are decoded together.
 
   Attributes:
-    programs: What is compiled.
+    programs: The compiled programs that draw rows.
   """
 
   def __init__(
@@ -164,7 +164,7 @@ class Sampler:
     Args:
       prompts_PS: int32, right-padded.
       prompt_lengths_P: int32, their tokens.
-      images: Of the prompts, as numpy arrays, or encoded on the mesh. None if they have none.
+      images: The images of the prompts, as numpy arrays, or encoded on the mesh, or None.
     """
     tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
     shared = 0
@@ -189,8 +189,8 @@ class Sampler:
       prompts_PS: int32, right-padded. P is a multiple of the mesh's row shards.
       prompt_lengths_P: int32, their tokens.
       members: G.
-      draws: What they are drawn with.
-      images: Of the prompts, as numpy arrays, or encoded on the mesh. None if they have none.
+      draws: How to draw: keys, temperatures, filters and when rows end.
+      images: The images of the prompts, as numpy arrays, or encoded on the mesh, or None.
 
     Yields:
       Groups as they finish, each prompt once.

@@ -256,7 +256,7 @@ def move_together(seats: Seats, grids: Sequence[Grid]) -> Move | None:
     return None
   sitting = np.flatnonzero(seats.row_NQ.reshape(-1) != NOBODY)
   places = sitting // seats.grid.seats
-  # Of each prompt in each shard, its seats.
+  # The seats of each prompt in each shard.
   groups: list[list[np.ndarray]] = []
   for shard in range(seats.shards):
     here = sitting[_shards_of(seats, places) == shard]

@@ -11,7 +11,7 @@ def end_at(texts: Sequence[str], decode_text: Callable[[list[int]], str]) -> End
   """Ends a row at the first token with which its text holds one of `texts`.
 
   Args:
-    texts: What ends a row.
+    texts: The texts that end a row.
     decode_text: Makes a text from token ids.
   """
 

@@ -1,4 +1,4 @@
-"""What completions are worth: reward functions called for them, reward models, a teacher.
+"""Scores completions: calls reward functions for them, reward models and a teacher.
 
 It may import rollouts/, rewards/, run/ and what lies below them.
 """

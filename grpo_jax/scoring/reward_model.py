@@ -29,7 +29,7 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-  """What a reward model reads for one completion.
+  """The tokens that a reward model reads for one completion.
 
   Attributes:
     ids: The token ids of the prompt and the completion.

@@ -40,7 +40,7 @@ _MOST_COMPARED, _MOST_TRIALS = 16, 4  # rows for a first call of a function, and
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What happened while completions were scored, on all processes. Reports can be added.
+  """The failures and logged values of scoring, on all processes. Reports can be added.
 
   Attributes:
     failed: How many completions have no reward for a reason, by metric.
@@ -71,9 +71,9 @@ class Scores(struct.PyTreeNode):
   """The rewards of P groups.
 
   Attributes:
-    rewards: As numpy arrays, the same on every process.
+    rewards: The rewards as numpy arrays, the same on every process.
     extras_PG: object array of dicts: what functions gave to log_extra, by column.
-    report: What happened.
+    report: The failures and logged values.
   """
 
   rewards: Rewards
@@ -129,7 +129,7 @@ class Scorer:
       functions: The reward functions.
       hosts: The processes that score.
       decode_text: Makes a text from token ids.
-      caller: What calls the functions.
+      caller: Calls the functions.
       needs_steps: Whether the advantage reads the rewards of steps, placed on tokens.
     """
     self._functions = [one.function for one in functions]
@@ -330,7 +330,7 @@ class Scorer:
     return Scores(rewards, self._extras(answers, P, G), self._report(answers, place))
 
   def _extras(self, answers: Mapping[str, rewards_lib.Answer], P: int, G: int) -> np.ndarray:
-    """What log_extra got, of all processes."""
+    """The dicts that functions gave to log_extra, of all processes."""
     rows: list[dict[str, Any]] = [{} for _ in range(P * G)]
     for answer in answers.values():
       for column, values in answer.extras.items():
@@ -416,7 +416,7 @@ def _some_places(prompts: Prompts) -> list[int]:
   return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
 
 
-# What a function reads: for each of its columns, or for some of which it needs one, the types.
+# The types that a function reads: for each of its columns, or for several of which it needs one.
 _Kinds = Mapping[tuple[str, ...], tuple[type, ...]]
 
 
@@ -434,7 +434,7 @@ def _rows_of_tasks(
 
 
 def _unreadable(kinds: _Kinds, row: Mapping[str, Any]) -> str:
-  """What keeps a function from reading a row. "" if nothing does."""
+  """The reason why a function cannot read a row. "" if it can."""
   for names, types in kinds.items():
     value = _first(names, row)
     if value is None:
@@ -482,7 +482,7 @@ def _made_up_columns(prompts: Prompts, place: int) -> dict[str, list[Any]]:
 
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
-  """What reward functions are called with: a value for each of the completions.
+  """The arguments of reward functions: for each a list with a value for every completion.
 
   Args:
     rollouts: The completions of the prompts that this process scores.

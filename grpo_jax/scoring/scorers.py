@@ -1,4 +1,4 @@
-"""What the workers of a run do: its reward functions, its tools and environments, its harness."""
+"""The jobs of a run's workers: its reward functions, its tools and environments, its harness."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -33,7 +33,7 @@ class Scorers:
   They share the workers.
 
   Attributes:
-    remarks: What a user should know of the functions and tools.
+    remarks: Lines that a user should read about the functions and tools.
   """
 
   def __init__(self, run: Run):
@@ -57,14 +57,14 @@ class Scorers:
 
   @functools.cached_property
   def evaluation(self) -> Scorer:
-    """What decides in evaluation: one function, or those of reward.tasks for their tasks."""
+    """The scorer of evaluations: of one function, or of those of reward.tasks for their tasks."""
     name = self._config.eval.function
     if name == FIRST_OF_TASK:
       return self.training
     return self.deciding(name, "eval.function")
 
   def deciding(self, name: str, key: str) -> Scorer:
-    """What decides in an evaluation by one function, which a config key names.
+    """The scorer of an evaluation by one function, which a config key names.
 
     Raises:
       ConfigError: The function cannot be used.
@@ -73,7 +73,7 @@ class Scorers:
 
   @functools.cached_property
   def talkers(self) -> "Talkers | Harness | None":
-    """What answers the policy, or plays with it, or None.
+    """The talkers that answer the policy, or the harness that plays with it, or None.
 
     Raises:
       ConfigError: It cannot be used.

@@ -79,8 +79,8 @@ def steps_on_tokens(
     rollouts: P * G completions.
     steps: For each function, the steps (end in characters, reward) of each completion. None for a
       function whose rewards are those of turns.
-    weights: Of the functions. Steps that end at the same token become one step, whose reward is the
-      weighted sum.
+    weights: The weights of the functions. Steps that end at the same token become one step, whose
+      reward is the weighted sum.
     decode_text: Makes a text from token ids.
 
   Returns:

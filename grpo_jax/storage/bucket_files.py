@@ -156,7 +156,7 @@ class BucketFiles:
       self._warn(f"not uploaded now, and tried again later: {error}")
 
   def _bucket(self) -> tuple[Any, str]:
-    """What epath itself uses, because it copies many files at a time, and the folder's name."""
+    """The file system that epath itself uses, as it copies many files at a time, and the folder."""
     import fsspec  # here, because runs on disks do not need it
 
     return fsspec.core.url_to_fs(str(self._workdir))

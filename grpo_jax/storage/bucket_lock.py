@@ -47,7 +47,7 @@ class _Held:
 
 
 class BucketLock:
-  """What a run holds while it uses a folder in a bucket."""
+  """The lock that a run holds while it uses a folder in a bucket."""
 
   def __init__(self, workdir: Path, holder: str, times: Times) -> None:
     """`holder` says who holds it. No other run of any time may have the same words."""

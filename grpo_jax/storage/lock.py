@@ -116,7 +116,7 @@ def _warn_of_others(workdir: Path, left: str, has_locks: bool, warn: Callable[[s
 
   Args:
     workdir: The run's folder.
-    left: Who held the lock and did not release it, or "".
+    left: The holder that did not release the lock, or "".
     has_locks: Whether the file system has locks. Even then, some do not see other machines.
     warn: Receives the line.
   """

@@ -13,7 +13,7 @@ from grpo_jax.storage.saved_config import as_json, check_same_run, read_values
 
 LOCK_FILE = "run.lock"  # what grpo_jax/storage/lock.py locks
 LAUNCH_FOLDER = "launch"  # where grpo_jax/launchers/ keep logs and scripts
-# What a new run may find in its folder: of a launcher, or of a run that was killed at its start.
+# A new run may find these in its folder, from a launcher or from a run killed at its start.
 _OF_THE_START = {LOCK_FILE, LAUNCH_FOLDER, "config.json.new"}
 
 
@@ -81,7 +81,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def unfinished(directory: Path) -> list[Path]:
-  """What saves have left in this folder that were killed or that failed."""
+  """The files in this folder that saves left behind when they were killed or failed."""
   with reaching(directory):
     if is_bucket(directory):
       return [path for path in _numbered(directory) if not _is_complete(path)]

@@ -13,7 +13,7 @@ from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.workdir import saved_steps
 
-# What must be true before the same command can go on, by the error number.
+# The condition under which the same command can go on, by the error number.
 _REMEDIES = {
   errno.ENOSPC: "there is room",
   errno.EDQUOT: "the quota has room",

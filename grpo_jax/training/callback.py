@@ -1,4 +1,4 @@
-"""What a run tells its caller after each step."""
+"""Calls the user's function after each step, with the step's metrics."""
 
 from collections.abc import Callable, Mapping
 import dataclasses

@@ -41,7 +41,7 @@ class Ended(NamedTuple):
 
   Attributes:
     state: The state after the last step that was taken.
-    step: That step. Its metrics are empty if there was nothing left to do.
+    step: The last step. Its metrics are empty if there was nothing left to do.
   """
 
   state: RunState
@@ -101,7 +101,7 @@ def run_steps(
 
 
 class StepResult(NamedTuple):
-  """What a step returns.
+  """The result of a step.
 
   Attributes:
     state: The state after the step.

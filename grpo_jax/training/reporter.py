@@ -1,4 +1,4 @@
-"""What a run writes and shows: rows of metrics, evaluations, completions and the terminal."""
+"""Writes and shows a run: rows of metrics, evaluations, completions and the terminal."""
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
@@ -32,7 +32,7 @@ class Reporter:
   """Reports a run's steps. The first process writes and shows, and all evaluate together.
 
   Attributes:
-    evaluator: What evaluates the policy, or None where eval.every is 0.
+    evaluator: Evaluates the policy. None where eval.every is 0.
     devices: Makes what is held while it samples.
   """
 
@@ -195,7 +195,7 @@ def header_lines(
   workdir: Path,
   saved_devices: int | None = None,
 ) -> list[str]:
-  """What a user should know before the first step.
+  """The lines that a user should read before the first step.
 
   Args:
     run: The run.
@@ -266,7 +266,7 @@ def _about_sampling(run: Run) -> list[str]:
 
 
 def _about_updates(config: Config) -> list[str]:
-  """What the number of updates per batch means for these settings."""
+  """Lines about how the number of updates per batch bears on these settings."""
   algo = config.algo
   idle = settings_idle_at_ratio_one(algo) if config.old_is_policy else ()
   if idle:

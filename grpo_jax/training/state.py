@@ -20,7 +20,7 @@ class RunState(struct.PyTreeNode):
   """All that a run changes.
 
   Attributes:
-    train: What updates change.
+    train: The parameters and the optimizer's state, which updates change.
     reference: The reference policy, as trained parameters: all parameters in model.reference_dtype,
       or adapters. None where no KL term needs it, during the warm start if the reference is then
       frozen, and with LoRA if the reference is the base without adapters.
@@ -145,7 +145,7 @@ class StateStore:
     return self._tree(RunState(abstract, reference, self._initial_host))
 
   def _tree(self, state: RunState) -> dict[str, Any]:
-    """What a checkpoint holds. Its names are those of every earlier version."""
+    """The arrays of a checkpoint. Their names are those of every earlier version."""
     train = state.train
     tree = {
       "step": train.step,

@@ -1,4 +1,4 @@
-"""What surrounds the training loop: setting up, checking, saving and finishing."""
+"""The work around the training loop: setting up, checking, saving and finishing."""
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
@@ -41,14 +41,14 @@ _LARGEST_GAP = 1e-3
 
 
 class Trainer:
-  """What happens before the loop, after each step, and at the end.
+  """Sets a run up before the loop, reports and saves after each step, and finishes it.
 
   Attributes:
     run: The parts of the run.
-    collector: What collects the batch of a GRPO step.
-    ahead: What draws batches for later steps, or None.
+    collector: Collects the batch of a GRPO step.
+    ahead: Draws batches for later steps, or None.
     store: The state of the run and its checkpoints.
-    reporter: What is written and shown.
+    reporter: Writes and shows the steps.
     first_grpo_step: The number of steps of the warm start.
     last_step: The number of steps of the whole run.
   """
@@ -116,7 +116,7 @@ class Trainer:
   def _listen(
     self, access: Access | None, should_stop: Callable[[], bool], stack: contextlib.ExitStack
   ) -> RemoteSampler | None:
-    """What lets sampler processes join, where the run has some. `stack` closes it."""
+    """Opens the port at which sampler processes join, if the run has some. `stack` closes it."""
     if access is None:
       return None
     rollout = self._config.rollout
@@ -127,7 +127,7 @@ class Trainer:
     return remote
 
   def _draws_ahead(self, stack: contextlib.ExitStack) -> Ahead | None:
-    """What draws batches for later steps, as config.rollout says. `stack` closes it."""
+    """Makes the object that draws batches for later steps, or None. `stack` closes it."""
     config, rollout = self._config, self._config.rollout
     if not rollout.max_staleness:
       return None
@@ -147,7 +147,7 @@ class Trainer:
     return ahead
 
   def callbacks(self, callback: Callback | None) -> Callbacks:
-    """What calls the user's callback after each step."""
+    """The object that calls the user's callback after each step."""
     return Callbacks(callback, self._workdir, self.last_step, self.run.hosts)
 
   def restore_or_init(self) -> tuple[RunState, int]:
@@ -168,7 +168,7 @@ class Trainer:
     return state, step
 
   def _remarks_on_ahead(self, state: RunState, step: int) -> tuple[str, ...]:
-    """What the checkpoint of a step should have and does not, as that of a run that was over."""
+    """Warns if a checkpoint lacks the batches drawn ahead, as that of a run that was over does."""
     rollout = self._config.rollout
     is_within = self.first_grpo_step < step < self.last_step
     if not is_within or self.ahead is None or rollout.weights != "fixed":

@@ -47,7 +47,7 @@ class Advantage(Record[S]):
 
 @dataclasses.dataclass(frozen=True)
 class EpsSettings(Settings):
-  """What keeps a division by a standard deviation finite."""
+  """The number that keeps a division by a standard deviation finite."""
 
   std_eps: float = setting(
     1e-4, "added to a standard deviation before the division by it", at_least(0)

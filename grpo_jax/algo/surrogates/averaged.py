@@ -31,6 +31,7 @@ def gmpo(terms: Terms, algo: ClipSettings) -> jax.Array:
     [P, G, T]
   """
   d_PGT, A_PGT = terms.d_PGT, terms.advantages_PGT
+  # As in PPO, the clip limits what a token can gain, and not what it can lose.
   clipped_PGT = jnp.clip(d_PGT, -algo.clip_low, algo.clip_high)
   lower_PGT, higher_PGT = jnp.minimum(d_PGT, clipped_PGT), jnp.maximum(d_PGT, clipped_PGT)
   pessimistic_PGT = jnp.where(A_PGT > 0, lower_PGT, higher_PGT)
@@ -134,6 +135,7 @@ def vespo(terms: Terms, algo: VespoSettings) -> jax.Array:
   """
   log_w_PG1 = masked.total(terms.d_PGT, terms.mask_PGT, -1, keepdims=True)
   log_w_PG1 = jnp.clip(log_w_PG1, jnp.log(_SMALLEST_WEIGHT), _LARGEST_LOG_WEIGHT)
+  # A correction may be 0, which has no logarithm.
   log_corrections_PGT = jnp.log(jnp.maximum(terms.corrections_PGT, _SMALLEST_WEIGHT))
   # With one weight for a row, every token carries it.
   of_row = masked.mean if terms.corrections_of_row else masked.total

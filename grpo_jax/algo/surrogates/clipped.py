@@ -44,8 +44,9 @@ def ppo_clip(terms: Terms, algo: PpoSettings) -> jax.Array:
   clipped_PGT = jnp.clip(w_PGT, 1 - algo.clip_low, 1 + algo.clip_high)
   if algo.ratio_max:
     w_PGT = jnp.minimum(w_PGT, algo.ratio_max)
+  # The minimum lets the clip limit what a token can gain, and not what it can lose.
   loss_PGT = -jnp.minimum(w_PGT * A_PGT, clipped_PGT * A_PGT)
-  if algo.dual_clip:
+  if algo.dual_clip:  # where A < 0, a large w would make the loss of one token as large
     loss_PGT = jnp.where(A_PGT < 0, jnp.minimum(loss_PGT, -algo.dual_clip * A_PGT), loss_PGT)
   return loss_PGT
 

@@ -150,13 +150,16 @@ SURROGATES["clip_cov"] = Surrogate(
 def kl_cov(terms: Terms, algo: KlCovSettings) -> jax.Array:
   """-w A, plus cov_kl_coef |d| at the chosen tokens (2505.22617, eq. 12-13).
 
-  The gradient of |d| is 0 where d is 0, as it is in the first update of a batch.
+  The paper finds that the policy's entropy falls as fast as log-probs and advantages covary, and
+  that a few tokens make most of this covariance. `kl_cov_select` chooses these. Where `clip_cov`
+  drops their gradient, `kl_cov` holds their log-prob lp near the old one: |d| = |lp - old| is the
+  penalty. Its gradient is 0 where d is 0, as it is in the first update of a batch.
 
   Args:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   loss_PGT = -terms.ratio_PGT * terms.advantages_PGT
   distance_PGT = absolute(terms.logprobs_PGT, terms.old_logprobs_PGT)
@@ -214,6 +217,7 @@ def _budget(mask_PGT: jax.Array, algo: CovarianceSettings) -> jax.Array:
 
 def _highest(x_PGT: jax.Array, mask_PGT: jax.Array, count: jax.Array) -> jax.Array:
   """True at the `count` entries with the highest x. Of equal ones, the first are taken."""
+  # Padding sorts last, behind every token of the loss.
   order = jnp.argsort(jnp.where(mask_PGT != 0, -x_PGT, jnp.inf).ravel(), stable=True)
   rank = jnp.zeros(order.size, jnp.int32).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
   return (rank.reshape(x_PGT.shape) < count) & (mask_PGT != 0)

@@ -1,11 +1,11 @@
-"""What a surrogate reads of a part of a batch, and what a token selection reads of all of it."""
+"""The inputs of a surrogate, for a part of a batch, and of a token selection, for all of it."""
 
 from flax import struct
 import jax
 
 
 class Terms(struct.PyTreeNode):
-  """What a surrogate reads, float32 [P, G, T] each.
+  """The inputs of a surrogate, float32 [P, G, T] each.
 
   Attributes:
     logprobs_PGT: lp, 0 at padding.
@@ -36,7 +36,7 @@ class Terms(struct.PyTreeNode):
 
 
 class BatchTokens(struct.PyTreeNode):
-  """What is known of the tokens of a whole optimizer batch before the update, [P, G, T] each.
+  """The numbers of a whole optimizer batch's tokens before the update, [P, G, T] each.
 
   Attributes:
     logprobs_PGT: The policy's log-probs.

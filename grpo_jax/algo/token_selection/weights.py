@@ -53,7 +53,7 @@ def top_entropy(tokens: BatchTokens, algo: TopEntropySettings) -> jax.Array:
   Returns:
     [P, G, T], 1 or 0
   """
-  entropies = jnp.where(tokens.mask_PGT != 0, tokens.entropies_PGT, jnp.nan)
+  entropies = jnp.where(tokens.mask_PGT != 0, tokens.entropies_PGT, jnp.nan)  # no padding
   threshold = jnp.nanquantile(entropies, 1 - algo.top_entropy_quantile)
   return (tokens.entropies_PGT >= threshold).astype(tokens.mask_PGT.dtype)
 
@@ -112,6 +112,7 @@ def second_moment(tokens: BatchTokens, algo: SecondMomentSettings) -> jax.Array:
   """
   log_w_PGT = jnp.log(tokens.ratio_PGT)
   moves_away_PGT = (tokens.mask_PGT != 0) & (tokens.advantages_PGT * log_w_PGT > 0)
+  # All other tokens sort to the end, where an infinite mean keeps none.
   squares_PGT = jnp.where(moves_away_PGT, log_w_PGT**2, jnp.inf)
   squares = jnp.sort(squares_PGT.ravel())
   means = jnp.cumsum(squares) / jnp.arange(1, squares.size + 1)
@@ -170,7 +171,7 @@ TOKEN_WEIGHTS["second_moment"] = TokenWeight(
 
 @dataclasses.dataclass(frozen=True)
 class SelectionSettings(SecondMomentSettings, TopEntropySettings, SurrogateSettings, RatioSettings):
-  """What the selection reads: the settings of all token weights, and the choices of other axes."""
+  """The settings of all token weights, and the choices of other axes that the selection reads."""
 
 
 def is_needed(algo: SelectionSettings) -> bool:

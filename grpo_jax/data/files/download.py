@@ -53,7 +53,7 @@ def check_connection(url: str, what: str, folder: str) -> None:
 
   Args:
     url: The file.
-    what: What it is, for the reader.
+    what: The name of the file's contents, for the reader.
     folder: Where it will be kept.
 
   Raises:

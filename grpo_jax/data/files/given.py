@@ -36,7 +36,7 @@ class OfProgram:
         " object with __len__ and __getitem__"
       )
     self._rows, self._name = rows, name
-    # Of a Dataset. Arrow gives the objects of its messages the keys of all others, with None.
+    # A Dataset has them. Arrow gives the objects of its messages the keys of all others, with None.
     self._column_names = getattr(rows, "column_names", None)
 
   def __len__(self) -> int:
@@ -76,10 +76,10 @@ def give(data: Any, test: Any = None, *, key: str = "data") -> str:
   Args:
     data: The training rows. Or a dict with `train` and perhaps `test`, such as a DatasetDict.
     test: The test rows, or None.
-    key: What messages call them.
+    key: The name of the rows in messages.
 
   Returns:
-    What stands for them as data.path: always the same for the same rows.
+    The value of data.path that stands for them: always the same for the same rows.
 
   Raises:
     ConfigError: These are no rows, or none.

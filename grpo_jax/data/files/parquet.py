@@ -158,7 +158,7 @@ def _places_in_type(kind: Any) -> Any:
 
 
 def _places_in_feature(feature: Any) -> Any:
-  """The same for a feature of the package datasets."""
+  """Where values of a feature of the package datasets hold texts in JSON, as `_places_in_type`."""
   if isinstance(feature, list):  # as older versions wrote lists
     found = _places_in_feature(feature[0])
     return [found] if found else None

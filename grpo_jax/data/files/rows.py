@@ -210,7 +210,7 @@ class Chosen(Sequence[Example]):
 
 
 def place_of(examples: Sequence[Any], index: int) -> str:
-  """What error messages call an example: the file of its row and the place there, or its number."""
+  """The name of an example in error messages: the file and place of its row, or its number."""
   where = getattr(examples, "where", None)
   return where(index) if where else f"example {index}"
 

@@ -81,7 +81,7 @@ def rows_of_test(path: str, hub: str) -> Rows:
   Args:
     path: Its file, a folder with test files or with a single file of rows, or OWNER/NAME/FILE on
       huggingface.co.
-    hub: What "" stands for.
+    hub: The path that "" stands for.
 
   Raises:
     ConfigError: They cannot be read or downloaded, or there are none.

@@ -73,7 +73,7 @@ def sizes_of(layouts: Sequence[Sequence[Layout]]) -> tuple[int, int]:
   """The most pictures of a prompt, and the most visual tokens of a picture.
 
   Args:
-    layouts: Of the images of each prompt.
+    layouts: The layouts of the images of each prompt.
   """
   grids = [[grid for layout in of_prompt for grid in layout.tokens] for of_prompt in layouts]
   most_tokens = max(
@@ -93,7 +93,7 @@ def padded_sizes(
     pictures: The most pictures of a prompt of the batch.
     tokens: The most visual tokens of a picture of the batch.
     patches_per_token: How many patches become a visual token.
-    most: These two numbers for all prompts of the split, if they are known.
+    most: The largest `pictures` and `tokens` of all prompts of the split, if they are known.
   """
   count, size = _step(pictures), _step(tokens)
   if most is not None:
@@ -111,11 +111,11 @@ def pad(
   """The images of P prompts as arrays.
 
   Args:
-    pictures: Of each prompt.
+    pictures: The pictures of each prompt.
     placed: Where the visual tokens of each prompt are.
     sizes: I and N.
     max_tokens: S.
-    processor: What made them.
+    processor: The processor that made them.
   """
   P, (I, N) = len(pictures), sizes
   patches_PINC = np.zeros((P, I, N, processor.kind.patch_numbers), np.float32)

@@ -82,7 +82,7 @@ def make(fields: Fields, tokens: dict[str, Any]) -> Gemma4:
   """The processor of a folder.
 
   Args:
-    fields: Of the image processor.
+    fields: The fields of the image processor.
     tokens: The special tokens of the tokenizer by their roles.
 
   Raises:

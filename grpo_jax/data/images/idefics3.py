@@ -98,8 +98,8 @@ def make(fields: Fields, around: Fields, vision: Fields, tokens: dict[str, Any])
   """The processor of a folder.
 
   Args:
-    fields: Of the image processor.
-    around: Of the processor.
+    fields: The fields of the image processor.
+    around: The fields of the processor.
     vision: vision_config of the model's config.json.
     tokens: The special tokens of the tokenizer by their roles.
 

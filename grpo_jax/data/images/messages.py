@@ -22,7 +22,7 @@ def with_sources(value: Any, where: str, folder: str) -> Any:
 
   Args:
     value: A field of an example.
-    where: What error messages call it.
+    where: The name of the field in error messages.
     folder: Where relative paths begin.
 
   Raises:
@@ -62,8 +62,8 @@ def place_images(
 
   Args:
     messages: The conversation, after `with_sources`.
-    images: Those of the row's column.
-    where: What error messages call the row.
+    images: The images of the row's column.
+    where: The name of the row in error messages.
 
   Returns:
     (messages whose parts of images are `IMAGE`, the images)

@@ -25,7 +25,7 @@ class Given:
   """The images of a row as a file has them. A model that sees none gets the value.
 
   Attributes:
-    value: What the column holds.
+    value: The value of the column.
     where: The row and the column, for error messages.
     folder: Where relative paths begin.
   """
@@ -36,7 +36,7 @@ class Given:
 
 
 class Seeing(Protocol):
-  """What is read of a prompt here. `prompts.Prompt` is one."""
+  """The part of a prompt that is read here. `prompts.Prompt` is one."""
 
   @property
   def ids(self) -> list[int]:
@@ -52,7 +52,7 @@ class Seeing(Protocol):
 
   @property
   def where(self) -> str:
-    """What error messages call it."""
+    """Its name in error messages."""
 
 
 class PromptImages:

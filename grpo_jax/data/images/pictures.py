@@ -1,4 +1,4 @@
-"""What all kinds of image processors share: pictures, their layout, and the scale of pixels."""
+"""The base of all kinds of image processors: pictures, their layout, and the scale of pixels."""
 
 import abc
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ class Picture(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """What becomes of an image of some size. To know it, the image need not be decoded.
+  """The text and the visual tokens that an image of some size becomes. It need not be decoded.
 
   Attributes:
-    text: What takes the place of the image's placeholder in a prompt.
-    tokens: Of each picture: the rows and columns of its visual tokens.
+    text: The text that takes the place of the image's placeholder in a prompt.
+    tokens: For each picture, the rows and columns of its visual tokens.
   """
 
   text: str
@@ -43,9 +43,9 @@ class Scale:
 
   Attributes:
     resample: A number of `resize.FILTERS`.
-    mean: What is subtracted from each channel.
-    std: What each channel is then divided by.
-    factor: What the result is multiplied by. A scale has a mean and std, or a factor.
+    mean: The numbers that are subtracted from the channels.
+    std: The numbers that the channels are then divided by.
+    factor: The number that the result is multiplied by. A scale has a mean and std, or a factor.
   """
 
   resample: int
@@ -81,12 +81,12 @@ class Kind(abc.ABC):
 
   @property
   def placeholder(self) -> str:
-    """What stands for an image in a prompt that a chat template has rendered."""
+    """The text that stands for an image in a prompt that a chat template has rendered."""
     return self.token
 
   @property
   def plain(self) -> str:
-    """What stands for an image in a prompt without a chat template."""
+    """The text that stands for an image in a prompt without a chat template."""
     return self.placeholder
 
   @property

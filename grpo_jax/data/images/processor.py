@@ -1,4 +1,4 @@
-"""The image processor of a model's folder: what prompts and pictures the model gets of images."""
+"""The image processor of a model's folder: turns images into texts of prompts and pictures."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -15,7 +15,7 @@ from grpo_jax.settings import ConfigError
 
 
 class Tokens(Protocol):
-  """What a processor needs of a tokenizer. `tokenizers.Tokenizer` is one."""
+  """The part of a tokenizer that a processor needs. `tokenizers.Tokenizer` is one."""
 
   @property
   def special(self) -> Mapping[str, str]:
@@ -44,7 +44,7 @@ class Processor:
   """An image processor.
 
   Attributes:
-    kind: What it does to an image.
+    kind: The kind of processor, which says how images become pictures.
     token_id: The id of the token that a visual token takes the place of.
   """
 
@@ -85,8 +85,8 @@ class Processor:
 
     Args:
       text: The prompt as a chat template rendered it.
-      layouts: Of its images, in their order.
-      where: What error messages call the prompt.
+      layouts: The layouts of its images, in their order.
+      where: The name of the prompt in error messages.
 
     Raises:
       ConfigError: There are more or fewer placeholders than images.
@@ -103,8 +103,8 @@ class Processor:
 
     Args:
       ids: The token ids of the expanded prompt.
-      layouts: Of its images, in their order.
-      where: What error messages call the prompt.
+      layouts: The layouts of its images, in their order.
+      where: The name of the prompt in error messages.
 
     Raises:
       ConfigError: The prompt has other tokens of images, which its text wrote.

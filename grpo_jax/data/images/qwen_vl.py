@@ -49,7 +49,7 @@ class QwenVL(Kind):
 
   @property
   def plain(self) -> str:
-    """What stands for an image in a prompt without a chat template."""
+    """The text that stands for an image in a prompt without a chat template."""
     return f"<|vision_start|>{self.token}<|vision_end|>"
 
   @property

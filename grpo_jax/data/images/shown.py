@@ -1,4 +1,4 @@
-"""What is written of an image for a reader: where it comes from, and a small picture of it."""
+"""Describes an image for a reader: where it comes from, and a small picture of it."""
 
 import base64
 import hashlib

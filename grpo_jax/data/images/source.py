@@ -38,11 +38,11 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What may be read.
+  """The limits of images that may be read.
 
   Attributes:
     max_pixels: Height times width of an image.
-    max_images: Of a prompt.
+    max_images: The most images of a prompt.
     urls: Whether images may be downloaded.
   """
 
@@ -56,11 +56,11 @@ class Source:
   """An image in a file, in bytes, or at a URL. Equal ones have the same content.
 
   Attributes:
-    where: What error messages call it, such as "data.path: train.jsonl line 3: image".
+    where: Its name in error messages, such as "data.path: train.jsonl line 3: image".
     path: The file, or "".
     data: The bytes of a file, if there is no path.
     url: Its address, if there are no bytes.
-    limits: What may be read.
+    limits: The limits of images that may be read.
   """
 
   where: str = dataclasses.field(compare=False)
@@ -71,7 +71,7 @@ class Source:
 
   @property
   def name(self) -> str:
-    """What error messages call it, with its file or URL."""
+    """Its name in error messages, with its file or URL."""
     file = self.path or self.url
     return f"{self.where} ({file:.200})" if file else self.where
 
@@ -135,7 +135,7 @@ class Source:
     return image
 
   def _file(self) -> str | io.BytesIO:
-    """What Pillow reads: the path of a file, which it opens and closes, or the bytes of one."""
+    """The file for Pillow: a path, which it opens and closes, or the bytes of a file."""
     if self.data:
       self._check_bytes(len(self.data))
       return io.BytesIO(self.data)
@@ -174,7 +174,7 @@ class Drawing:
 
   Attributes:
     draw: Makes uint8 [height, width, 3] of the scene.
-    scene: What is drawn. It can be hashed.
+    scene: The description of the scene to draw. It can be hashed.
     height: In pixels.
     width: In pixels.
   """
@@ -211,9 +211,9 @@ def source_of(value: Any, where: str, folder: str = "", limits: Limits = Limits(
   Args:
     value: A path, a URL, a data URL, base64, bytes, an image of Pillow, an array of pixels, or what
       the package datasets stores: {"bytes": ..., "path": ...}.
-    where: What error messages call it.
+    where: Its name in error messages.
     folder: Where relative paths begin.
-    limits: What may be read.
+    limits: The limits of images that may be read.
 
   Raises:
     ConfigError: It is something else.

@@ -137,7 +137,7 @@ class Entry:
   """An entry of eval.tasks: an exam, where it is, and how it is evaluated.
 
   Attributes:
-    name: What its metrics are called.
+    name: The name of its metrics.
     exam: The exam.
     path: Its file or folder. "" is its place on huggingface.co.
     function: The reward function that decides. "" is the exam's.
@@ -145,7 +145,7 @@ class Entry:
     samples: Draws of each problem. -1 means eval.samples.
     max_tokens: The longest completion. 0 means sampling.max_tokens.
     examples: How many problems, drawn at random but always the same ones. 0 means all.
-    seed: Of the order of options.
+    seed: The seed of the order of options.
   """
 
   name: str

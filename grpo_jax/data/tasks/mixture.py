@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   from grpo_jax.config import Data
 
 _SOURCE = re.compile(r"(?:(?P<name>\w+)=)?(?P<task>\w+)(?::(?P<path>.+))?", re.DOTALL)
-# Of an epoch. A run remembers 8 bytes of each: see Curriculum.
+# The most places of an epoch. A run remembers 8 bytes of each: see Curriculum.
 _MOST_PLACES = 2**27
 
 
@@ -25,7 +25,7 @@ class Source:
   """An entry of data.mixture.
 
   Attributes:
-    name: What its examples have as `task`.
+    name: The value of `task` in its examples.
     task: The name of its task.
     path: The data.path of that task.
   """
@@ -69,7 +69,7 @@ def columns_of(name: str, columns: Sequence[str], mixture: Sequence[str]) -> lis
   """The entries of data.columns for a source: those of all sources, and those of it alone.
 
   Args:
-    name: Of the source.
+    name: The name of the source.
     columns: The entries. One that begins with "SOURCE:" is for that source alone.
     mixture: data.mixture.
 

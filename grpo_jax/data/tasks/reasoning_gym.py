@@ -61,7 +61,7 @@ class Problems(Generated):
     )
 
   def _entry(self, place: int) -> dict[str, Any]:
-    """What the package makes of a seed, which is the first one of the split plus `place`."""
+    """The package's problem for a seed, which is the first one of the split plus `place`."""
     size = _BLOCKS.get(self._task.name, _BLOCK)
     block, within = divmod(place, size)
     seed = FIRST_SEED[self._split] + block * size
@@ -99,7 +99,7 @@ def sources(path: str) -> tuple[str, ...]:
   """The entries of data.mixture that data.path stands for: one for each task that it names.
 
   Args:
-    path: Such as `chain_sum(min_terms=2),gsm_symbolic`. NAME=TASK gives a task another name.
+    path: Tasks, as `chain_sum(min_terms=2),gsm_symbolic`. NAME=TASK gives a task another name.
 
   Raises:
     ConfigError: It names none.

@@ -120,7 +120,7 @@ def no_test_split(path: str) -> ConfigError:
 
 
 def name_of(data: "Data") -> str:
-  """What messages call the data set: its task, or those of its mixture."""
+  """The name of the data set in messages: its task, or those of its mixture."""
   return " + ".join(source.name for source in sources_of(mixture_of(data))) or data.task
 
 
@@ -295,12 +295,12 @@ READS_ROWS = ("columns", "math", "gsm8k", "svamp", "code")  # tasks whose path n
 
 
 def given_path(data: "Data", rows: Any, key: str = "data") -> str:
-  """What stands, as data.path, for rows that a program gives.
+  """The value of data.path that stands for rows that a program gives.
 
   Args:
     data: The section of the config.
     rows: See `given.give`.
-    key: What messages call them.
+    key: The name of the rows in messages.
 
   Raises:
     ConfigError: The task reads no rows, or these are none.

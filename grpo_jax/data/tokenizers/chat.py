@@ -96,7 +96,7 @@ def options_of(entries: Sequence[str]) -> dict[str, Any]:
   """The values of data.chat_template_kwargs, by their names.
 
   Args:
-    entries: Such as "enable_thinking=False".
+    entries: The entries, such as "enable_thinking=False".
 
   Raises:
     ConfigError: One is not NAME=VALUE with a plain value, or has a name that is not free.
@@ -144,7 +144,7 @@ class Template:
     Args:
       conversations: The conversations.
       generation_prompt: Whether a text ends with the marks that open the assistant's answer.
-      given: What else the template may use, such as {"eos_token": "</s>"}.
+      given: Further variables of the template, such as {"eos_token": "</s>"}.
       tools: The functions that the assistant may call, as JSON schemas, or None.
 
     Raises:

@@ -87,7 +87,7 @@ class _Vocabulary:
 
   Attributes:
     tokens: Their texts, by id.
-    types: What they are, as tokenizer.ggml.token_type has it.
+    types: Their types, as tokenizer.ggml.token_type has them.
     special: Token by role, such as {"eos_token": "</s>"}.
   """
 
@@ -168,7 +168,7 @@ def _config(file: GGUFFile, vocabulary: _Vocabulary, kind: str) -> dict[str, Any
 
 
 def _post_processor(config: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, Any]:
-  """What puts special tokens around a text, as tokenizer.json has it."""
+  """The part of tokenizer.json that puts special tokens around a text."""
   text = {"Sequence": {"id": "A", "type_id": 0}}
   second = {"Sequence": {"id": "B", "type_id": 1}}
   single: list[dict[str, Any]] = [text]

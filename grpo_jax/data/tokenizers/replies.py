@@ -1,4 +1,4 @@
-"""What follows a turn of the policy, as tokens: the messages of others, and where it goes on.
+"""The tokens that follow a turn of the policy: the messages of others, and where it goes on.
 
 The tokens of the policy are never made again from their text. Another text may have the same
 tokens, and a template may write an earlier turn in another way than the policy did (Qwen3's drops
@@ -58,7 +58,7 @@ class Replies:
     """The tokens that follow a turn.
 
     Args:
-      messages: What answers it, at least one message.
+      messages: The messages that answer it, at least one.
       last_id: The last token of the turn. The reply ends the turn where this token does not.
       tools: The functions of this conversation. None means those of all.
 
@@ -134,7 +134,7 @@ class Replies:
     )
 
   def _rendered(self, turn: _Turn, messages: Sequence[Message], tools: Tools) -> str:
-    """What follows a turn that stands for the real one, or ""."""
+    """The text that follows a turn that stands for the real one, or ""."""
     called = iter(range(len(messages)))
     given = [
       {"name": "tool", **one, "tool_call_id": call_id(0 if turn is _calls_once else next(called))}

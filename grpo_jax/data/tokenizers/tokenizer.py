@@ -25,7 +25,7 @@ from grpo_jax.settings import ConfigError
 
 
 class Codec(Protocol):
-  """What `Tokenizer` needs from a tokenizer.json or a tokenizer.model.
+  """The methods of a tokenizer.json or a tokenizer.model that `Tokenizer` needs.
 
   Attributes:
     vocab_size: The highest id + 1.
@@ -70,7 +70,7 @@ class Tokenizer:
       {"eos_token": "</s>"}.
     files: Names and contents of the files that `save` writes.
     codec: Encodes and decodes.
-    chat_options: What the chat template gets beside the conversation.
+    chat_options: Further variables of the chat template, beside the conversation.
   """
 
   vocab_size: int
@@ -129,7 +129,7 @@ class Tokenizer:
     return "".join(parts)
 
   def skipped(self, texts: Sequence[str]) -> dict[int, str]:
-    """Those of some texts that are special tokens, which `decode` skips, by their ids."""
+    """The texts that are special tokens, which `decode` skips, by their ids."""
     ids = {text: self.codec.token_to_id(text) for text in texts}
     return {i: text for text, i in ids.items() if i is not None and not self.codec.decode([i])}
 
@@ -183,7 +183,7 @@ class Tokenizer:
 
     Args:
       vocab_size: How many ids the model has.
-      model: What to call the model in errors.
+      model: The name of the model in errors.
       key: The config key that chose the tokenizer, for errors.
 
     Raises:

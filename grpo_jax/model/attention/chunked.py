@@ -68,7 +68,7 @@ def _attend_row(
   q_NQHE, starts_N = jax.lax.optimization_barrier(
     (padded.reshape(chunks, chunk, H, E), jnp.arange(chunks) * chunk)
   )
-  # What each chunk adds to the gradient of keys and values is summed in float32.
+  # The gradient of keys and values, to which each chunk adds, is summed in float32.
   keys_and_values = k_CKE.astype(jnp.float32), v_CKE.astype(jnp.float32)
   outs = []
   # With pictures, a query sees keys of later spans, too.

@@ -18,7 +18,7 @@ def make_attend(implementation: str = "cudnn") -> AttendGroups:
   """The attention of groups, as `view.AttendGroups` describes it, without its caps.
 
   Args:
-    implementation: Of jax.nn.dot_product_attention. "xla" runs on any platform. For tests.
+    implementation: As jax.nn.dot_product_attention takes it. "xla" runs on any platform. For tests.
   """
 
   def attend(
@@ -76,7 +76,8 @@ def _groups(x_BCHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
 def _orders(lengths_P: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
   """The slots [P * G, S + T] of a row in two orders, each the inverse of the other.
 
-  The first takes the prompt's padding from before the completion to the end of the row.
+  The first takes the prompt's padding from before the completion to the end of the row, where the
+  causal mask hides it from all tokens.
   """
   S, G, T = view.prompt_slots, view.completions, view.slots
   slots_C = jnp.arange(S + T)

@@ -45,10 +45,10 @@ class OwnTokens(struct.PyTreeNode):
 
 
 class _Blocks(NamedTuple):
-  """What the kernel reads at a time.
+  """The sizes of the blocks that the kernel reads at a time.
 
   Attributes:
-    slots: Of a block.
+    slots: The slots of a block.
     in_cache: The blocks of the cache.
     prompts: The prompts whose rows are read together.
     members: The rows of each of them.
@@ -178,7 +178,7 @@ def _by_row(blocks: _Blocks, x: Any) -> pl.BlockSpec:
 
 
 def _by_slot(blocks: _Blocks, x: jax.Array) -> pl.BlockSpec:
-  """Their block of slots in keys and values [L, P, K, G, C, E] or scales [L, P, K, G, 1, C]."""
+  """The rows' block of slots in keys, values [L, P, K, G, C, E] or scales [L, P, K, G, 1, C]."""
 
   def where(p: Any, k: Any, g: Any, *rest: Any) -> tuple[Any, ...]:
     back, at, needed, _ = rest

@@ -65,7 +65,7 @@ def attend_packed(
   token_PN: jax.Array,
   view: View,
 ) -> jax.Array:
-  """The same for completions that lie one after another in a stream of N - S slots.
+  """Attention of groups whose completions lie one after another in a stream of N - S slots.
 
   Its scores are [N, N] for each group, where those of rows are [G, T, T].
 
@@ -75,12 +75,13 @@ def attend_packed(
     v_PNKE: Values.
     prompt_lengths_P: int32.
     token_PN: int32 [P, N - S], which token g * T + t lies in each slot of the stream, or -1.
-    view: What tokens see of each other.
+    view: Which tokens see each other, and how scores become weights.
   """
   P, N, H, E = q_PNHE.shape
   K, S, window = k_PNKE.shape[2], view.prompt_slots, view.hiding_window
   row_PN, place_PN = jnp.divmod(token_PN, view.slots)
   back_PNN = place_PN[:, :, None] - place_PN[:, None]
+  # Completions lie in one stream, and a token must not see those of another one.
   sees = (row_PN[:, :, None] == row_PN[:, None]) & (back_PNN >= 0)
   if window:
     sees &= back_PNN < window

@@ -93,7 +93,7 @@ def on_mesh(attend: AttendGroups) -> AttendGroups:
     H, K = q_PNHE.shape[2], k_PNKE.shape[2]
     size = mesh.shape.get("tensor", 1)
     head_axis = "tensor" if H % size == 0 else None
-    if head_axis and K % size:
+    if head_axis and K % size:  # a device that holds query heads must hold their key heads
       k_PNKE, v_PNKE = (jnp.repeat(x, H // K, axis=2) for x in (k_PNKE, v_PNKE))
 
     def attend_here(

@@ -35,7 +35,7 @@ class Own(NamedTuple):
   Attributes:
     keys: [P, K, G, C, E], without the axes that are not in `axes`, whose length is 1. An array or
       `Int8`.
-    values: The same.
+    values: The values, in the form of the keys.
     axes: Which of p, k and g the keys and values have.
   """
 
@@ -98,6 +98,7 @@ def softmax_attention(
   if scoring.sinks_H is not None:
     sinks_K1R11 = scoring.sinks_H.astype(jnp.float32).reshape(PKG[1], 1, R, 1, 1)
     largest = jnp.maximum(largest, sinks_K1R11)
+  # The maximum cancels out of the softmax, so that it needs no gradient.
   largest = jax.lax.stop_gradient(largest)
   weights = [jnp.exp(s - largest) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
@@ -130,6 +131,7 @@ def own_mask(
     same: [..., T, slots], which tokens it sees even if they come after it, or None.
   """
   back_TC = place_T1 - jnp.arange(slots)
+  # Causal, but the tokens of a picture also see those of it that come later.
   sees = back_TC >= 0 if same is None else (back_TC >= 0) | same
   return sees & (back_TC < window) if window else sees
 
@@ -138,6 +140,7 @@ def same_picture(pictures_PS: jax.Array | None) -> jax.Array | None:
   """[P, 1, 1, 1, S, S]: True where two tokens are of one picture. None where that is no matter."""
   if pictures_PS is None:
     return None
+  # All tokens outside of pictures have the number -1, and are not one picture.
   is_picture_PS1 = (pictures_PS >= 0)[..., None]
   same_PSS = is_picture_PS1 & (pictures_PS[..., None] == pictures_PS[:, None])
   return same_PSS[:, None, None, None]
@@ -155,5 +158,6 @@ def prompt_mask(lengths_P: jax.Array, slots: int, place: jax.Array, window: int)
   slots_S, lengths_P11 = jnp.arange(slots), lengths_P[:, None, None]
   mask = slots_S < lengths_P11
   if window:
+    # The token's position is its prompt's length + its place, whatever padding lies between.
     mask &= lengths_P11 + place - slots_S < window
   return mask[:, None, None, None]

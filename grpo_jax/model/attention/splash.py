@@ -20,6 +20,12 @@ BLOCK_COST = 40_000
 def make_attend(interpret: bool = False) -> AttendGroups:
   """The attention of groups, as `view.AttendGroups` describes it.
 
+  `by_rows` makes rows of a group: a row has T queries, and its keys are those of `past` earlier
+  tokens, such as the prompt's, and its own T. The kernel works in whole blocks of queries and of
+  keys, so both are padded. The padding lies before the past and after the row. So the last slot of
+  the past stays next to the row's first, and the mask stays "no key after the query". The kernel
+  skips the blocks that this mask hides whole. Keys of padding get another segment than the queries.
+
   Args:
     interpret: Emulate the kernel, so that it runs on any platform. For tests.
   """
@@ -35,7 +41,7 @@ def make_attend(interpret: bool = False) -> AttendGroups:
     past = k_BCKE.shape[1] - T
     block = block_size(T, past)
     past_padding, padding = -past % block, -T % block
-    # Padding goes to the left of the prompt and to the right of the row.
+    # Before the past and after the row, so that padding comes between no two tokens.
     sides = (past_padding, padding)
     q_BHTE = _pad(q_BTHE, (0, padding)).swapaxes(1, 2)
     k_BKCE = _pad(k_BCKE, sides).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""What the tokens of a group see of each other."""
+"""The rules of attention within a group: which tokens see each other, for all implementations."""
 
 from collections.abc import Callable
 import dataclasses
@@ -13,8 +13,8 @@ class View:
 
   A group has N = S + G * T slots: its prompt, right-padded, then its completions one after another.
   A token of the prompt sees itself and the tokens before it, and with `pictures_PS` all tokens of
-  its picture. A token of a completion sees the
-  prompt's tokens, itself and the tokens before it in its own completion.
+  its picture. A token of a completion sees the prompt's tokens, itself and the tokens before it in
+  its own completion.
 
   Attributes:
     prompt_slots: S.

@@ -129,7 +129,7 @@ class TensorFiles:
   Attributes:
     shapes: The shape of each tensor.
     dtypes: The dtype of each tensor as safetensors names it, such as BF16.
-    config: What to call the model's config in errors.
+    config: The name for the model's config in error messages.
   """
 
   config = "config.json"
@@ -144,7 +144,7 @@ class TensorFiles:
 
     Args:
       files: The files.
-      rename: What a tensor of this name is called here. None leaves it out.
+      rename: rename(name in the file) -> the tensor's name here. None leaves the tensor out.
       fp8_block: The blocks that matrices in FP8 have a scale for. They are read as float32.
     """
     self.shapes: dict[str, tuple[int, ...]] = {}

@@ -76,7 +76,7 @@ def dequantised(
 
   Args:
     part: float8 [rows, columns].
-    scales: Of the whole matrix: [blocks of rows, blocks of columns], or a single one.
+    scales: The scales of the whole matrix: [blocks of rows, blocks of columns], or a single one.
     block: The size of a block, or None for a single scale.
     start: The row and the column where the part begins.
   """

@@ -49,7 +49,7 @@ _WINDOW = {"sliding_window": "attention.sliding_window"}
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """What GGUF files of an architecture hold.
+  """The contents of the GGUF files of an architecture.
 
   Attributes:
     model_type: `model_type` of its config.json.
@@ -59,7 +59,7 @@ class Architecture:
     defaults: Fields of config.json whose keys may be missing.
     rotated_rows: The rows of queries and keys are in the order of llama.cpp's rotation, which
       turns neighbours.
-    norm_offset: What its files add to the weights of norms.
+    norm_offset: The number that its files have added to the weights of norms.
   """
 
   model_type: str

@@ -56,7 +56,7 @@ class _Source:
     name: The tensor of the file.
     first_row: The first of its rows, where a tensor holds several.
     rotated: The rows of each head are in the order of llama.cpp's rotation.
-    norm_offset: What the file adds to the tensor.
+    norm_offset: The number that the file has added to the tensor.
   """
 
   name: str
@@ -71,7 +71,7 @@ class GGUFTensors:
   Attributes:
     shapes: The shape of each tensor.
     dtypes: The dtype of each tensor as safetensors names it. All are dequantised to F32.
-    config: What to call the model's config in errors.
+    config: The name for the model's config in error messages.
   """
 
   config = "metadata"

@@ -26,8 +26,8 @@ class Part(NamedTuple):
 
   Attributes:
     kernel: Its name, such as "q".
-    a: Of lora_a.
-    b: Of lora_b. Its tensor holds the rows of the other kernels, too.
+    a: The spec of lora_a.
+    b: The spec of lora_b. Its tensor holds the rows of the other kernels, too.
   """
 
   kernel: str

@@ -218,7 +218,7 @@ def _read_longrope(
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:
-  """What cos and sin are multiplied by, unless a checkpoint says otherwise."""
+  """The factor by which longrope scales cos and sin, unless a checkpoint says otherwise."""
   return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 

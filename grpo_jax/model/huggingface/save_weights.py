@@ -128,7 +128,7 @@ def _tensor(
 def _part(
   config: ModelConfig, spec: TensorSpec, leaves: Mapping[str, Any], fetch: Fetch
 ) -> np.ndarray:
-  """What one leaf contributes to a tensor, with its adapter merged."""
+  """The part of a tensor that one leaf holds, with its adapter merged."""
   places = Places(config)
   leaf = places.take(leaves, spec.leaf_name)
   if spec.expert is not None:

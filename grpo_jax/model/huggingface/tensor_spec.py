@@ -40,7 +40,7 @@ class TensorSpec:
     layers: The layers that have the tensor: those with this name in `LayerKind.parts`.
     when: The model has the tensor only where all these fields of ModelConfig are set, such as
       "qkv_bias" or "latent.query_rank".
-    unless: And only where this one is not, or "".
+    unless: The model lacks the tensor where this field of ModelConfig is set. "" names no field.
     expert: The number of the expert, or None where the tensor is not an expert's.
   """
 

@@ -26,6 +26,6 @@ _KEPT = {"attention": attention.kept, "delta": delta.kept, "latent": latent.kept
 
 
 def kept_by_layers(config: ModelConfig) -> list[Kept]:
-  """What each layer of a model keeps."""
+  """The heads and the sizes of what each layer of a model keeps."""
   kinds = map(config.kind, range(config.num_layers))
   return [_KEPT[kind.mixer](config, kind) for kind in kinds]

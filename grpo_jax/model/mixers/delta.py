@@ -64,7 +64,7 @@ class Tails(struct.PyTreeNode):
 
   Attributes:
     q: [B, W - 1, J, A], or [W, J, A].
-    k: The same.
+    k: The shape of q.
     v: [B, W - 1, J, R, N], or [W, J, R, N].
   """
 
@@ -74,7 +74,7 @@ class Tails(struct.PyTreeNode):
 
 
 class Memory(struct.PyTreeNode):
-  """What a row keeps of its earlier tokens. J key heads have R values each.
+  """The memory that a row has of its earlier tokens. J key heads have R values each.
 
   Attributes:
     state: float32 [B, J, R, A, N], the matrices of the heads.
@@ -86,7 +86,7 @@ class Memory(struct.PyTreeNode):
 
 
 class Tokens(struct.PyTreeNode):
-  """What the tokens of a row bring along.
+  """The inputs of the delta rule, for the tokens of a row.
 
   Attributes:
     mixed: `Tails` with T tokens, before the convolution.
@@ -160,11 +160,11 @@ def scan_tokens(
   Args:
     weights: float32, the weights of the convolution, the newest token last.
     tokens: The tokens.
-    memory: Of the rows' earlier tokens.
+    memory: The memory of the rows' earlier tokens.
     is_token_BT: As in `seen.Scan`.
 
   Returns:
-    What the queries read, float32 [B, T, J, R, N], and the memory after the tokens.
+    The vectors that the queries read, float32 [B, T, J, R, N], and the memory after the tokens.
   """
   T, (W, _, A) = tokens.log_decay.shape[1], weights.q.shape
   with_tails = jax.tree.map(
@@ -180,6 +180,7 @@ def scan_tokens(
   if is_token_BT is None:
     tails = jax.tree.map(lambda x: x[:, T:], with_tails)
   else:
+    # With a decay of exp(0) and a strength of 0, padding leaves the state as it is.
     is_token = is_token_BT[..., None, None]
     log_decay, strength = jnp.where(is_token, log_decay, 0), jnp.where(is_token, strength, 0)
     from_BW = is_token_BT.sum(1)[:, None] + jnp.arange(W - 1)

@@ -1,4 +1,4 @@
-"""What a mixer is given besides the tokens: their angles, and the tokens before them.
+"""The arguments of a mixer besides the tokens: their angles, and the tokens before them.
 
 A mixer of attention keeps keys and values of every token. One that recurs keeps a memory of fixed
 size for each row: a tree of arrays whose first axis are the heads, so that a mesh can split them.
@@ -27,7 +27,7 @@ Recur = Callable[[Scan, Any, Any], tuple[Any, Any]]
 
 
 class Kept(NamedTuple):
-  """What a layer keeps of what it has seen. Heads are what a mesh splits.
+  """The numbers that a layer keeps of earlier tokens. A mesh splits them by heads.
 
   Attributes:
     of_token: The heads and the numbers of each vector that is kept of a token, keys first.
@@ -39,7 +39,7 @@ class Kept(NamedTuple):
 
 
 class Seen(NamedTuple):
-  """What a mixer may use of a pass.
+  """The functions and angles by which a mixer lets tokens see each other in a pass.
 
   Attributes:
     rope: The rotary angles of the tokens, or None where nothing is rotated.

@@ -1,7 +1,7 @@
-"""What a layer does with each token by itself. Each kind has a file of its own.
+"""The part of a layer that computes each token by itself. Each kind has a file of its own.
 
-A kind is a module that is called with the tokens, with what a router is told of them (`Routes`),
-and with the residual stream. It returns its output, and what its router did (`Routed`) or None.
+A kind is a module that is called with the tokens, with the instructions to its router (`Routes`),
+and with the residual stream. It returns its output, and its router's choices (`Routed`) or None.
 `RULES` say where its parameters lie on a mesh, and `TARGETS` which of its projections can have an
 adapter.
 """

@@ -53,7 +53,7 @@ class InStacks(struct.PyTreeNode):
   Attributes:
     weights: The stacks.
     place: int32 scalar, the number of the layer in its stack.
-    platform: Of the devices. The kernel is emulated where it is not "tpu".
+    platform: The platform of the devices. The kernel is emulated where it is not "tpu".
   """
 
   weights: ExpertWeights
@@ -71,7 +71,7 @@ def in_stacks(config: ModelConfig, layer: Any, stacks: Any, place: jax.Array) ->
   Args:
     config: The model.
     layer: The parameters of one layer.
-    stacks: Those of all layers, stacked.
+    stacks: The parameters of all layers, stacked.
     place: int32 scalar, the number of the layer in its stack.
   """
   if "experts" not in layer or not reads_stacks(config):
@@ -110,7 +110,7 @@ class Experts(nn.Module):
 
     Args:
       x_BTD: The tokens. All of them go through experts, whether counted or not.
-      routes: What the router is told of them, in this layer.
+      routes: The tokens that this layer's router counts, and the experts given to it.
       residual_BTD: The tokens before their norm. With `config.expert_norms`, router and experts
         read them instead, through norms of their own.
 
@@ -141,7 +141,7 @@ class Experts(nn.Module):
     return out_BTD, Routed(sums, choice.used_BTU if c.keeps_experts else None)
 
   def _shared(self, x_BTD: jax.Array) -> jax.Array:
-    """What the MLP adds that all tokens share."""
+    """The output of the MLP that all tokens share, which is added to that of the experts."""
     c = self.config
     shared_BTD, _ = MLP(c, c.shared_dim, name="shared")(x_BTD)
     if c.shared_gate:
@@ -257,6 +257,7 @@ def _specs(
   expert_axis, _, inner_axis = config.experts.spec
 
   def of_weights(*stack_axis: None) -> Any:
+    # M is split in both, so that a hidden unit's way in and out lies on one device.
     inward = PartitionSpec(*stack_axis, expert_axis, None, inner_axis)
     outward = PartitionSpec(*stack_axis, expert_axis, inner_axis, None)
     return ExpertWeights(inward, inward, outward)  # type: ignore[arg-type]
@@ -288,7 +289,7 @@ def mix(
       outside of 0 to X - 1 are not in `weights` and contribute 0.
     mixture_BTU: The weights of these experts in the sum.
     weights: The MLPs of X experts.
-    biases: Theirs, or None.
+    biases: The biases of these MLPs, or None.
 
   Returns:
     [B, T, D] in the dtype of `x_BTD`.

@@ -1,4 +1,4 @@
-"""Which experts a token goes through, what routers are told of that, and what they tell."""
+"""Which experts a token goes through, the instructions to routers, and their statistics."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from grpo_jax.types import Routing
 
 
 class Routes(struct.PyTreeNode):
-  """What routers are told of the tokens of a pass.
+  """The instructions to the routers of a pass: which tokens to count, and which experts to take.
 
   Attributes:
     counted_BT: The statistics count a token where this is not 0. None skips the statistics.
@@ -30,7 +30,7 @@ class Routes(struct.PyTreeNode):
 
 
 class Routed(NamedTuple):
-  """What routers did.
+  """The results of routers: their statistics, and the experts that they chose.
 
   Attributes:
     sums: The statistics, or None where none were asked for.
@@ -83,6 +83,7 @@ def route(
   else:
     scores_BTX = jax.nn.sigmoid(logits_BTX)
     probs_BTX = scores_BTX / scores_BTX.sum(-1, keepdims=True)
+    # `balance_X` follows the loads, not a gradient, and a choice of experts has no gradient.
     wanted_BTX = jax.lax.stop_gradient(scores_BTX + balance_X)
     if c.router_groups > 1:
       wanted_BTX = _in_best_groups(wanted_BTX, c.router_groups, c.router_groups_used)
@@ -112,6 +113,7 @@ def statistics(choice: Choice, routes: Routes) -> Routing:
   assigned_BTX = (choice.used_BTU[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
   compared_BL, differs_BL = _differences(choice, routes)
   fixed_probs_BTX = jax.lax.stop_gradient(probs_BTX)
+  # p log p is 0 at p = 0, and the bound keeps it from being 0 * -inf.
   logprobs_BTX = jnp.log(jnp.maximum(fixed_probs_BTX, 1e-30))
   entropy_BTX = jnp.where(counted_BT1, -fixed_probs_BTX * logprobs_BTX, 0)
   return Routing(

@@ -40,7 +40,7 @@ def attend(
 def _attend_pictures(
   q_BNAE: jax.Array, k_BNAE: jax.Array, v_BNAE: jax.Array, seen_BN: jax.Array
 ) -> jax.Array:
-  """As many pictures at a time as fit, and of a picture as many queries."""
+  """Attention within pictures, for as many pictures and queries at a time as fit."""
   B, N, A, _ = q_BNAE.shape
   chunk = N if A * N * N <= MAX_SCORES else min(MAX_CHUNK, N, max(8, MAX_SCORES // (A * N)))
   fitting = max(1, MAX_SCORES // (A * N * chunk))
@@ -63,7 +63,7 @@ def _attend_picture(
   padding = chunks * chunk - N
   q_NAE = jnp.pad(q_NAE, ((0, padding), (0, 0), (0, 0)))
   sees_N = jnp.pad(seen_N, (0, padding), mode="edge")
-  # What each chunk adds to the gradient of keys and values is summed in float32.
+  # The gradient of keys and values, to which each chunk adds, is summed in float32.
   keys_and_values = k_NAE.astype(jnp.float32), v_NAE.astype(jnp.float32)
 
   @jax.checkpoint

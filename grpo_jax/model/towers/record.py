@@ -1,4 +1,4 @@
-"""What a vision tower is, as a record of its parts."""
+"""The record that describes a vision tower by its parts."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -38,7 +38,7 @@ class Embed(nn.Module):
   def __call__(self, patches_BNC: jax.Array, places_BN2: jax.Array) -> jax.Array:
     c, side = self.config, self.config.vision.grid
     x_BNW = projected_patches(c, patches_BNC, use_bias=True)
-    places_BN2 = jnp.maximum(places_BN2, 0)
+    places_BN2 = jnp.maximum(places_BN2, 0)  # padding has the place -1, and reads any row
     if self.scaled:
       places_BN2 = _scaled_places(places_BN2, side)
     table_PW = position_table(self, c)

@@ -1,4 +1,4 @@
-"""What a compiled program does on one device, read from its text: no device is needed.
+"""Counts the work of a compiled program on one device from its text: no device is needed.
 
 `hlo` reads XLA's text of an optimised program, `count` adds up what its instructions do:
 floating-point operations (`operations`), traffic with the device's memory (`traffic`) and with

@@ -12,7 +12,7 @@ from grpo_jax.planning.cost.traffic import is_free, traffic
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """What one device does.
+  """The work of one device.
 
   Attributes:
     flops: Floating-point operations of matrix products and kernels.
@@ -40,9 +40,9 @@ class Counted:
   """The cost of a program.
 
   Attributes:
-    whole: Of the whole program.
+    whole: The cost of the whole program.
     open_loops: The part of it in loops whose number of rounds depends on data.
-    notes: What could not be counted.
+    notes: Lines about instructions that could not be counted.
   """
 
   whole: Cost
@@ -61,7 +61,7 @@ def count(text: str, rounds: Mapping[int, float] | None = None) -> Counted:
   """Counts a compiled program.
 
   Args:
-    text: What `compiled.as_text()` returns.
+    text: The text of the program, as `compiled.as_text()` returns it.
     rounds: For loops that may end early, the number of rounds by the largest value that the counter
       can reach: a loop `while time < 33 and not done` is looked up as 33.
   """

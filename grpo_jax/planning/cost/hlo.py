@@ -32,7 +32,7 @@ class Array:
 
   @property
   def bytes(self) -> float:
-    """Its bytes without padding."""
+    """The bytes of the array, without padding."""
     bits = _BITS.get(self.dtype)
     if bits is None:
       digits = re.match(r"[a-z]+(\d+)", self.dtype)
@@ -41,7 +41,7 @@ class Array:
 
   @property
   def main_bytes(self) -> float:
-    """Its bytes in the device's main memory."""
+    """The bytes of the array if it lies in the device's main memory, else 0."""
     return self.bytes if self.space == 0 else 0.0
 
 
@@ -51,8 +51,8 @@ class Instruction:
 
   Attributes:
     name: Its name, unique in the program.
-    opcode: What it does, such as `fusion`.
-    arrays: What it computes: the leaves of a tuple in their order.
+    opcode: The name of its operation, such as `fusion`.
+    arrays: Its results: the leaves of a tuple in their order.
     operands: The names of the instructions whose results it takes.
     inputs: The text between its parentheses, such as the value of a constant.
     attributes: The text after them.
@@ -74,7 +74,7 @@ class Instruction:
 
   @property
   def main_bytes(self) -> float:
-    """Those in the device's main memory."""
+    """The bytes of its arrays in the device's main memory."""
     return sum(array.main_bytes for array in self.arrays)
 
   @functools.cached_property

@@ -1,9 +1,15 @@
 """Traffic of one instruction with the device's main memory.
 
-An instruction reads its operands from memory and writes its result there. Inside a fusion nothing
-is read or written but what goes in and out. An operand of which only a slice is used counts as the
-slice, and a result that is an operand with a slice replaced counts as the slice. What lies in a
-faster memory on the chip counts nothing.
+An instruction reads its operands from memory and writes its result there, and `traffic` adds up
+these bytes. Two things make them fewer than the sizes of the arrays:
+
+* A fusion is several instructions that the compiler has made one. Between them, nothing goes to
+  memory: only the operands and the results of the whole fusion count.
+* Of an operand, the program may use a slice only, as a loop does that takes one layer's weights
+  out of their stack. Then the slice counts. In the same way, a result that is an operand with a
+  slice replaced counts as that slice, because the compiler writes it in place.
+
+Arrays in a faster memory on the chip count nothing: `main_bytes` are the bytes in main memory.
 """
 
 import math
@@ -18,7 +24,7 @@ FREE = frozenset(
   "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id domain"
   " opt-barrier add-dependency async-update".split()
 )
-# What the compiler for TPUs calls and what moves nothing.
+# Custom calls of the compiler for TPUs that move nothing.
 _FREE_CALLS = (
   "AllocateBuffer",
   "AssumeGatherIndicesInBound",
@@ -44,7 +50,13 @@ def is_free(instruction: Instruction) -> bool:
 
 
 def traffic(instruction: Instruction, computation: Computation, module: Module) -> float:
-  """The bytes that one instruction outside of fusions reads and writes."""
+  """The bytes that one instruction outside of fusions reads from main memory and writes to it.
+
+  Args:
+    instruction: The instruction. Its opcode decides which parts of which arrays it moves.
+    computation: The computation that it belongs to, where its operands are found.
+    module: The program, where the inside of a fusion is found.
+  """
   if is_free(instruction):
     return 0.0
   opcode = instruction.opcode
@@ -77,7 +89,7 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
 def _read_by_fusion(
   operand: Instruction, inside: Computation, number: int, module: Module
 ) -> float:
-  """The bytes that a fusion reads of its operand `number`."""
+  """The bytes that a fusion reads of its operand `number`: its slices, if it uses nothing else."""
   parameter = inside.parameters.get(number)
   if parameter is None:
     return operand.main_bytes
@@ -86,7 +98,11 @@ def _read_by_fusion(
 
 
 def _sliced(source: Instruction, inside: Computation, module: Module) -> float | None:
-  """The bytes of the slices that are read of an array in a fusion, or None if all of it is."""
+  """The bytes of the slices that a fusion reads of an array, or None if it reads all of it.
+
+  It follows the array to each instruction that uses it. A use that takes a slice adds the slice. A
+  use that renames or converts the array is followed further. Any other use reads the whole array.
+  """
   total = 0.0
   for user in inside.users[source.name]:
     if (user.is_root and user.opcode == "tuple") or _is_elsewhere(user, inside):
@@ -100,7 +116,7 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
       further = None if user.is_root else _sliced(user, inside, module)
       if further is None:
         return None
-      total += further * source.bytes / user.bytes
+      total += further * source.bytes / user.bytes  # in the dtype before the conversion
     elif user.opcode == "fusion":
       further = _sliced_by_fusion(source, user, module)
       if further is None:
@@ -110,7 +126,7 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
       return None
     elif user.opcode in _SLICES:
       total += user.bytes
-    elif user.opcode not in _UPDATES:
+    elif user.opcode not in _UPDATES:  # these write a slice into the array, and do not read it
       return None
   return total
 
@@ -139,13 +155,16 @@ def _sliced_by_fusion(source: Instruction, fusion: Instruction, module: Module) 
 
 
 def _written_by_fusion(instruction: Instruction, inside: Computation) -> float:
-  """The bytes that a fusion writes."""
+  """The bytes that a fusion writes: its results, or the slices that it replaces in an operand."""
   root = inside.root
   if "AsyncCollectiveDone" in root.attributes:
     return 0.0  # the fusions before it wrote
+  # The results: the last instruction, or each part if that is a tuple.
   roots = [root]
   if root.opcode == "tuple":
     roots = [inside.operand(root, i) for i in range(len(root.operands))]
+  # Where instructions and results do not match one to one, no slice is looked up: what is handed on
+  # counts nothing, and every other result as a whole.
   if len(roots) != len(instruction.arrays):
     handed_on = instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}")
     skipped = {int(number) for number in re.findall(r"\{(\d+)\}: ", handed_on)}
@@ -154,6 +173,7 @@ def _written_by_fusion(instruction: Instruction, inside: Computation) -> float:
 
 
 def _written(root: Instruction, inside: Computation) -> float:
+  """The bytes that a fusion writes for one of its results, by the instruction that computes it."""
   while root.opcode in _RENAMES:
     root = inside.operand(root, 0)
   if root.opcode in _UPDATES:
@@ -170,6 +190,6 @@ def _is_elsewhere(instruction: Instruction, inside: Computation) -> bool:
 
 
 def _moved(size: float, arrays: tuple[Array, ...]) -> float:
-  """`size` bytes of arrays, as far as they lie in main memory."""
+  """`size` bytes, times the share of the arrays that lies in main memory."""
   whole = math.fsum(array.bytes for array in arrays)
   return size * math.fsum(array.main_bytes for array in arrays) / whole if whole else 0.0

@@ -54,7 +54,7 @@ def choice(
   Args:
     completions: The texts.
     answer: The gold answers: a capital letter, as `B`, `(B)` or `B.`.
-    marker: What stands before the answer. Where it is another than `Answer:`, nothing else is read.
+    marker: The text before the answer. Where it is another than `Answer:`, nothing else is read.
     columns: Not read.
 
   Returns:
@@ -108,7 +108,7 @@ def _read(text: str, start: int, never: re.Pattern[str] | None = None) -> str | 
   Args:
     text: The text.
     start: The place.
-    never: What does not follow a letter that is an answer.
+    never: A pattern that does not follow a letter that is an answer.
   """
   match = _ANSWER.match(text, start)
   if match is None:

@@ -68,7 +68,7 @@ def _check_sandbox(where: str, options: dict[str, Any]) -> None:
 def _check_rows(
   where: str, score: Callable[..., Any], rows: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> str:
-  """What a user should know of the first rows that have tests. "" if there is nothing to say.
+  """Remarks about the first rows that have tests. "" if there is nothing to say.
 
   A row is tried with its own solution. One without a solution is tried with an empty program, which
   shows whether its tests can be read, and read anything of a program.
@@ -150,20 +150,20 @@ def code(
   Args:
     completions: The texts.
     test_list: In the layout of MBPP: the tests of each completion. A text is one test.
-    test_setup_code: What these tests need before them, such as imports: a text, or a list of lines.
+    test_setup_code: Code that these tests need first, such as imports: a text, or a list of lines.
     code: A solution of each problem, if there is one. It says which names tests read of a program.
-    place: What messages call the rows, such as a file and its line.
+    place: The names of the rows in messages, such as a file and its line.
     partial: Give the share of the tests that pass instead.
-    fraction: Its earlier name.
+    fraction: The earlier name of `partial`.
     seconds: The time limit for a completion with its tests, wall clock and CPU. Tests that have not
       passed by then have failed.
-    case_seconds: The same for each case, where tests are inputs with their outputs.
+    case_seconds: The time limit for each case, where tests are inputs with their outputs.
     memory: The memory limit in GiB, for the code and for the tests. numpy needs 0.25.
     at_once: How many completions run at once. At most their number times `seconds` / at_once goes
       by, so reward.timeout should be longer.
     sandboxed: False runs the code without a sandbox, with limits of resources alone. It can then
       read and delete all that the user can, and forge its reward.
-    columns: Those of the other layouts are read.
+    columns: The columns of the other layouts are read.
 
   Returns:
     The scores. None where a row has no test, or none that reads something of a program. No reward

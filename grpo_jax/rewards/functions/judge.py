@@ -40,7 +40,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 _TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 _MOST_IN_MEMORY = 100_000  # replies
 _replies: dict[str, str] = {}  # by the hash of the request
-# What bounds the requests of all calls that run in an event loop, by the address and the number.
+# The semaphores that bound the requests of all calls in an event loop, by address and number.
 _places: weakref.WeakKeyDictionary[
   asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]
 ] = weakref.WeakKeyDictionary()

@@ -148,7 +148,7 @@ def repetition(
     completion_ids: The token ids of the completions.
     size: The n of the n-grams.
     penalty: The reward of a completion that only repeats, at most 0.
-    unit: What an n-gram consists of.
+    unit: The parts of an n-gram, "words" or "tokens".
     columns: Not read.
   """
   if unit == "tokens":

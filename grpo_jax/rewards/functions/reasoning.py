@@ -19,7 +19,7 @@ SCORERS: dict[str, Callable[..., list[float | None]]] = {
 
 
 def prepare_scorers() -> None:
-  """What a worker does before it calls a function that may compare formulas."""
+  """Prepares a worker for functions that may compare formulas, before it calls them."""
   if importlib.util.find_spec("math_verify"):
     symbolic.warm_up()
 
@@ -48,7 +48,7 @@ def _answers(
 
 
 def _same_answer(first: Any, second: Any) -> bool:
-  """Of the scorer `math`, whose answers are texts. The numbers of the others are equal or not."""
+  """Compares answers of the scorer `math`, which are texts. Others' numbers are equal or not."""
   return isinstance(first, str) and symbolic.same_formula(first, second)
 
 
@@ -78,7 +78,7 @@ def reasoning_accuracy(
     completions: The texts.
     answer: The gold answers.
     scorer: The reward function that decides what is right.
-    delimiter: What ends the reasoning.
+    delimiter: The text that ends the reasoning.
     columns: Not read.
   """
   tails = [_tail(text, delimiter) for text in completions]

@@ -48,7 +48,7 @@ _LONGEST = 10_000  # characters of an answer that is evaluated
 
 
 def _prepare() -> None:
-  """What a worker's parent does once: it imports the package."""
+  """Imports the package, once, in the parent of the workers."""
   gym.names()
 
 
@@ -81,7 +81,7 @@ def reasoning_gym(
   partial: bool = True,
   **columns: Any,
 ) -> list[float | None]:
-  """What the verifier of a problem's task says of the answer, from 0 to 1.
+  """The score of the answer by the verifier of a problem's task, from 0 to 1.
 
   Many verifiers give a part of 1 to an answer that is nearly right, or that has the right one in
   it. No answer gets 0, and so does one that a verifier fails on.

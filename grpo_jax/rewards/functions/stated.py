@@ -78,7 +78,7 @@ _FUNCTION = re.compile(r"sqrt|sin|cos|tan|cot|sec|csc|log|exp|max|min|mod|gcd|lc
 
 
 def in_tags(text: str, tag: str = "answer") -> str | None:
-  """What stands in the last pair of <answer> and </answer>. None where there is no pair.
+  """The text in the last pair of <answer> and </answer>. None where there is no pair.
 
   Args:
     text: A completion.
@@ -90,7 +90,7 @@ def in_tags(text: str, tag: str = "answer") -> str | None:
 
 
 def stated_answer(text: str) -> str | None:
-  r"""What a text gives as its answer.
+  r"""Finds the answer that a text gives.
 
   It is the content of the last \boxed{}, else what follows the last ####, else what follows "the
   answer is" up to the end of the sentence. Boxes with only a comma, "and" or "or" between them are

@@ -40,14 +40,14 @@ _FLOAT_DIGITS, _EXACT_DIGITS = 12, 60  # in which formulas with and without deci
 
 
 class _Packages(NamedTuple):
-  """What is read of math-verify and sympy.
+  """The functions of math-verify and sympy that are used here.
 
   Attributes:
     parse: Makes expressions of a text.
     verify: Compares two expressions.
     latex_alone: Makes `parse` read LaTeX alone.
     limited: Ends a function after `SECONDS`.
-    took_too_long: What it raises then.
+    took_too_long: The exception that it raises then.
     float: Makes a decimal of a text.
   """
 
@@ -162,7 +162,7 @@ class _Compare:
     return formula, ""
 
   def read_formula(self, formula: str) -> list[Any]:
-    """What math-verify makes of a formula. Empty where it can parse nothing of it."""
+    """The expressions that math-verify parses from a formula. Empty where it can parse none."""
     decimal = _DECIMAL.fullmatch(formula)
     if decimal and decimal["power"] and "." in formula:
       return [self._packages.float(_without_power(decimal))]
@@ -227,7 +227,7 @@ class _Compare:
 
 
 def _sides(gold: str, formula: str) -> list[str]:
-  """What must equal the gold answer: of the equation 36 + 36 = 72 both sides, of x = 72 one.
+  """The sides that must equal the gold answer: both of the equation 36 + 36 = 72, one of x = 72.
 
   A list such as x = 1, x = 2 is one side, and so is a formula with other relations.
   """

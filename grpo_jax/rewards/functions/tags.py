@@ -31,7 +31,7 @@ def think_format(
 
   Args:
     completions: The texts.
-    prompts: What the completions continue.
+    prompts: The prompts that the completions continue.
     opened: Whether the reasoning is open before all completions, whatever the prompts end in.
     columns: Not read.
   """
@@ -97,7 +97,7 @@ def regex(
 
   Args:
     completions: The texts.
-    prompts: What the completions continue.
+    prompts: The prompts that the completions continue.
     pattern: The expression, as of `re.fullmatch`. A dot matches a line break too.
     columns: Not read.
   """

@@ -41,8 +41,8 @@ class Clock:
   """Limits of time, in seconds.
 
   Attributes:
-    whole: Cases that have not passed by then have failed.
-    case: The same for each case.
+    whole: The limit of all cases. Those that have not passed by then have failed.
+    case: The limit of each case.
   """
 
   whole: float
@@ -63,12 +63,12 @@ def run_cases(
 
   Args:
     program: The program.
-    cases: What it is given, and what is right.
-    limits: What each of its processes may use. `threads` counts for one of them, and `seconds` for
+    cases: The inputs of the program, with the right outputs.
+    limits: The limits of each of its processes. `threads` counts for one of them, and `seconds` for
       the one that starts them.
     sandbox: One of `runner.KINDS`, or `runner.NONE`.
     clock: The limits of time.
-    place: What error messages call the problem.
+    place: The name of the problem in error messages.
     stops: Whether the first case that fails is the last one.
 
   Raises:

@@ -90,7 +90,7 @@ exit 1
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What a program may use.
+  """The limits of a program's resources.
 
   Attributes:
     seconds: CPU time of each of its processes. Wall time is for the caller to limit.
@@ -115,7 +115,7 @@ def start(program: str, limits: Limits, kind: str, **streams: Any) -> subprocess
 
   Args:
     program: Its source.
-    limits: What it may use. They are set before its first line.
+    limits: Its limits. They are set before its first line.
     kind: One of `KINDS`, or `NONE` for a program that may do what the user may do.
     streams: stdin, stdout and stderr as of subprocess.Popen.
   """
@@ -249,14 +249,14 @@ def _becomes_nobody() -> list[str]:
 
 
 def _folders() -> list[str]:
-  """What the program sees of the machine."""
+  """The folders of the machine that the program sees."""
   system = [folder for folder in _READ_ONLY if os.path.lexists(folder)]
   prefix = Path(sys.base_prefix).resolve()
   return system if prefix.is_relative_to("/usr") else [*system, str(prefix)]
 
 
 def _renamed() -> list[tuple[str, str]]:
-  """What it sees of the machine under another name, as pairs (folder, its name inside)."""
+  """The folders that it sees under another name, as pairs (folder, its name inside)."""
   packages = [(folder, f"{_PACKAGES_INSIDE}/{Path(folder).name}") for folder in _packages()]
   return [(str(_PROGRAMS), _PROGRAMS_INSIDE), *packages]
 

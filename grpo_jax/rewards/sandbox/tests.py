@@ -20,10 +20,10 @@ from grpo_jax.rewards.sandbox import runner
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What a program is tested with.
+  """The tests of a program, with the code that they need.
 
   Attributes:
-    place: What error messages call it.
+    place: The name of the problem in error messages.
     tests: The tests. Each is a program that raises an exception if it fails.
     setup: Code that runs before the tests, such as imports. It may use the program.
     solution: A program that passes, or "". It says which names are the program's (`names.py`).
@@ -37,7 +37,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What became of the tests.
+  """The result of the tests.
 
   Attributes:
     passed: How many passed.
@@ -56,7 +56,7 @@ def run_tests(
   Args:
     program: The program.
     problem: Its tests.
-    limits: What the program and its tests may use each.
+    limits: The limits of the program and of its tests, each.
     sandbox: One of `runner.KINDS`, or `runner.NONE`.
     seconds: Tests that have not passed by then have failed.
 

@@ -32,7 +32,7 @@ class Task:
 
   @property
   def lane(self) -> tuple[str, int]:
-    """What tasks have in common that any worker may take in any order."""
+    """The key of tasks that any worker may take in any order: equal for tasks of one lane."""
     return self.call.key, self.failed
 
   def cut(self) -> Call:

@@ -1,4 +1,4 @@
-"""What the process of a run, the forker and the workers send each other, over stream sockets.
+"""The messages between the process of a run, the forker and the workers, over stream sockets.
 
 The run sends functions and calls. They are pickled, because columns hold any objects. It gets
 answers as JSON, one object a line: a worker that sends something else, by accident or not, can do
@@ -28,8 +28,8 @@ class Call:
   """A call of a function with the completions of one prompt.
 
   Attributes:
-    key: What the pool calls the function.
-    name: What messages call it.
+    key: The key of the function in the pool.
+    name: The name of the function in messages.
     columns: Its arguments.
     step: The number of the step.
     is_async: Whether it is an async function.

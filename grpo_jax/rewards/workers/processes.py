@@ -176,7 +176,7 @@ class WorkerProcess:
     self.channel.settimeout(None)
 
   def read(self) -> list[dict[str, Any]]:
-    """What it has answered. Raises EOFError, OSError or ValueError if it has failed."""
+    """The answers that it has sent. Raises EOFError, OSError or ValueError if it has failed."""
     return self._lines.read()
 
 
@@ -184,9 +184,9 @@ class Processes:
   """The worker processes of a run, and the forker that starts and ends them.
 
   Attributes:
-    workers: Those that exist.
+    workers: The workers that exist.
     forkers: The last one serves; the others have ended.
-    functions: What workers can call, as `messages.portable` made it.
+    functions: The functions that workers can call, as `messages.portable` made them.
     is_closed: Is set when no call may be made any more.
   """
 

@@ -37,7 +37,7 @@ class Schedule:
   """Makes the calls of jobs with worker processes, in a thread that lives while there are any.
 
   Attributes:
-    lock: Who holds it while `is_idle` may use the processes.
+    lock: A thread that holds it while `is_idle` may use the processes.
   """
 
   def __init__(self, processes: Processes, timeout: float) -> None:

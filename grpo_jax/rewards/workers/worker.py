@@ -27,10 +27,10 @@ from grpo_jax.rewards.workers import messages
 from grpo_jax.rewards.workers.messages import Call
 from grpo_jax.settings import ConfigError
 
-# What counts as the end of a worker, though Python lets a function raise it.
+# Exceptions that count as the end of a worker, though a function can raise them.
 _ENDINGS = (MemoryError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
-# What a call gave or raised.
+# The result of a call, or the error that it raised.
 Outcome = Answer | TimeoutError | RewardError | KeyboardInterrupt
 
 

@@ -37,14 +37,14 @@ class Shape(NamedTuple):
 
 
 class Problem(NamedTuple):
-  """What a task asks about an image.
+  """A question of a task about an image, with its answer.
 
   Attributes:
-    scene: What is drawn.
+    scene: The description of the image to draw.
     question: The question.
     answer: The right answer.
     steps: How one gets there, or "" where the answer needs no steps.
-    glance: What one answers without the steps. "" means the right answer.
+    glance: The answer that one gives without the steps. "" means the right answer.
   """
 
   scene: tuple[Any, ...]

@@ -53,7 +53,16 @@ _OF_SOME = (
 
 
 def family_of(config: ModelConfig) -> Family:
-  """The family that a model is saved as. Raises ConfigError if no family has such models."""
+  """The family that a model is saved as.
+
+  The family is the one that `config.family` names. It must be able to say in config.json what the
+  model computes, or the saved folder would load as another model. So each field that the family
+  fixes must have that value, and each field that only some families have (`_OF_SOME`) must keep its
+  default, unless this family can write it.
+
+  Raises:
+    ConfigError: There is no such family, or it does not have such models.
+  """
   family = FAMILIES.get(config.family)
   if family is None:
     raise _unknown_model(f"family={config.family!r}")

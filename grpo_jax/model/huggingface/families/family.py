@@ -1,4 +1,4 @@
-"""What a model family of Hugging Face is, as data."""
+"""The record that describes a model family of Hugging Face as data."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
@@ -51,7 +51,8 @@ class Family:
     rotated: The share of a head that is rotated if config.json does not say. None if models of the
       family rotate whole heads.
     has_local_rope: Layers with a window have rotary frequencies of their own.
-    local_theta: Their base if config.json does not say. None means that of the other layers.
+    local_theta: The base of these frequencies if config.json does not say. None means that of the
+      other layers.
     default_theta: The base of the other layers if config.json does not say. None: it must say.
     whole: The `model_type` of models of which this is the text part -> further `defaults` there.
     embedding: The embedding.

@@ -86,7 +86,7 @@ def _read_global_heads(values: Values, types: list[str], refuse: Refuse) -> dict
 
 
 def _of_all(by_layer: Any, types: list[str], refuse: Refuse) -> Mapping[str, Any]:
-  """What `per_layer_config` says of the layers without a window, and of these alone."""
+  """The fields that `per_layer_config` sets for the layers without a window, and only for these."""
   layers = [str(i) for i, kind in enumerate(types) if kind == FULL]
   is_object = isinstance(by_layer, dict) and all(isinstance(x, dict) for x in by_layer.values())
   is_of_full = is_object and set(by_layer) <= set(layers)

@@ -1,4 +1,4 @@
-"""What differs from layer to layer, in the fields of config.json that several families share."""
+"""Differences between layers, in the fields of config.json that several families share."""
 
 from collections.abc import Sequence
 from typing import Any

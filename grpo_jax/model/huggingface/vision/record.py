@@ -1,4 +1,4 @@
-"""What a model of Hugging Face with a vision tower is, as data."""
+"""The record that describes a model of Hugging Face with a vision tower as data."""
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses

@@ -109,7 +109,7 @@ _OF_IDEFICS3: dict[str, Any] = {
   "defaults": _DEFAULTS | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32},
   "text_defaults": {"rms_norm_eps": 1e-5, "rope_theta": 10000.0},
   "others": {"image_token_id": 128257, _SCALE: 2},
-  # What the published files have beside, for their own training code.
+  # Fields of the published files that serve their own training code.
   "ignored": (
     r"vision_config\.(max_image_size|size|use_base_siglip)|vocab_size"
     r"|text_config\.(is_llama_config|neftune_noise_alpha|perceiver_config|pixel_shuffle_factor"

@@ -54,7 +54,7 @@ def name_under_test(
 def helpers(
   trees: Sequence[ast.AST], own: dict[str, Any], solution: ast.Module | None
 ) -> dict[str, Any]:
-  """What tests read without importing it: what the solution imports, and modules of Python.
+  """The names that tests read without importing them: the solution's imports, and Python's modules.
 
   A name counts as a module of Python if the tests only read its attributes, as in `math.sqrt`.
   """
@@ -85,7 +85,7 @@ def defined_by(solution: ast.Module) -> set[str]:
 
 
 def _modules(trees: Sequence[ast.AST], names: set[str]) -> list[str]:
-  """Those of the names that stand for modules of Python."""
+  """The names that stand for modules of Python."""
   nodes = [node for tree in trees for node in ast.walk(tree)]
   read = [node.id for node in nodes if isinstance(node, ast.Name)]
   as_modules = [

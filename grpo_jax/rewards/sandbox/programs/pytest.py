@@ -1,4 +1,4 @@
-"""What tests that were written for pytest use of it, in a sandbox that has no packages.
+"""The part of pytest that tests written for it use, in a sandbox that has no packages.
 
 A test is a function that is called. Fixtures are not known: a test that needs one fails.
 """

@@ -54,7 +54,7 @@ def decode(data: Any, object_of: Any, exception_of: Any = None) -> Any:
   """The inverse.
 
   Args:
-    data: What `encode` returned on the other side.
+    data: The JSON value that `encode` returned on the other side.
     object_of: object_of(number) returns what stands for the other side's object.
     exception_of: exception_of(description) returns what stands for its class of an exception.
   """
@@ -99,7 +99,7 @@ def _is_builtin(kind: type) -> bool:
 
 
 def _encode_rare(value: Any, number_of: Any) -> Any:
-  # What a program did not import, its values are not of.
+  # A module that the program did not import is missing here, and no value is of its types.
   decimal, fractions, numpy = map(sys.modules.get, ("decimal", "fractions", "numpy"))
   if decimal and isinstance(value, decimal.Decimal):
     return ["Decimal", str(value)]
