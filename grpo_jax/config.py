@@ -550,6 +550,9 @@ class Eval:
     "eval.function also scores the completions of training, as a check that no update sees: the"
     " metric check/gap is the mean reward less the fraction that is right",
   )
+  engine: bool = setting(
+    False, "rollout.engine draws for evaluations during training, too", before=False
+  )
 
 
 @dataclasses.dataclass(frozen=True)

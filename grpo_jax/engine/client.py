@@ -6,8 +6,6 @@ import threading
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_jax.settings import ConfigError, shown
-
 _MOST_BYTES = 1 << 30  # of an answer
 
 
@@ -37,7 +35,8 @@ class Client:
   def __init__(self, url: str, key: str = ""):
     """`key` is sent with each call, unless it is empty."""
     self.url = url
-    _, self._is_encrypted, self._host, self._port = _parts(url)
+    split = urlsplit(url)
+    self._is_encrypted, self._host, self._port = split.scheme == "https", split.hostname, split.port
     self._headers = {"Content-Type": "application/json"}
     if key:
       self._headers["Authorization"] = f"Bearer {key}"
@@ -84,22 +83,6 @@ class Client:
       for connection in self._open:
         if connection.sock is not None:
           _shut(connection.sock)
-
-
-def check_url(url: str, key: str) -> None:
-  """Raises ConfigError, which names `key`, unless this is the address of a server."""
-  try:
-    scheme, _, host, port = _parts(url)
-    holds = scheme in ("http", "https") and host and port and urlsplit(url).path in ("", "/")
-  except ValueError:
-    holds = False
-  if not holds:
-    raise ConfigError(f"{key} has {shown(url)}: write http://HOST:PORT")
-
-
-def _parts(url: str) -> tuple[str, bool, str, int]:
-  split = urlsplit(url)
-  return split.scheme, split.scheme == "https", split.hostname or "", split.port or 0
 
 
 def _shut(socket: Any) -> None:

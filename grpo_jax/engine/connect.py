@@ -29,14 +29,20 @@ _TOKENS_COMPARED = 8
 
 
 class Engine:
-  """An engine of others, for one run."""
+  """An engine of others, for one run.
 
-  def __init__(self, run: Run, workdir: Path, should_stop: Callable[[], bool]):
-    """Looks for its servers.
+  Attributes:
+    servers: Its servers. None where another run is replayed, and before `open`.
+    record: What they drew, from `open` on.
+  """
+
+  record: DrawnFile
+
+  def __init__(self, run: Run, should_stop: Callable[[], bool]):
+    """Neither writes nor connects.
 
     Args:
       run: The run.
-      workdir: Its folder, on this machine.
       should_stop: Whether the run was asked to stop.
 
     Raises:
@@ -44,6 +50,7 @@ class Engine:
     """
     config = run.config
     check_run(run)
+    self._run, self._should_stop = run, should_stop
     stop, shape = config.sampling.stop, run.parameters.sampling.model
     self._rules = Rules(
       config.sampling.max_tokens,
@@ -52,15 +59,26 @@ class Engine:
       stop,
       end_at(stop, run.tokenizer.decode) if stop else None,
     )
-    replay = config.rollout.replay
     self._folders: Folders | None = None
-    self._servers: Servers | None = None
+    self.servers: Servers | None = None
     self._is_rehearsed = False
-    if not replay:
-      self._connect(run, workdir, should_stop)
-    self._record = DrawnFile(workdir / "drawn.jsonl", replay)
 
-  def _connect(self, run: Run, workdir: Path, should_stop: Callable[[], bool]) -> None:
+  def open(self, workdir: Path) -> None:
+    """Opens the record, and looks for the servers, unless another run is replayed.
+
+    Args:
+      workdir: The run's folder, on this machine.
+
+    Raises:
+      ConfigError: The record cannot be read, or no weights can be written.
+    """
+    replay = self._run.config.rollout.replay
+    self.record = DrawnFile(workdir / "drawn.jsonl", replay)
+    if not replay:
+      self._connect(workdir)
+
+  def _connect(self, workdir: Path) -> None:
+    run = self._run
     config, shape = run.config, run.parameters.sampling.model
     rollout, longest = config.rollout, longest_row(config)
     folder = Path(rollout.engine_folder or workdir / "engine").expanduser()
@@ -82,19 +100,19 @@ class Engine:
       self._folders.is_untied = self._folders.is_untied or facts.is_untied
       check_tokenizer(server, run)
 
-    self._servers = Servers(servers, bring, check, probe, should_stop)
+    self.servers = Servers(servers, bring, check, probe, self._should_stop)
 
   def weights(self, params: Any) -> Written | None:
     """Weights as the servers use them, which stay when an update takes the arrays.
 
     `params` are as `Parameters.for_sampling` returns them, or what this returned.
     """
-    if self._servers is None or params is None or isinstance(params, Written):
+    if self.servers is None or params is None or isinstance(params, Written):
       return params if isinstance(params, Written) else None
     if not self._is_rehearsed:
       with doing("proving that the engine loads weights"):
-        self._servers.wait_for_one()  # which says what its folders hold
-        self._servers.use(self._folders.changed(params))
+        self.servers.wait_for_one()  # which says what its folders hold
+        self.servers.use(self._folders.changed(params))
       self._is_rehearsed = True
     with doing("writing the weights for the engine", is_routine=True):
       return self._folders(params)
@@ -102,14 +120,13 @@ class Engine:
   def groups(self, feed: Feed, members: int, keeps_experts: bool) -> EngineGroups:
     """A sampler of groups. The arguments are those of `rollouts.complete.Remote`."""
     assert not keeps_experts  # check_config refuses learner.router_replay
-    given = self._servers, self.weights, self._record
-    return EngineGroups(*given, feed, members, self._rules)
+    return EngineGroups(self, feed, members, self._rules)
 
   def close(self) -> None:
     """Ends what is under way."""
-    if self._servers is not None:
-      self._servers.close()
-    self._record.close()
+    if self.servers is not None:
+      self.servers.close()
+    self.record.close()
 
 
 class Loads:

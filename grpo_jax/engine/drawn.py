@@ -120,14 +120,20 @@ class DrawnFile:
           self._places[name] = path, offset, len(line)
           offset += len(line)
     except OSError as error:
-      raise ConfigError(f"{path} cannot be read ({error.strerror or error}): move it away") from error
+      raise ConfigError(
+        f"{path} cannot be read ({error.strerror or error}): move it away"
+      ) from error
     return offset
 
 
 def _name(line: bytes) -> str:
   """The name of a line's group, without reading all of the line. "" if it has none."""
   begins = b'{"group": "'
-  return line[len(begins) :].split(b'"', 1)[0].decode("utf-8", "replace") if line.startswith(begins) else ""
+  return (
+    line[len(begins) :].split(b'"', 1)[0].decode("utf-8", "replace")
+    if line.startswith(begins)
+    else ""
+  )
 
 
 def _read(path: Path, offset: int, length: int) -> Recorded:

@@ -1,10 +1,10 @@
 """Groups drawn by an engine of others, as the rest of the run asks for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import queue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -86,14 +86,27 @@ class _Row:
   job: Job | None = None
 
 
+class Hub(Protocol):
+  """What the groups of a run have in common. `connect.Engine` is one.
+
+  Attributes:
+    servers: What draws. None: all is in the record.
+    record: What was drawn, to which groups are added.
+  """
+
+  servers: Servers | None
+  record: DrawnFile
+
+  def weights(self, params: Any) -> Any:
+    """Weights as the servers use them."""
+
+
 class EngineGroups:
   """A `GroupSampler` that lets servers draw rows, or takes them from the record of a run."""
 
   def __init__(
     self,
-    servers: Servers | None,
-    weights: Callable[[Any], Any],
-    record: DrawnFile,
+    hub: Hub,
     feed: Feed,
     members: int,
     rules: Rules,
@@ -101,15 +114,12 @@ class EngineGroups:
     """Draws nothing yet.
 
     Args:
-      servers: What draws. None: all is in the record.
-      weights: What `feed` returns -> what the servers use.
-      record: What was drawn, to which groups are added.
+      hub: The servers and the record.
       feed: The weights, and their version.
       members: G.
       rules: What all rows have in common.
     """
-    self._servers, self._weights, self._record = servers, weights, record
-    self._feed, self._members, self._rules = feed, members, rules
+    self._hub, self._feed, self._members, self._rules = hub, feed, members, rules
     self._forget()
 
   def _forget(self) -> None:
@@ -155,7 +165,7 @@ class EngineGroups:
       paused += self._drew(row, turn.tokens, turn.logprobs)
     if self._rows_of and not known:
       pauses = any(group.request.pauses for group in self._groups.values())
-      for job, drawn in self._servers.next(self._done, _MOMENT if pauses else _WHILE):
+      for job, drawn in self._hub.servers.next(self._done, _MOMENT if pauses else _WHILE):
         row = self._rows_of.pop(job, None)
         if row is not None:
           paused += self._drew(row, *self._cut(row, drawn))
@@ -168,7 +178,7 @@ class EngineGroups:
     if not self._waiting:
       return
     params, version = self._feed()
-    weights = self._weights(params)
+    weights = self._hub.weights(params)
     if self._groups and weights is not self._current:
       return
     self._current, requests, self._waiting = weights, self._waiting, []
@@ -182,7 +192,7 @@ class EngineGroups:
     prompts, G, T = request.prompts, self._members, self._rules.tokens
     length = int(prompts.lengths_n[request.place])
     prompt = np.asarray(prompts.tokens_nS)[request.place][:length].tolist()
-    recorded = self._record.find(name_of(request, G), version)
+    recorded = self._hub.record.find(name_of(request, G), version)
     group, settings = _Group(request, prompt, version, left=G), request.settings
     limits = T if settings.max_tokens is None else settings.max_tokens
     limits_G = np.minimum(np.broadcast_to(np.asarray(limits), G), T)
@@ -197,7 +207,7 @@ class EngineGroups:
     if len(row.turns) < len(row.known):
       self._known.append(row)
       return
-    if self._servers is None:
+    if self._hub.servers is None:
       raise RunFailed(
         "config key rollout.replay: a tool or environment answers otherwise than it did in the run"
         " that is replayed, so what the policy wrote after that is not known"
@@ -210,8 +220,8 @@ class EngineGroups:
     ask = Ask(prompt, most, row.temperature, _seed(row), rules.stop_ids, rules.stop)
     job = Job(ask, (id(self), request.number), self._done)
     self._rows_of[job] = row
-    self._servers.use(self._current)
-    self._servers.submit(job)
+    self._hub.servers.use(self._current)
+    self._hub.servers.submit(job)
 
   def _cut(self, row: _Row, drawn: Drawn) -> tuple[list[int], list[float]]:
     """What a row keeps of what a server drew: up to the first token that ends a stop text."""
@@ -244,9 +254,7 @@ class EngineGroups:
     number = row.group.request.number
     return [Ended(number, row.member, [*row.tokens], row.stopped_by, room)]
 
-  def _take(
-    self, row: _Row, tokens: list[int], logprobs: list[float], *, is_sampled: bool
-  ) -> None:
+  def _take(self, row: _Row, tokens: list[int], logprobs: list[float], *, is_sampled: bool) -> None:
     row.tokens += tokens
     row.logprobs += logprobs
     row.is_sampled += [is_sampled] * len(tokens)
@@ -264,7 +272,7 @@ class EngineGroups:
       if not all(row.known == row.turns for row in group.rows):
         turns = [row.turns for row in group.rows]
         name = name_of(group.request, self._members)
-        self._record.add(name, Recorded(group.version, turns))
+        self._hub.record.add(name, Recorded(group.version, turns))
       self._finished.append(self._groups.pop(group.request.number))
 
   def _handed_on(self, groups: Sequence[_Group]) -> Finished:

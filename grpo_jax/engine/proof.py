@@ -3,8 +3,8 @@
 A probe, a few rows of fixed tokens, is scored by the server and by this run. Equal weights give
 equal log-probs, but for rounding. A step may change weights by less than bfloat16 rounds, so equal
 log-probs do not prove that a server loads what changes. So a run begins with a rehearsal: the
-server gets weights in which every array is changed by a third, and its log-probs must follow. Later,
-a server that gives the very numbers that it gave before new weights has not loaded them.
+server gets weights in which every array is changed by a third, and its log-probs must follow.
+Later, a server that gives the very numbers that it gave before new weights has not loaded them.
 """
 
 from collections.abc import Sequence

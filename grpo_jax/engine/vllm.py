@@ -111,7 +111,9 @@ class VllmServer:
         folder=folder,
       )
     except (KeyError, TypeError, ValueError):
-      raise Refused(f"{self.url} does not say its settings at /server_info as vLLM 0.32 does") from None
+      raise Refused(
+        f"{self.url} does not say its settings at /server_info as vLLM 0.32 does"
+      ) from None
 
   def text(self, token: int) -> str:
     """The text of a token by its tokenizer."""
@@ -151,7 +153,9 @@ class VllmServer:
     if reason == "abort":
       raise Gone(f"{self.url} dropped a row")
     tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-    are_ids = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    are_ids = isinstance(tokens, list) and all(
+      type(token) is int and token >= 0 for token in tokens
+    )
     if not are_ids or not 1 <= len(tokens) <= ask.most:
       raise Refused(f"{self.url} drew {shown(tokens)}, and was asked for 1 to {ask.most} token ids")
     if not _are_logprobs(logprobs, len(tokens)):

@@ -145,4 +145,3 @@ def _shaken(leaf: jax.Array, number: int) -> jax.Array:
   size = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
   noise = jax.random.normal(jax.random.key(number), leaf.shape)
   return (leaf + 0.3 * jnp.where(size > 0, size, 0.1) * noise).astype(leaf.dtype)
-

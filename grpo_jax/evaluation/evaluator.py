@@ -16,7 +16,7 @@ from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
 from grpo_jax.pending import Pending, there
 from grpo_jax.progress import doing
-from grpo_jax.rollouts.complete import Rollout, make_rollout
+from grpo_jax.rollouts.complete import Remote, Rollout, make_rollout
 from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorer import Scores
@@ -56,8 +56,11 @@ class Evaluator:
     prompts: The test problems whose prompts are not too long.
   """
 
-  def __init__(self, run: Run, scorers: Scorers):
-    """Raises ConfigError for an evaluation that cannot be run."""
+  def __init__(self, run: Run, scorers: Scorers, remote: Remote | None = None):
+    """Raises ConfigError for an evaluation that cannot be run.
+
+    `remote` samples. None means that the run does.
+    """
     self._run, self._config = run, run.config.eval
     run.hosts.check_rows({"eval.batch": self._config.batch})
     self.prompts: Prompts = run.prompts("test")
@@ -75,7 +78,9 @@ class Evaluator:
         file=sys.stderr,
         flush=True,
       )
-    make = functools.partial(make_rollout, run, at_once=at_once, talkers=scorers.talkers)
+    make = functools.partial(
+      make_rollout, run, at_once=at_once, talkers=scorers.talkers, remote=remote
+    )
     self._greedy = make(1, greedy=True)
     self._sampled = make(samples) if samples else None
     self._is_compiled = False
