@@ -126,6 +126,7 @@ class Engine:
     """Ends what is under way."""
     if self.servers is not None:
       self.servers.close()
+      self._folders.close()
     self.record.close()
 
 

@@ -23,11 +23,12 @@ def serve_now(folder: Path, weights: Path) -> None:
 
 
 def served(folder: Path) -> str:
-  """What a server is to serve, or "" before the first weights."""
+  """What a server is to serve, or "" before the first weights and after the end of a run."""
   try:
-    return (folder / _CURRENT).read_text()
+    weights = (folder / _CURRENT).read_text()
   except FileNotFoundError:
     return ""
+  return weights if Path(weights).is_dir() else ""
 
 
 def keep(

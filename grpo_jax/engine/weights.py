@@ -59,7 +59,7 @@ class Folders:
     """
     self._run, self._folder, self._probe = run, folder.expanduser().absolute(), probe
     self.is_untied = False
-    self._count = 0
+    self._count, self._removals = 0, list[weakref.finalize]()
     self._last: tuple[list[weakref.ref], weakref.ref[Written]] | None = None
     try:
       self._folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +98,11 @@ class Folders:
         leaves[name] = _shaken(leaves[name], number)
     return self._write(unflatten_dict(leaves, sep="/"))
 
+  def close(self) -> None:
+    """Removes all folders."""
+    for removal in self._removals:
+      removal()
+
   def _write(self, params: Any) -> Written:
     run, name = self._run, f"weights-{os.getpid()}-{self._count}"
     self._count += 1
@@ -116,7 +121,8 @@ class Folders:
         " room there, or name another folder as rollout.engine_folder"
       ) from error
     written = Written(name, folder, logprobs_BN)
-    weakref.finalize(written, shutil.rmtree, folder, ignore_errors=True)
+    removal = weakref.finalize(written, shutil.rmtree, folder, ignore_errors=True)
+    self._removals = [one for one in self._removals if one.alive] + [removal]
     return written
 
 
