@@ -136,7 +136,8 @@ class FakeVllm:
   def scored(self, number, row, name):
     logprobs = np.asarray(jax.nn.log_softmax(self.logits(row, name)))
     scores = [
-      {str(token): {"logprob": float(logprobs[place, token])}} for place, token in enumerate(row[1:])
+      {str(token): {"logprob": float(logprobs[place, token])}}
+      for place, token in enumerate(row[1:])
     ]
     return {"index": number, "prompt_logprobs": [None, *scores]}
 

@@ -2,22 +2,24 @@
 
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
+import shutil
+import subprocess
+import sys
 import threading
 import time
 
-from engine_server import LENGTH, FakeVllm, Refusal, serving
+from engine_server import LENGTH, Refusal, serving
 import jax
 from lora_run_test import make_checkpoint
 import numpy as np
 import pytest
-from small_run import G, P, T, small_config, small_run, with_reward, with_section
+from small_run import G, P, small_config, with_reward, with_section
 
 from grpo_jax.asynchronous.learner import Closed
 from grpo_jax.engine import command, keep
 from grpo_jax.engine.client import Client, Gone, Refused
-from grpo_jax.engine.connect import Engine, check_facts
+from grpo_jax.engine.connect import check_facts
 from grpo_jax.engine.drawn import DrawnFile
 from grpo_jax.engine.groups import EngineGroups, Rules
 from grpo_jax.engine.proof import what_is_wrong
@@ -73,6 +75,7 @@ def paths(server):
 # A run.
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_what_servers_draw_and_is_replayed(folder, server, tmp_path):
   config = with_reward(config_for(folder, server), tmp_path, REWARD)
   run_steps(config, tmp_path / "drawn")
@@ -93,11 +96,58 @@ def test_a_run_learns_from_what_servers_draw_and_is_replayed(folder, server, tmp
     run_steps(longer, tmp_path / "longer")
 
 
+@pytest.mark.slow
 def test_batches_are_drawn_ahead(folder, server, tmp_path):
   config = config_for(folder, server, steps=3, max_staleness=1)
   run_steps(config, tmp_path)
   assert [row["staleness/max"] for row in read_metrics(tmp_path)] == [0, 1, 1]
   assert all(row["sampler/logprob_gap_max"] < 2 for row in read_metrics(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_bit_equal(folder, server, tmp_path):
+  config = with_reward(config_for(folder, server, steps=3), tmp_path, REWARD)
+  run_steps(config, tmp_path / "run")
+  rows, drawn = numbers(tmp_path / "run"), []
+  for step in (2, 3):  # as if SIGKILL had come before they were saved
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
+  server.before = drawn.append
+  run_steps(config, tmp_path / "run")
+  assert numbers(tmp_path / "run") == rows
+  assert not drawn
+
+
+@pytest.mark.slow
+def test_a_server_that_lies_is_noticed_before_it_draws(folder, server, tmp_path):
+  server.loads, drawn = "none", []
+  server.before = drawn.append
+  with pytest.raises(RunFailed, match="does not have the weights that it was given.*restart=True"):
+    run_steps(config_for(folder, server), tmp_path)
+  assert not drawn
+
+
+@pytest.mark.slow
+def test_adapters_are_loaded_under_new_names(folder, server, tmp_path):
+  config = with_section(config_for(folder, server), "lora", rank=4, base_dtype="float32")
+  names = []
+  server.before = lambda body: names.append(body["model"])
+  run_steps(with_reward(config, tmp_path, REWARD), tmp_path / "run")
+  assert all(row["sampler/logprob_gap_max"] < 1e-4 for row in numbers(tmp_path / "run"))
+  assert len({*names}) == 2 and "/collective_rpc" not in paths(server)
+  assert {*server.adapters} == {names[-1]}  # the others are forgotten
+
+
+@pytest.mark.slow
+def test_tools_and_evaluations_use_the_engine(folder, server, tmp_path):
+  config = with_section(config_for(folder, server), "eval", every=1, examples=4, engine=True)
+  config = with_section(config, "environment", name="retry(tries=2)")
+  config = with_section(config, "sampling", max_tokens=12)
+  run_steps(config, tmp_path)
+  rows = read_metrics(tmp_path)
+  assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 1, 2]
+  assert all(row["sampler/logprob_gap_max"] < 1e-4 for row in rows[1:])
+  greedy = [path for path in paths(server) if path == "/v1/completions"]
+  assert len(greedy) > 2 * P * G + 3 * 4
 
 
 # Servers, without a model.
@@ -292,9 +342,16 @@ def test_a_damaged_record_is_one_line(tmp_path):
 
 def test_servers_share_groups(tmp_path):
   a, b = Stub("http://a"), Stub("http://b")
+  a.draws.clear()
+  b.draws.clear()
   with sharing(a, b) as servers:
-    played(groups_of(servers, tmp_path / "d"), [request(n) for n in range(8)])
-    assert len(a.asked) + len(b.asked) == 16 and a.asked and b.asked
+    groups = groups_of(servers, tmp_path / "d")
+    groups.submit([request(n) for n in range(8)])
+    groups.advance()
+    until = time.monotonic() + 5
+    while len(a.asked) + len(b.asked) < 16 and time.monotonic() < until:
+      time.sleep(0.01)
+    assert len(a.asked) == len(b.asked) == 8
 
 
 def test_rows_of_a_server_that_dies_are_drawn_elsewhere(tmp_path, capfd):
@@ -363,3 +420,190 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers():
   stub.is_up = False
   with sharing(stub, should_stop=lambda: True) as servers, pytest.raises(Closed, match="no server"):
     servers.use(written("w"))
+
+
+# What a server of vLLM is asked, over HTTP.
+
+
+def client_of(server, seconds=5.0):
+  return VllmServer(Client(server.url), seconds)
+
+
+ASK = Ask([3, 4], 4, 1.0, 7, (1,), ())
+
+
+def test_a_server_is_asked_for_tokens_and_scores(server):
+  vllm, seen = client_of(server), []
+  server.before = seen.append
+  first, again = vllm.draw(ASK), vllm.draw(ASK)
+  assert first == again and vllm.draw(ASK._replace(seed=8)) != first
+  assert {"top_p": 1.0, "top_k": 0, "ignore_eos": True, "stop_token_ids": [1]}.items() <= seen[
+    0
+  ].items()
+  row = [3, 4, *first.tokens]
+  assert vllm.score([row])[0][1:] == pytest.approx(first.logprobs, abs=1e-5)
+  facts = vllm.facts()
+  assert facts == Facts("float32", LENGTH, "processed_logprobs", False, server.folder)
+
+
+@pytest.mark.parametrize(
+  "change, reason",
+  [
+    ({"token_ids": [1, 2, 3, 4, 5]}, "was asked for 1 to 4 token ids"),
+    ({"token_ids": [True]}, "was asked for 1 to 4 token ids"),
+    ({"token_ids": []}, "was asked for 1 to 4 token ids"),
+    ({"logprobs": {"token_logprobs": [-1.0]}}, "4 tokens with log-probs"),
+    ({"logprobs": {"token_logprobs": [0.5, -1.0, -1.0, -1.0]}}, "4 tokens with log-probs"),
+    ({"logprobs": None}, "4 tokens with log-probs None"),
+    (
+      {"token_ids": [2], "logprobs": {"token_logprobs": [-1.0]}},
+      "ended a row after 1 tokens, for 'length'",
+    ),
+    ({"index": 1}, "answers /v1/completions with"),
+  ],
+)
+def test_an_answer_that_cannot_be_right_is_refused(server, monkeypatch, change, reason):
+  good = {
+    "index": 0,
+    "token_ids": [2, 3, 4, 5],
+    "logprobs": {"token_logprobs": [-1.0] * 4},
+    "finish_reason": "length",
+  }
+  monkeypatch.setattr(server, "completions", lambda body: {"choices": [good | change]})
+  with pytest.raises(Refused, match=reason):
+    client_of(server).draw(ASK)
+
+
+def test_what_goes_wrong_with_http_is_one_line(server):
+  def fail(body):
+    raise Refusal(500, "out of memory\nin 7 lines")
+
+  server.before = fail
+  with pytest.raises(Refused, match="answers /v1/completions with 500: out of memory in 7 lines"):
+    client_of(server).draw(ASK)
+  server.before = lambda body: time.sleep(2)
+  with pytest.raises(Gone, match="did not answer /v1/completions within 0.1 seconds"):
+    client_of(server, 0.1).draw(ASK)
+  vllm = client_of(server)
+  threading.Timer(0.2, vllm.drop).start()
+  with pytest.raises(Gone, match="does not answer"):
+    vllm.draw(ASK)
+  server.loads = "nothing"
+  with pytest.raises(Gone, match="did not answer /collective_rpc within 0.1 seconds"):
+    client_of(server, 0.1).load("anywhere")
+  server.stop()
+  with pytest.raises(Gone, match="does not answer"):
+    vllm.is_there()
+
+
+@pytest.mark.parametrize(
+  "change, reason",
+  [
+    ({"dtype": "bfloat16"}, "computes in bfloat16: start it with --dtype float32"),
+    ({"logprobs_mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
+    ({"longest": 17}, "has room for 17 tokens: start it with --max-model-len 18"),
+  ],
+)
+def test_a_server_with_other_settings_is_refused(folder, change, reason):
+  facts = Facts("float32", 18, "processed_logprobs", False, "")
+  config = config_for(folder)
+  check_facts("http://a", facts, config)
+  with pytest.raises(Refused, match=reason):
+    check_facts("http://a", facts._replace(**change), config)
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+  "section, change, reason",
+  [
+    ("rollout", dict(engine_urls=()), "engine_urls is .*name the servers"),
+    ("rollout", dict(engine_urls=("localhost:1",)), "write each as http://HOST:PORT"),
+    ("rollout", dict(engine_urls=("http://a:1",) * 2), "names a server twice"),
+    ("rollout", dict(engine_restart=True), "name the folder of the weights"),
+    ("rollout", dict(engine=""), "rollout.engine_urls is .*needs rollout.engine='vllm'"),
+    ("rollout", dict(weights="in_flight", max_staleness=1), "set 'fixed' or 'newest'"),
+    ("rollout", dict(listen="127.0.0.1:1"), "takes the place of sampler processes"),
+    ("sampling", dict(top_p=0.9), "sampling.top_p is 0.9.*set 1.0"),
+    ("sampling", dict(top_k=5), "sampling.top_k is 5.*set 0"),
+    ("sampling", dict(min_tokens=2), "sampling.min_tokens is 2.*set 0"),
+    ("sampling", dict(weights_dtype="int8"), "sampling.weights_dtype is 'int8'"),
+    ("mesh", dict(sampler=1), "mesh.sampler is 1: the engine has devices of its own"),
+    ("model", dict(path=""), "model.path is '': the servers"),
+    ("environment", dict(harness="x.py:y"), "its endpoint samples in the run"),
+  ],
+)
+def test_what_an_engine_cannot_draw_is_refused(section, change, reason):
+  config = with_section(small_config(), "model", path="somewhere")
+  config = with_section(config, "rollout", engine="vllm", engine_urls=("http://a:1",))
+  check_config(config)
+  with pytest.raises(ConfigError, match=reason):
+    check_config(with_section(config, section, **change))
+
+
+def test_an_evaluation_needs_an_engine():
+  with pytest.raises(ConfigError, match="eval.engine is True: it needs rollout.engine='vllm'"):
+    check_config(with_section(small_config(), "eval", engine=True))
+
+
+def test_weights_are_truncated_by_default():
+  own = small_config()
+  assert corrected(own) is own
+  config = with_section(own, "rollout", engine="vllm")
+  assert corrected(config).algo.correction == "truncate"
+  assert corrected(config).algo.correction_high == 2
+  assert corrected(with_section(config, "rollout", engine_correction=0.0)).algo == own.algo
+  several = with_section(config, "algo", updates_per_batch=2)
+  assert corrected(several).algo.old_logprobs == "recomputed"
+  gspo = with_section(small_config("gspo"), "rollout", engine="vllm")
+  assert corrected(gspo).algo.correction_level == "geometric"
+
+
+def test_the_command_starts_what_the_run_asks_for():
+  config = with_section(small_config(), "model", path="hf", dtype="bfloat16")
+  config = with_section(config, "rollout", engine="vllm", engine_tensor=2)
+  words = command.command(config, "http://10.0.0.7:8001")
+  pairs = dict(zip(words, words[1:]))
+  wanted = {
+    "serve": "hf",
+    "--host": "10.0.0.7",
+    "--port": "8001",
+    "--dtype": "bfloat16",
+    "--max-model-len": "18",
+    "--tensor-parallel-size": "2",
+    "--generation-config": "vllm",
+    "--load-format": "dummy",
+  }
+  assert wanted.items() <= pairs.items()
+  on_cpu = command.command(config, "http://10.0.0.7:8001", "weights", on_cpu=True)
+  assert "--load-format" not in on_cpu and '{"tie_word_embeddings": false}' in on_cpu
+  lora = with_section(config, "lora", rank=9)
+  words = command.command(lora, "http://10.0.0.7:8001")
+  assert dict(zip(words, words[1:]))["--max-lora-rank"] == "16" and "dummy" not in words
+  assert command.environment(lora, False)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+def test_a_server_is_started_again_for_new_weights(tmp_path):
+  """A program that writes what it serves stands for the server."""
+  said, weights = tmp_path / "said", [tmp_path / "first", tmp_path / "second"]
+  for folder in weights:
+    folder.mkdir()
+  code = f"import sys, time; open({str(said)!r}, 'a').write(sys.argv[1] + ';'); time.sleep(60)"
+  script = (
+    "import sys; from pathlib import Path; from grpo_jax.engine import keep;"
+    f"keep.keep(lambda folder: [sys.executable, '-c', {code!r}, folder], {{}},"
+    f" Path({str(tmp_path)!r}))"
+  )
+  process = subprocess.Popen([sys.executable, "-c", script])
+  try:
+    for count, folder in enumerate([None, *weights], start=1):
+      if folder is not None:
+        keep.serve_now(tmp_path, folder)
+      until = time.monotonic() + 20
+      while (not said.exists() or said.read_text().count(";") < count) and time.monotonic() < until:
+        time.sleep(0.05)
+  finally:
+    process.terminate()
+    assert process.wait(20) == 0
+  assert said.read_text() == f";{weights[0]};{weights[1]};"
