@@ -148,12 +148,12 @@ def _check_engine(config: Config) -> None:
   """Raises ConfigError for what an engine of others cannot draw, or draws otherwise."""
   rollout, sampling = config.rollout, config.sampling
   if not rollout.engine:
-    for key, value in (
+    for name, given in (
       ("rollout.engine_urls", rollout.engine_urls),
       ("rollout.engine_restart", rollout.engine_restart),
       ("eval.engine", config.eval.engine),
     ):
-      _require(not value, key, value, "it needs rollout.engine='vllm'")
+      _require(not given, name, given, "it needs rollout.engine='vllm'")
     return
   urls = rollout.engine_urls
   _require(urls or rollout.replay, "rollout.engine_urls", urls, "name the servers of the engine")
@@ -169,14 +169,15 @@ def _check_engine(config: Config) -> None:
       "an engine returns the log-probs after its filters alone, and the learner needs those before"
       f" them, too; with rollout.engine set {default}",
     )
-  for key, value, off, why in (
+  refused: tuple[tuple[str, Any, Any, str], ...] = (
     ("rollout.listen", rollout.listen, "", "the engine takes the place of sampler processes"),
     ("mesh.sampler", config.mesh.sampler, 0, "the engine has devices of its own"),
     ("environment.harness", config.environment.harness, "", "its endpoint samples in the run"),
     ("sampling.weights_dtype", sampling.weights_dtype, "", "weights are written as they are"),
     ("sampling.cache_dtype", sampling.cache_dtype, "", "the engine's own options choose it"),
     ("learner.router_replay", config.learner.router_replay, False, "an engine keeps no experts"),
-  ):
+  )
+  for key, value, off, why in refused:
     _require(value == off, key, value, f"{why}; with rollout.engine set {off!r}")
   _require(
     rollout.weights != "in_flight",
