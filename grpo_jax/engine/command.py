@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from grpo_jax.config import Config
 from grpo_jax.engine.vllm import NAME
 
+_TOKENS_AT_ONCE = 4096  # of prompts, on CPUs
 _UNTIED = '{"tie_word_embeddings": false}'
 
 
@@ -49,7 +50,9 @@ def command(
   elif not folder:
     found += ["--load-format", "dummy"]
   if on_cpu:
-    found += ["--enforce-eager"]
+    # vLLM 0.32 ends on CPUs when it splits the prompt of a row that has a seed.
+    found += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    found += ["--max-num-batched-tokens", str(max(length, _TOKENS_AT_ONCE))]
     if not config.lora.rank:
       # vLLM 0.32 packs an output head for CPUs once, and never again if it is the embedding.
       found += ["--hf-overrides", _UNTIED]
