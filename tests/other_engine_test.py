@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import errno
+import os
 from pathlib import Path
 import shutil
 import subprocess
@@ -16,8 +18,10 @@ import numpy as np
 import pytest
 from small_run import G, P, small_config, with_reward, with_section
 
+from grpo_jax import model
 from grpo_jax.asynchronous.learner import Closed
 from grpo_jax.engine import command, keep
+from grpo_jax.engine import servers as servers_lib
 from grpo_jax.engine.client import Client, Gone, Refused
 from grpo_jax.engine.connect import check_facts
 from grpo_jax.engine.drawn import DrawnFile
@@ -124,6 +128,16 @@ def test_a_server_that_lies_is_noticed_before_it_draws(folder, server, tmp_path)
   with pytest.raises(RunFailed, match="does not have the weights that it was given.*restart=True"):
     run_steps(config_for(folder, server), tmp_path)
   assert not drawn
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(folder, server, tmp_path, monkeypatch):
+  def full(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(model, "save", full)
+  with pytest.raises(RunFailed, match="No space left.*rollout.engine_folder"):
+    run_steps(config_for(folder, server), tmp_path)
 
 
 @pytest.mark.slow
@@ -415,10 +429,33 @@ def test_what_is_wrong_with_weights():
   assert "nan" in what_is_wrong(ours, [[np.nan, -2.0]], None, 1e-3)
 
 
-def test_a_run_that_is_asked_to_stop_does_not_wait_for_servers():
-  stub = Stub()
-  stub.is_up = False
-  with sharing(stub, should_stop=lambda: True) as servers, pytest.raises(Closed, match="no server"):
+def test_a_run_says_that_it_waits_for_servers_until_it_is_asked_to_stop(
+  tmp_path, capfd, monkeypatch
+):
+  monkeypatch.setattr(servers_lib, "_TELL", 0.3)
+  stub, stops = Stub(), []
+  stub.draws.clear()
+  with sharing(stub, should_stop=lambda: bool(stops)) as servers:
+    groups = groups_of(servers, tmp_path / "d")
+    groups.submit([request(0)])
+    groups.advance()  # its rows are drawn when the server dies
+    stub.is_up = False
+    stub.draws.set()
+    said, until = "", time.monotonic() + 10
+    while "waiting for a server" not in said and time.monotonic() < until:
+      groups.advance()
+      said += capfd.readouterr().err
+    assert "waiting for a server of the engine at http://a: python -m grpo_jax.engine" in said
+    stops.append(True)
+    with pytest.raises(Closed, match="no server of the engine is there"):
+      groups.advance()
+
+
+def test_a_defect_of_a_thread_ends_the_run():
+  def defect(server):
+    raise KeyError("defect")
+
+  with sharing(Stub(), check=defect) as servers, pytest.raises(RunFailed, match="KeyError: 'def"):
     servers.use(written("w"))
 
 

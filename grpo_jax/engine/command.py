@@ -17,7 +17,7 @@ def environment(config: Config, on_cpu: bool) -> dict[str, str]:
   if config.lora.rank:
     found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
   if on_cpu:
-    found |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    found |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "2"}
   return found
 
 

@@ -74,6 +74,7 @@ class _Place:
     name: Of the model, or of adapters.
     is_gone: It does not answer.
     is_known: Its settings were looked at since it was there last.
+    returns: How often it has come back.
     jobs: What it draws.
   """
 
@@ -83,6 +84,7 @@ class _Place:
   name: str = ""
   is_gone: bool = False
   is_known: bool = False
+  returns: int = 0
   jobs: set[Job] = dataclasses.field(default_factory=set)
 
 
@@ -112,7 +114,7 @@ class Servers:
     self._wanted: Written | None = None
     self._homes: dict[Any, _Place] = {}  # of groups
     self._failure: RunFailed | None = None
-    self._is_closed = False
+    self._is_closed, self._told_at = False, time.monotonic()
     self._threads = [
       threading.Thread(target=self._keep, args=(place,), name=f"engine {place.server.url}")
       for place in self._places
@@ -160,16 +162,13 @@ class Servers:
       RunFailed: A server refuses one.
       Closed: As `use`.
     """
-    until, found = time.monotonic() + seconds, []
+    found = []
     with contextlib.suppress(queue.Empty):
       found.append(done.get(timeout=seconds))
       while True:
         found.append(done.get_nowait())
     with self._changed:
-      left = max(0.0, until - time.monotonic())
-      if not found:
-        self._wait("a server", self._is_one_there, left)
-      self._raise_failure()
+      self._look_around("a server")
     return found
 
   def close(self) -> None:
@@ -188,36 +187,33 @@ class Servers:
   def _is_ready(self, place: _Place) -> bool:
     return not place.is_gone and self._wanted is not None and place.weights is self._wanted
 
-  def _is_one_there(self) -> bool:
-    return any(not place.is_gone for place in self._places)
-
   def _are_ready(self) -> bool:
     """Whether every server that is there is ready, and one is."""
     there = [place for place in self._places if not place.is_gone]
     return bool(there) and all(map(self._is_ready, there))
 
-  def _wait(self, what: str, holds: Callable[[], bool], seconds: float = math.inf) -> None:
-    """Waits until something holds, and says so every few seconds where no server is there."""
-    until, told_at = time.monotonic() + seconds, time.monotonic()
-    while not holds() and time.monotonic() < until:
-      self._raise_failure()
-      if not self._is_one_there():
-        if self._should_stop():
-          raise Closed("the run was asked to stop, and no server of the engine is there")
-        if time.monotonic() - told_at >= _TELL:
-          told_at = time.monotonic()
-          urls = ", ".join(place.server.url for place in self._places)
-          _say(
-            f"waiting for {what} of the engine at {urls}: python -m grpo_jax.engine --config=..."
-          )
-      self._changed.wait(min(_LOOK, max(0.0, until - time.monotonic())))
-    self._raise_failure()
+  def _wait(self, what: str, holds: Callable[[], bool]) -> None:
+    """Waits until something holds."""
+    while not holds():
+      self._look_around(what)
+      self._changed.wait(_LOOK)
+    self._look_around(what)
 
-  def _raise_failure(self) -> None:
+  def _look_around(self, what: str) -> None:
+    """Raises what has failed, and says every few seconds if no server is there to wait for."""
     if self._is_closed:
       raise Closed("the run has ended")
     if self._failure is not None:
       raise self._failure
+    now = time.monotonic()
+    if any(not place.is_gone for place in self._places):
+      self._told_at = now
+    elif self._should_stop():
+      raise Closed("the run was asked to stop, and no server of the engine is there")
+    elif now - self._told_at >= _TELL:
+      self._told_at = now
+      urls = ", ".join(place.server.url for place in self._places)
+      _say(f"waiting for {what} of the engine at {urls}: python -m grpo_jax.engine --config=...")
 
   def _fail(self, why: str) -> None:
     with self._changed:
@@ -247,6 +243,8 @@ class Servers:
         self._lose(place, str(error))
       except Refused as error:
         self._fail(str(error))
+      except Exception as error:  # nobody would hear of it, and the run would wait for ever
+        self._fail(f"{place.server.url}: {type(error).__name__}: {error}")
 
   def _has_work(self, place: _Place) -> bool:
     return not place.is_gone and self._wanted is not None and place.weights is not self._wanted
@@ -271,6 +269,7 @@ class Servers:
     with self._changed:
       if place.is_gone:
         _say(f"{place.server.url} is back")
+        place.returns += 1
       place.is_known, place.is_gone = True, False
       self._changed.notify_all()
 
@@ -291,6 +290,8 @@ class Servers:
         drawn = self._drawn(job)
       except Refused as error:
         self._fail(str(error))
+      except Exception as error:  # as above
+        self._fail(f"a row of the engine: {type(error).__name__}: {error}")
       else:
         if drawn is not None:
           job.done.put((job, drawn))
@@ -302,6 +303,7 @@ class Servers:
       with self._at(job) as place:
         if place is None:
           return None
+        returns = place.returns
         try:
           return place.server.draw(job.ask, place.name)
         except Gone as error:
@@ -310,7 +312,8 @@ class Servers:
             return None
           if lost == _MOST_LOST:
             raise Refused(f"{lost} servers went away while they drew a row: {error}") from None
-          self._lose(place, str(error))
+          if place.returns == returns:  # it has not come back meanwhile
+            self._lose(place, str(error))
         except Refused as error:
           refused += 1
           if error.status < 500 or refused == _MOST_LOST:
