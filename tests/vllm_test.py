@@ -30,7 +30,7 @@ from grpo_jax.training.loop import run_steps
 
 pytestmark = pytest.mark.slow
 VERSION, TORCH = "0.32.0", "2.13.0+cpu"
-WARM, STEPS, SEEDS = 700, 20, (0, 1, 2)
+WARM, STEPS, SEEDS = 400, 20, (0, 1, 2)
 
 
 def pip(python, *words):
