@@ -557,6 +557,9 @@ class Eval:
     "eval.function also scores the completions of training, as a check that no update sees: the"
     " metric check/gap is the mean reward less the fraction that is right",
   )
+  engine: bool = setting(
+    False, "rollout.engine draws for evaluations during training, too", before=False
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -609,7 +612,8 @@ class Rollout:
   replay: str = setting(
     "",
     "the schedule.jsonl of another run, whose weights draw the same batches; '' = none. For"
-    " rollout.weights newest and in_flight",
+    " rollout.weights newest and in_flight. With rollout.engine: the drawn.jsonl of another run,"
+    " whose completions are learned from without the engine",
     before="",
   )
   listen: str = setting(
@@ -641,6 +645,47 @@ class Rollout:
     "",
     "for the run: the private key of its certificate, in PEM; '' = it is in certificate_file, too",
     before="",
+  )
+  engine: str = setting(
+    "",
+    "an engine of others that draws the completions of training, at rollout.engine_urls: vllm."
+    " '' = the run samples itself",
+    one_of(("", "vllm")),
+    before="",
+  )
+  engine_urls: tuple[str, ...] = setting(
+    (),
+    "the servers of the engine, such as ('http://127.0.0.1:8000',), which share the groups."
+    " python -m grpo_jax.engine --config=... --print writes the command that starts one",
+    before=(),
+  )
+  engine_folder: str = setting(
+    "",
+    "the folder through which the engine gets weights, which run and servers reach under this name."
+    " '' = the folder engine in the run's own",
+    before="",
+  )
+  engine_restart: bool = setting(
+    False,
+    "each new version of the weights restarts the servers, which then must be started with"
+    " python -m grpo_jax.engine --config=...; for engines that do not load weights as they say",
+    before=False,
+  )
+  engine_timeout: float = setting(
+    600.0,
+    "seconds that a server may take for a completion, or to load weights",
+    above(0),
+    before=600.0,
+  )
+  engine_tensor: int = setting(
+    1, "how many devices share the weights in each server", POSITIVE, before=1
+  )
+  engine_correction: float = setting(
+    2.0,
+    "with rollout.engine and algo.correction='none': importance weights of tokens are truncated"
+    " here, because the engine computes a little otherwise than the learner. 0 = off",
+    at_least(0),
+    before=2.0,
   )
 
 
@@ -704,7 +749,7 @@ class Config:
   @property
   def samples_in_turn(self) -> bool:
     """Whether the devices that learn also sample, and not others beside them."""
-    return not self.mesh.sampler and not self.rollout.listen
+    return not (self.mesh.sampler or self.rollout.listen or self.rollout.engine)
 
   @property
   def keeps_flight(self) -> bool:

@@ -87,7 +87,7 @@ def with_absolute_paths(config: Config) -> Config:
   functions = tuple(absolute_reward("reward.functions", x) for x in config.reward.functions)
   rollout_files = {
     name: absolute(f"rollout.{name}", getattr(config.rollout, name))
-    for name in ("secret_file", "certificate_file", "key_file")
+    for name in ("secret_file", "certificate_file", "key_file", "engine_folder")
   }
   return replace(
     config,

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 import traceback
 from typing import Any
+from urllib.parse import urlsplit
 
 LARGEST_INT = 2**31 - 1  # what an int32 holds, which is what numbers are on the devices
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e30  # inside float32, with room to compute with them
@@ -179,6 +180,20 @@ def address_of(text: str, key: str) -> tuple[str, int]:
   if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
     raise ConfigError(f"{key} is {shown(text)}: it must be HOST:PORT, such as 127.0.0.1:5555")
   return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_url(text: str) -> bool:
+  """Whether a text is http://HOST:PORT or https://HOST:PORT, and nothing more."""
+  try:
+    split = urlsplit(text)
+    return (
+      split.scheme in ("http", "https")
+      and bool(split.hostname and split.port)
+      and text == f"{split.scheme}://{split.netloc}"
+      and "@" not in split.netloc
+    )
+  except ValueError:
+    return False
 
 
 def is_loopback(host: str) -> bool:

@@ -25,6 +25,7 @@ FLOORS = [
   {"scoring", "planning"},
   {"evaluation", "batches"},
   {"asynchronous"},
+  {"engine"},
   {"training"},
   {"launchers", "reporting"},
   {"cli"},

@@ -20,13 +20,13 @@ import dataclasses
 import functools
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from grpo_jax.algo.metrics import disjoint
-from grpo_jax.asynchronous.learner import Closed, RemoteSampler
+from grpo_jax.asynchronous.learner import Closed
 from grpo_jax.asynchronous.schedule import FromChunk, Schedule
 from grpo_jax.batches.collect import Collected, Collector, HostState
 from grpo_jax.batches.flow import Policy
@@ -212,15 +212,22 @@ def ahead_in_turn(collector: Collector, config: Config) -> Ahead:
   return in_turn(collector, config)
 
 
+class KeepsWeights(Protocol):
+  """What a collector samples with beside the devices of the run."""
+
+  def weights(self, params: Any) -> Any:
+    """A copy of weights, which stays when an update takes the arrays."""
+
+
 class Beside(Ahead):
-  """Draws ahead in a thread, on devices of its own or with sampler processes."""
+  """Draws ahead in a thread, on devices of its own, with sampler processes or an engine."""
 
   def __init__(
     self,
     collector: Collector,
     config: Config,
     schedule: Schedule | None,
-    remote: RemoteSampler | None = None,
+    remote: KeepsWeights | None = None,
   ):
     """Draws ahead.
 
@@ -234,7 +241,7 @@ class Beside(Ahead):
     # An update takes the arrays on the devices that learn.
     self._kept: Callable[[Any], Any] = remote.weights if remote else lambda params: params
     self._drawing = threading.Lock()
-    if remote is None:
+    if remote is None or config.eval.engine:
       # Processes must agree on what is drawn before an evaluation and what after it.
       self.devices = self._all_drawn if jax.process_count() > 1 else lambda: self._drawing
     self._schedule, self._changes = schedule, config.rollout.weights == "in_flight"

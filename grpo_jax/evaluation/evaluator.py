@@ -16,7 +16,7 @@ from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
 from grpo_jax.pending import Pending, there
 from grpo_jax.progress import doing
-from grpo_jax.rollouts.complete import Rollout, make_rollout
+from grpo_jax.rollouts.complete import Remote, Rollout, make_rollout
 from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorer import Scores
@@ -59,8 +59,20 @@ class Evaluator:
     max_tokens: The longest completion.
   """
 
-  def __init__(self, run: Run, scorers: Scorers, exam: Entry | None = None):
+  def __init__(
+    self,
+    run: Run,
+    scorers: Scorers,
+    exam: Entry | None = None,
+    remote: Remote | None = None,
+  ):
     """Evaluates the test split of the run's data, or an exam in its place.
+
+    Args:
+      run: The run.
+      scorers: Its reward functions.
+      exam: The exam. None means the test split.
+      remote: Makes a sampler in other processes. None means that the run samples.
 
     Raises:
       ConfigError: The evaluation cannot be run.
@@ -90,7 +102,7 @@ class Evaluator:
         flush=True,
       )
     talkers = scorers.talkers if run.environments else None
-    make = functools.partial(make_rollout, run, at_once=at_once, talkers=talkers)
+    make = functools.partial(make_rollout, run, at_once=at_once, talkers=talkers, remote=remote)
     self._greedy = make(1, greedy=True)
     self._sampled = make(samples) if samples else None
     self._is_compiled = False
@@ -254,7 +266,13 @@ class Evaluators:
     parts: Each of them.
   """
 
-  def __init__(self, run: Run, scorers: Scorers, only_exams: bool = False):
+  def __init__(
+    self,
+    run: Run,
+    scorers: Scorers,
+    only_exams: bool = False,
+    remote: Remote | None = None,
+  ):
     """Makes all of them.
 
     Args:
@@ -262,14 +280,15 @@ class Evaluators:
       scorers: Its reward functions.
       only_exams: Whether to leave out the test split. It is left out, too, where there are exams
         and the data has no test split.
+      remote: As in `Evaluator`.
 
     Raises:
       ConfigError: An evaluation cannot be run.
     """
     entries = entries_of(run.config.eval.tasks)
     has_test = not only_exams and (not entries or len(run.task.test) > 0)
-    self.parts = [Evaluator(run, scorers)] if has_test else []
-    self.parts += [Evaluator(run, scorers, entry) for entry in entries]
+    self.parts = [Evaluator(run, scorers, None, remote)] if has_test else []
+    self.parts += [Evaluator(run, scorers, entry, remote) for entry in entries]
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
     """The metrics of all of them. The arguments are those of `Evaluator`."""

@@ -5,20 +5,23 @@ the section `algo` are in `grpo_jax/algo/checks.py`, and those that need the mod
 in `device_checks.py`.
 """
 
+import dataclasses
 from typing import Any
 
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.checks import check_algo
-from grpo_jax.config import Config
+from grpo_jax.algo.ratios import RATIOS
+from grpo_jax.config import Config, Sampling
 from grpo_jax.data.tasks.exams import entries_of
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.rewards import dispatch
-from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges
+from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges, is_url
 
 
 def check_config(config: Config) -> None:
   """Raises ConfigError at the first value that cannot be run."""
   check_ranges(config)
+  config = corrected(config)
   _check_batch(config)
   sampling = config.sampling
   check_algo(
@@ -63,6 +66,23 @@ def check_config(config: Config) -> None:
     _check_shape(config)
 
 
+def corrected(config: Config) -> Config:
+  """The config with a correction of what an engine computes otherwise than the learner.
+
+  Without an engine, or with a correction of the user's, it is as it was.
+  """
+  algo, high = config.algo, config.rollout.engine_correction
+  if not config.rollout.engine or algo.has_correction or not high:
+    return config
+  level = "geometric" if RATIOS[algo.ratio].shared_by_row else algo.correction_level
+  # With several updates of a batch, the weights are of the policy before the first of them.
+  old = algo.old_logprobs if algo.old_is_policy else "recomputed"
+  changes: dict[str, Any] = dict(
+    correction="truncate", correction_high=high, correction_level=level, old_logprobs=old
+  )
+  return dataclasses.replace(config, algo=dataclasses.replace(algo, **changes))
+
+
 def _check_branches(config: Config) -> None:
   """Raises ConfigError if several branches of a rollout cannot be learned."""
   algo, branches = config.algo, config.environment.branches
@@ -98,16 +118,20 @@ def _check_rollout(config: Config) -> None:
     rollout.weights,
     "it needs rollout.max_staleness above 0; set 'fixed'",
   )
-  for name, is_off in (("weights", rollout.weights != "newest"), ("replay", not rollout.replay)):
+  for name, is_off in (
+    ("weights", rollout.weights != "newest"),
+    ("replay", not rollout.replay or bool(rollout.engine)),
+  ):
     _require(
       is_off or (rollout.max_staleness and not config.samples_in_turn),
       f"rollout.{name}",
       getattr(rollout, name),
-      "it needs mesh.sampler above 0 or rollout.listen, and rollout.max_staleness above 0; set"
+      "it needs mesh.sampler above 0, rollout.listen or rollout.engine, and rollout.max_staleness"
+      " above 0; set"
       f" {'fixed' if name == 'weights' else ''!r}",
     )
   _require(
-    not rollout.replay or rollout.weights != "fixed",
+    not rollout.replay or rollout.weights != "fixed" or rollout.engine,
     "rollout.replay",
     rollout.replay,
     "fixed weights have no schedule; set rollout.weights as in the run that wrote it",
@@ -119,6 +143,72 @@ def _check_rollout(config: Config) -> None:
     "the endpoint of environment.harness keeps its weights for a batch; set 'newest'",
   )
   _check_sampler_processes(config)
+  _check_engine(config)
+
+
+def _check_engine(config: Config) -> None:
+  """Raises ConfigError for what an engine of others cannot draw, or draws otherwise."""
+  rollout, sampling = config.rollout, config.sampling
+  if not rollout.engine:
+    for name, given in (
+      ("rollout.engine_urls", rollout.engine_urls),
+      ("rollout.engine_restart", rollout.engine_restart),
+      ("eval.engine", config.eval.engine),
+    ):
+      _require(not given, name, given, "it needs rollout.engine='vllm'")
+    return
+  urls = rollout.engine_urls
+  _require(urls or rollout.replay, "rollout.engine_urls", urls, "name the servers of the engine")
+  for url in urls:
+    _require(is_url(url), "rollout.engine_urls", urls, "write each as http://HOST:PORT")
+  _require(len({*urls}) == len(urls), "rollout.engine_urls", urls, "it names a server twice")
+  for name in ("top_k", "top_p", "min_p", "min_tokens"):
+    default = getattr(Sampling(), name)
+    _require(
+      getattr(sampling, name) == default,
+      f"sampling.{name}",
+      getattr(sampling, name),
+      "an engine returns the log-probs after its filters alone, and the learner needs those before"
+      f" them, too; with rollout.engine set {default}",
+    )
+  refused: tuple[tuple[str, Any, Any, str], ...] = (
+    ("rollout.listen", rollout.listen, "", "the engine takes the place of sampler processes"),
+    ("mesh.sampler", config.mesh.sampler, 0, "the engine has devices of its own"),
+    ("environment.harness", config.environment.harness, "", "its endpoint samples in the run"),
+    ("sampling.weights_dtype", sampling.weights_dtype, "", "weights are written as they are"),
+    ("sampling.cache_dtype", sampling.cache_dtype, "", "the engine's own options choose it"),
+    ("learner.router_replay", config.learner.router_replay, False, "an engine keeps no experts"),
+  )
+  for key, value, off, why in refused:
+    _require(value == off, key, value, f"{why}; with rollout.engine set {off!r}")
+  _require(
+    not (config.eval.engine and config.eval.tasks),
+    "eval.engine",
+    True,
+    "the servers draw completions of sampling.max_tokens, and exams have limits of their own; set"
+    " False, and the run samples its evaluations",
+  )
+  _require(
+    rollout.weights != "in_flight",
+    "rollout.weights",
+    rollout.weights,
+    "with rollout.engine a row ends under the weights that began it; set 'fixed' or 'newest'",
+  )
+  _require(
+    config.model.path, "model.path", "", "the servers of rollout.engine need a folder to start from"
+  )
+  _require(
+    rollout.engine_folder or not rollout.engine_restart,
+    "rollout.engine_restart",
+    True,
+    "name the folder of the weights as rollout.engine_folder, which its servers look into",
+  )
+  _require(
+    not (config.lora.rank and rollout.engine_restart),
+    "rollout.engine_restart",
+    True,
+    "adapters are loaded under a new name each time, which needs no restart; set False",
+  )
 
 
 def _check_sampler_processes(config: Config) -> None:

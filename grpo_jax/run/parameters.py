@@ -80,7 +80,7 @@ class Parameters:
       self._check_tower_adapters(whole)
     self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
     self.abstract_state = self._abstract_state()
-    is_elsewhere = bool(apart or config.rollout.listen)
+    is_elsewhere = bool(apart or config.rollout.listen or config.rollout.engine)
     self.encodes_first = self.model.has_frozen_tower and not is_elsewhere
     self.held = self._held(mesh_apart(mesh, apart) if apart else mesh)
     self.sampling = self.held.weights

@@ -26,7 +26,7 @@ from grpo_jax.parallel.mesh import make_mesh, split
 from grpo_jax.parallel.sharding import batch_sharding
 from grpo_jax.progress import doing
 from grpo_jax.run import compilation_cache, compilations
-from grpo_jax.run.checks import check_config
+from grpo_jax.run.checks import check_config, corrected
 from grpo_jax.run.compiled import Programs
 from grpo_jax.run.device_checks import check_apart, check_length, check_memory, check_stop_ids
 from grpo_jax.run.parameters import Parameters
@@ -73,7 +73,7 @@ class Run:
       ConfigError: For a config that cannot be run.
     """
     check_config(config)
-    self.config = config
+    config = self.config = corrected(config)
     compilations.tell()
     if devices is None:  # given ones may be of a topology, which compiles and loads no program
       compilation_cache.use(config.compilation_cache)

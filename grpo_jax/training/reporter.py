@@ -18,6 +18,7 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.evaluation.evaluator import Evaluators
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import sizes_of
+from grpo_jax.rollouts.complete import Remote
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import RunFailed
@@ -39,7 +40,12 @@ class Reporter:
   devices: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
   def __init__(
-    self, run: Run, scorers: Scorers, workdir: Path, on_lost_stdout: Callable[[str], None]
+    self,
+    run: Run,
+    scorers: Scorers,
+    workdir: Path,
+    on_lost_stdout: Callable[[str], None],
+    remote: Remote | None = None,
   ):
     """Prints and writes nothing yet.
 
@@ -48,6 +54,7 @@ class Reporter:
       scorers: Its reward functions.
       workdir: Its folder.
       on_lost_stdout: Gets the reason when stdout cannot be written any more.
+      remote: Draws for evaluations. None means that the run does.
 
     Raises:
       ConfigError: The evaluation cannot be run.
@@ -66,7 +73,9 @@ class Reporter:
     self._terminal = (
       JsonConsole(console) if run.config.log.console == "json" else _terminal(run.config, console)
     )
-    self.evaluator = Evaluators(run, scorers) if run.config.eval.every else None
+    self.evaluator = None
+    if run.config.eval.every:
+      self.evaluator = Evaluators(run, scorers, remote=remote)
 
   def start_terminal(self) -> None:
     """Lets the terminal show what takes long, until `close`."""

@@ -21,7 +21,9 @@ from grpo_jax.compiling import Compiler
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stop import StopRequest
+from grpo_jax.engine.connect import Engine
 from grpo_jax.progress import Work, doing
+from grpo_jax.rollouts.complete import Remote
 from grpo_jax.run.device_checks import check_batches
 from grpo_jax.run.run import Run
 from grpo_jax.run.stages import compile_ahead
@@ -59,19 +61,26 @@ class Trainer:
     Raises:
       ConfigError: For a config or a folder that cannot be used.
     """
-    self._config, self._workdir = config, workdir
+    self._workdir = workdir
     self.first_grpo_step, self.last_step = config.warm_start.steps, last_step(config)
-    access = self._access()
+    access = _access(config)
     self.run = Run(config)
+    self._config = self.run.config
     scorers = Scorers(self.run)
     stack.callback(scorers.close)
     hosts = self.run.hosts
     check_batches(config, hosts)
     self._scorers, stop_request = scorers, StopRequest()
     self._remote = self._listen(access, stop_request, stack)
-    remote = None if self._remote is None else functools.partial(RemoteGroups, self._remote)
+    self._engine = Engine(self.run, stop_request) if config.rollout.engine else None
+    remote: Remote | None = None
+    if self._remote is not None:
+      remote = functools.partial(RemoteGroups, self._remote)
+    elif self._engine is not None:
+      remote = self._engine.groups
     self.collector = Collector(self.run, scorers, remote)
-    self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask)
+    evaluates = remote if config.eval.engine else None
+    self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask, evaluates)
     # From here on, the folder belongs to this run and this config.
     self._files = run_files(workdir, self.reporter.warn, stop_request.ask)
     hosts.on_first(lambda: stack.enter_context(self._files.held()))
@@ -82,6 +91,9 @@ class Trainer:
     self._checkpoints = Checkpoints(
       workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn, layers_of
     )
+    if self._engine is not None:
+      self._engine.open(local_files(workdir))
+      stack.callback(self._engine.close)
     host_state = self.collector.initial_host_state()
     self.ahead = self._draws_ahead(stack)
     if self.ahead is not None:
@@ -99,19 +111,6 @@ class Trainer:
     stack.callback(compiler.close)
     compile_ahead(self.run, compiler)
     stack.callback(self._checkpoints.close)
-
-  def _access(self) -> Access | None:
-    """Whom the run lets sample for it, or None if it samples itself."""
-    rollout = self._config.rollout
-    if not rollout.listen:
-      return None
-    if jax.process_count() > 1:
-      raise ConfigError(
-        f"config key rollout.listen is {rollout.listen!r}: a run of several processes samples"
-        " itself; leave it empty, or start one process"
-      )
-    host, _ = address_of(rollout.listen, "config key rollout.listen")
-    return of_learner(rollout, host)
 
   def _listen(
     self, access: Access | None, should_stop: Callable[[], bool], stack: contextlib.ExitStack
@@ -135,11 +134,15 @@ class Trainer:
       return ahead_in_turn(self.collector, config)
     schedule = None
     if rollout.weights != "fixed":
-      in_flight = rollout.weights == "in_flight"
-      schedule = Schedule(local_files(self._workdir), rollout.replay, in_flight)
+      in_flight, replay = rollout.weights == "in_flight", rollout.replay
+      if replay and rollout.engine:  # it names what was drawn, and the schedule lies beside it
+        replay = str(Path(replay).with_name("schedule.jsonl"))
+      schedule = Schedule(local_files(self._workdir), replay, in_flight)
       stack.callback(schedule.close)
-    ahead = Beside(self.collector, config, schedule, self._remote)
+    ahead = Beside(self.collector, config, schedule, self._remote or self._engine)
     stack.callback(ahead.close)
+    if self._engine is not None:
+      stack.callback(self._engine.close)
     # These are called first, because the thread of `ahead` may wait for them.
     stack.callback(self.run.hosts.sampler_mailbox.close)
     if self._remote is not None:
@@ -285,6 +288,20 @@ class Trainer:
         self.run.hosts.on_first(self._files.upload)
         self.store.save(step, state)
         self._checkpoints.wait()
+
+
+def _access(config: Config) -> Access | None:
+  """Whom the run lets sample for it, or None if no sampler process may join."""
+  rollout = config.rollout
+  if not rollout.listen:
+    return None
+  if jax.process_count() > 1:
+    raise ConfigError(
+      f"config key rollout.listen is {rollout.listen!r}: a run of several processes samples"
+      " itself; leave it empty, or start one process"
+    )
+  host, _ = address_of(rollout.listen, "config key rollout.listen")
+  return of_learner(rollout, host)
 
 
 def _nothing_to_learn_from(steps: int) -> str:

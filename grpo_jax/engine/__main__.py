@@ -1,0 +1,51 @@
+"""Starts a server of the engine for a run, or prints the command that does.
+
+python -m grpo_jax.engine --config=CONFIG --config.rollout.engine=vllm [--url=URL] [--print]
+
+The config is that of the run, with the same overrides. docs/engines.md has more.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from grpo_jax import cli
+from grpo_jax.engine import command, keep
+from grpo_jax.run.checks import check_config
+from grpo_jax.settings import ConfigError
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  values, config = flags.FLAGS, cli.config_from_flags()
+  check_config(config)
+  rollout = config.rollout
+  if not rollout.engine:
+    raise ConfigError("config key rollout.engine is '': set 'vllm'")
+  urls = [values.url] if values.url else list(rollout.engine_urls)
+  if any(url not in rollout.engine_urls for url in urls):
+    raise ConfigError(
+      f"flag --url={values.url}: it must be one of rollout.engine_urls = {rollout.engine_urls}"
+    )
+  environment = command.environment(config, values.cpu)
+
+  def of(url: str, folder: str = "") -> list[str]:
+    return command.command(config, url, folder, on_cpu=values.cpu, program=values.program)
+
+  if values.print:
+    for url in urls:
+      print(command.line(environment, of(url)))
+    return
+  if len(urls) > 1:
+    raise ConfigError(f"flag --url is missing: name one of rollout.engine_urls = {urls}")
+  folder = Path(rollout.engine_folder).expanduser() if rollout.engine_restart else None
+  keep.keep(lambda weights: of(urls[0], weights), environment, folder)
+
+
+if __name__ == "__main__":
+  cli.define_config_flag()
+  flags.DEFINE_string("url", None, "which of rollout.engine_urls to serve")
+  flags.DEFINE_bool("print", False, "print the command of each server, and start nothing")
+  flags.DEFINE_bool("cpu", False, "the server computes on CPUs")
+  flags.DEFINE_string("program", "vllm", "vLLM's program")
+  cli.run(main)

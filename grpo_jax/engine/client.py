@@ -1,0 +1,108 @@
+"""HTTP and JSON with a server."""
+
+import http.client
+import json
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+_MOST_BYTES = 1 << 30  # of an answer
+
+
+class Gone(Exception):
+  """A server does not answer: it has ended, its machine has, or it takes too long."""
+
+
+class Refused(Exception):
+  """A server answers that it does not do what it is asked, or something that is no answer.
+
+  Attributes:
+    status: The status of HTTP.
+  """
+
+  def __init__(self, why: str, status: int = 200):
+    super().__init__(why)
+    self.status = status
+
+
+class Client:
+  """Calls to one server. Threads may call at the same time.
+
+  Attributes:
+    url: Where it is, such as http://127.0.0.1:8000.
+  """
+
+  def __init__(self, url: str, key: str = ""):
+    """`key` is sent with each call, unless it is empty."""
+    self.url = url
+    split = urlsplit(url)
+    self._is_encrypted, self._host, self._port = split.scheme == "https", split.hostname, split.port
+    self._headers = {"Content-Type": "application/json"}
+    if key:
+      self._headers["Authorization"] = f"Bearer {key}"
+    self._lock, self._open = threading.Lock(), set[http.client.HTTPConnection]()
+
+  def call(self, path: str, body: Any = None, seconds: float = 30.0) -> Any:
+    """The answer to a call: JSON, or a text if it is none.
+
+    Args:
+      path: Such as /v1/models.
+      body: What is posted, as JSON. None gets instead.
+      seconds: How long the server may say nothing.
+
+    Raises:
+      Gone: There is no answer.
+      Refused: The answer is that of an error.
+    """
+    kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
+    connection = kind(self._host, self._port, timeout=seconds)
+    content = None if body is None else json.dumps(body).encode()
+    with self._lock:
+      self._open.add(connection)
+    try:
+      connection.request("GET" if body is None else "POST", path, content, self._headers)
+      response = connection.getresponse()
+      answer = response.read(_MOST_BYTES)
+    except TimeoutError:
+      raise Gone(f"{self.url} did not answer {path} within {seconds:g} seconds") from None
+    except (OSError, http.client.HTTPException, AttributeError) as error:
+      # `drop` may close a connection while it is opened, which http.client does not expect.
+      raise Gone(f"{self.url} does not answer ({str(error) or type(error).__name__})") from None
+    finally:
+      with self._lock:
+        self._open.discard(connection)
+      connection.close()
+    if response.status != 200:
+      why = f"{self.url} answers {path} with {response.status}: {_message(answer)}"
+      raise Refused(why, response.status)
+    return _parsed(answer)
+
+  def drop(self) -> None:
+    """Ends the calls that wait for an answer: they raise Gone."""
+    with self._lock:
+      for connection in self._open:
+        if connection.sock is not None:
+          _shut(connection.sock)
+
+
+def _shut(socket: Any) -> None:
+  try:
+    socket.shutdown(2)
+  except OSError:  # the other side has ended it
+    pass
+
+
+def _parsed(answer: bytes) -> Any:
+  try:
+    return json.loads(answer)
+  except (ValueError, RecursionError):
+    return answer.decode("utf-8", "replace")
+
+
+def _message(answer: bytes) -> str:
+  """The reason in the answer of an error, in one line."""
+  found = _parsed(answer)
+  if isinstance(found, dict):
+    error = found.get("error", found)
+    found = error.get("message", error) if isinstance(error, dict) else error
+  return " ".join(str(found).split())[:300] or "nothing"

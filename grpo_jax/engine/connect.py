@@ -1,0 +1,237 @@
+"""Puts the parts of an engine together for a run."""
+
+from collections.abc import Callable
+import os
+from pathlib import Path
+import time
+from typing import Any
+
+import jax
+
+from grpo_jax.config import Config
+from grpo_jax.engine.client import Client, Gone, Refused
+from grpo_jax.engine.drawn import DrawnFile
+from grpo_jax.engine.groups import EngineGroups, Rules
+from grpo_jax.engine.keep import serve_now
+from grpo_jax.engine.proof import Probe
+from grpo_jax.engine.servers import ADVICE, Servers
+from grpo_jax.engine.vllm import Facts, VllmServer
+from grpo_jax.engine.weights import Folders, Written
+from grpo_jax.progress import doing
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.sampling import decoding_of
+from grpo_jax.sampler.stop import end_at
+from grpo_jax.sampler.stream import Feed
+from grpo_jax.settings import ConfigError
+
+KEY = "VLLM_API_KEY"  # the environment variable in which vLLM itself looks for it
+_TOKENS_COMPARED = 8
+
+
+class Engine:
+  """An engine of others, for one run.
+
+  Attributes:
+    servers: Its servers. None where another run is replayed, and before `open`.
+    record: What they drew, from `open` on.
+  """
+
+  record: DrawnFile
+
+  def __init__(self, run: Run, should_stop: Callable[[], bool]):
+    """Neither writes nor connects.
+
+    Args:
+      run: The run.
+      should_stop: Whether the run was asked to stop.
+
+    Raises:
+      ConfigError: The run cannot let an engine draw.
+    """
+    config = run.config
+    check_run(run)
+    self._run, self._should_stop = run, should_stop
+    stop, shape = config.sampling.stop, run.parameters.sampling.model
+    self._rules = Rules(
+      config.sampling.max_tokens,
+      shape.vocab_size,
+      decoding_of(config.sampling, shape.stop_ids).stop_ids,
+      stop,
+      end_at(stop, run.tokenizer.decode) if stop else None,
+    )
+    self._folders: Folders | None = None
+    self.servers: Servers | None = None
+    self._is_rehearsed = False
+
+  def open(self, workdir: Path) -> None:
+    """Opens the record, and looks for the servers, unless another run is replayed.
+
+    Args:
+      workdir: The run's folder, on this machine.
+
+    Raises:
+      ConfigError: The record cannot be read, or no weights can be written.
+    """
+    replay = self._run.config.rollout.replay
+    self.record = DrawnFile(workdir / "drawn.jsonl", replay)
+    if not replay:
+      self._connect(workdir)
+
+  def _connect(self, workdir: Path) -> None:
+    run = self._run
+    config, shape = run.config, run.parameters.sampling.model
+    rollout, longest = config.rollout, longest_row(config)
+    folder = Path(rollout.engine_folder or workdir / "engine").expanduser()
+    probe = Probe(shape, longest, is_exact(config))
+    self._folders = Folders(run, folder, probe)
+    servers = [
+      VllmServer(Client(url, os.environ.get(KEY, "")), rollout.engine_timeout)
+      for url in rollout.engine_urls
+    ]
+    bring: Loads | Restarts | Adapters = Loads()
+    if config.lora.rank:
+      bring = Adapters()
+    elif rollout.engine_restart:
+      bring = Restarts(folder, rollout.engine_timeout)
+
+    def check(server: VllmServer) -> None:
+      facts = server.facts()
+      check_facts(server.url, facts, config)
+      self._folders.is_untied = self._folders.is_untied or facts.is_untied
+      check_tokenizer(server, run)
+
+    self.servers = Servers(servers, bring, check, probe, self._should_stop)
+
+  def weights(self, params: Any) -> Written | None:
+    """Weights as the servers use them, which stay when an update takes the arrays.
+
+    `params` are as `Parameters.for_sampling` returns them, or what this returned.
+    """
+    if self.servers is None or params is None or isinstance(params, Written):
+      return params if isinstance(params, Written) else None
+    if not self._is_rehearsed:
+      with doing("proving that the engine loads weights"):
+        self.servers.wait_for_one()  # which says what its folders hold
+        self.servers.use(self._folders.changed(params))
+      self._is_rehearsed = True
+    with doing("writing the weights for the engine", is_routine=True):
+      return self._folders(params)
+
+  def groups(self, feed: Feed, members: int, keeps_experts: bool) -> EngineGroups:
+    """A sampler of groups. The arguments are those of `rollouts.complete.Remote`."""
+    assert not keeps_experts  # check_config refuses learner.router_replay
+    return EngineGroups(self, feed, members, self._rules)
+
+  def close(self) -> None:
+    """Ends what is under way."""
+    if self.servers is not None:
+      self.servers.close()
+      self._folders.close()
+    self.record.close()
+
+
+class Loads:
+  """Lets a server read the weights of a folder."""
+
+  advice = ADVICE
+
+  def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
+    server.load(str(written.folder))
+    return "policy"
+
+
+class Adapters:
+  """Lets a server read adapters under a name of their own, and forget those before."""
+
+  advice = "look at its log, and start it as python -m grpo_jax.engine --print writes it"
+
+  def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
+    server.add_adapters(written.name, str(written.folder))
+    if before is not None:
+      server.remove_adapters(before.name)
+    return written.name
+
+
+class Restarts:
+  """Lets those who keep servers start them again with the weights of a folder."""
+
+  advice = "look at its log, and start it with python -m grpo_jax.engine"
+
+  def __init__(self, folder: Path, seconds: float):
+    """`folder` is rollout.engine_folder, and `seconds` what a restart may take."""
+    self._folder, self._seconds = folder, seconds
+
+  def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
+    serve_now(self._folder, written.folder)
+    until, serves = time.monotonic() + self._seconds, ""
+    while time.monotonic() < until:
+      try:
+        serves = server.folder()
+        if serves == str(written.folder):
+          return "policy"
+      except Gone:  # it restarts
+        pass
+      time.sleep(0.25)
+    raise Refused(
+      f"{server.url} was not started again with {written.folder} within {self._seconds:g} seconds"
+      f" (rollout.engine_timeout), and serves {serves or 'nothing'}: start it with python -m"
+      " grpo_jax.engine and rollout.engine_restart=True"
+    )
+
+
+def is_exact(config: Config) -> bool:
+  """Whether learner and engine both compute in float32."""
+  return {config.model.dtype, config.sampling.dtype or config.model.dtype} == {"float32"}
+
+
+def longest_row(config: Config) -> int:
+  """The most tokens of a prompt and its completion."""
+  return config.data.max_prompt_tokens + config.sampling.max_tokens
+
+
+def check_run(run: Run) -> None:
+  """Raises ConfigError for a run for which an engine cannot draw."""
+  key = f"config key rollout.engine is {run.config.rollout.engine!r}"
+  if jax.process_count() > 1:
+    raise ConfigError(f"{key}: a run of several processes samples itself; leave it empty")
+  if run.parameters.model.vision is not None:
+    raise ConfigError(f"{key}: it gets tokens and no images; set model.vision=ignored")
+
+
+def check_facts(url: str, facts: Facts, config: Config) -> None:
+  """Raises Refused for a server whose settings do not fit the run."""
+  dtype, longest = config.sampling.dtype or config.model.dtype, longest_row(config)
+  for holds, is_so, wanted in (
+    (facts.dtype == dtype, f"computes in {facts.dtype}", f"--dtype {dtype}"),
+    (
+      facts.logprobs_mode == "processed_logprobs",
+      f"returns {facts.logprobs_mode}",
+      "--logprobs-mode processed_logprobs",
+    ),
+    (
+      facts.longest > longest,
+      f"has room for {facts.longest} tokens",
+      f"--max-model-len {longest + 1}",
+    ),
+  ):
+    if not holds:
+      raise Refused(
+        f"{url} {is_so}: start it with {wanted}, as python -m grpo_jax.engine --print writes it"
+      )
+
+
+def check_tokenizer(server: VllmServer, run: Run) -> None:
+  """Raises Refused for a server that makes other texts of tokens.
+
+  Single tokens of letters and digits are compared: others are no whole texts.
+  """
+  size, tokens = run.tokenizer.vocab_size, run.tokenizer
+  texts = {token: tokens.decode([token]) for token in range(0, size, max(1, size // 512))}
+  plain = {token: text for token, text in texts.items() if text.isascii() and text.isalnum()}
+  for token in [*plain][:: max(1, len(plain) // _TOKENS_COMPARED)]:
+    text = server.text(token)
+    if text.strip() != plain[token]:
+      raise Refused(
+        f"{server.url} has another tokenizer: token {token} is {text!r} there and {plain[token]!r}"
+        " here; start it with the model or the --tokenizer of the run"
+      )

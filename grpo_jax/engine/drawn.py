@@ -1,0 +1,160 @@
+"""drawn.jsonl: what an engine drew, a line for each group.
+
+An engine computes sums in an order that depends on what else it computes, so it does not draw the
+same tokens twice. A run that goes on after a kill takes from the file what was drawn for it, and
+another run can learn from the same completions without the engine.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax import files
+from grpo_jax.sampler.requests import GroupRequest
+from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.json_files import AppendedFile, json_line, replace_file
+
+
+class Turn(NamedTuple):
+  """What a row drew before it ended or paused.
+
+  Attributes:
+    tokens, logprobs: Of each token.
+    reply: The tokens with which it went on. None: it ended.
+  """
+
+  tokens: list[int]
+  logprobs: list[float]
+  reply: list[int] | None = None
+
+
+class Recorded(NamedTuple):
+  """A group that was drawn.
+
+  Attributes:
+    version: Of the weights.
+    rows: The turns of each of its rows.
+  """
+
+  version: int
+  rows: list[list[Turn]]
+
+
+def name_of(request: GroupRequest, members: int) -> str:
+  """What a group is called in the file: by its random numbers, which no other group has."""
+  key = "".join(f"{word:08x}" for word in np.asarray(request.key).tolist())
+  is_greedy = bool(np.all(np.asarray(request.settings.temperature) == 0))
+  return f"{key}-{request.first_row}-{members}{'-greedy' if is_greedy else ''}"
+
+
+class DrawnFile:
+  """Groups in a file, to which others are added."""
+
+  def __init__(self, path: Path, replay: str = ""):
+    """Looks up where each group is.
+
+    Args:
+      path: The file of this run.
+      replay: That of another run, which is only read, or "".
+
+    Raises:
+      ConfigError: A file cannot be read, or that of `replay` does not exist.
+    """
+    self._replayed = Path(replay).expanduser() if replay else None
+    self._places: dict[str, tuple[Path, int, int]] = {}  # file, offset and length of a line
+    if self._replayed is not None:
+      if not self._replayed.is_file():
+        raise ConfigError(f"config key rollout.replay is {replay!r}: there is no such file")
+      self._look_up(self._replayed)
+    if path.exists():
+      whole = self._look_up(path)
+      content = files.read_bytes(path)
+      if len(content) > whole:  # SIGKILL has cut a line off
+        replace_file(path, content[:whole])
+    self._file = AppendedFile(path)
+
+  def find(self, name: str, version: int) -> Recorded | None:
+    """What was drawn for a group under weights of this version. None if that is not known.
+
+    Raises:
+      RunFailed: It must be known, because another run is replayed.
+    """
+    place, recorded = self._places.get(name), None
+    if place is not None:
+      recorded = _read(*place)
+    if recorded is not None and recorded.version == version:
+      return recorded
+    if self._replayed is None:
+      return None
+    drew = "does not have" if recorded is None else f"has from weights of step {recorded.version}"
+    raise RunFailed(
+      f"config key rollout.replay: {self._replayed} {drew} a group that this run draws with weights"
+      f" of step {version}: it is of another run, or of a shorter one"
+    )
+
+  def add(self, name: str, group: Recorded) -> None:
+    """Adds a group. Nothing is lost once this has returned."""
+    rows = [[turn._asdict() for turn in row] for row in group.rows]
+    self._file.append(json_line({"group": name, "version": group.version, "rows": rows}))
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+  def _look_up(self, path: Path) -> int:
+    """Finds the groups of a file. Returns the bytes of its whole lines."""
+    offset = 0
+    try:
+      files.check_regular(path)
+      with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+          if not line.endswith(b"\n"):
+            break
+          name = _name(line)
+          if not name:
+            raise ConfigError(
+              f"{path} line {number} does not say what was drawn: repair or remove the file"
+            )
+          self._places[name] = path, offset, len(line)
+          offset += len(line)
+    except OSError as error:
+      raise ConfigError(
+        f"{path} cannot be read ({error.strerror or error}): move it away"
+      ) from error
+    return offset
+
+
+def _name(line: bytes) -> str:
+  """The name of a line's group, without reading all of the line. "" if it has none."""
+  begins = b'{"group": "'
+  return (
+    line[len(begins) :].split(b'"', 1)[0].decode("utf-8", "replace")
+    if line.startswith(begins)
+    else ""
+  )
+
+
+def _read(path: Path, offset: int, length: int) -> Recorded:
+  """A line of a file. Raises RunFailed if it is damaged."""
+  try:
+    with open(path, "rb") as file:
+      file.seek(offset)
+      row: Any = json.loads(file.read(length))
+    rows = [[_turn(turn) for turn in own] for own in row["rows"]]
+    return Recorded(int(row["version"]), rows)
+  except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    raise RunFailed(
+      f"{path} does not say what was drawn for a group ({error}): move the file away"
+    ) from error
+
+
+def _turn(turn: Any) -> Turn:
+  tokens, logprobs, reply = turn["tokens"], turn["logprobs"], turn["reply"]
+  for ids in (tokens, reply or []):
+    if not all(type(token) is int and token >= 0 for token in ids):
+      raise ValueError("its tokens are no ids")
+  if len(tokens) != len(logprobs):
+    raise ValueError("it has not one log-prob for each token")
+  return Turn(tokens, [float(x) for x in logprobs], reply)

@@ -1,0 +1,306 @@
+"""Groups drawn by an engine of others, as the rest of the run asks for them."""
+
+from collections.abc import Sequence
+import dataclasses
+import hashlib
+import queue
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from grpo_jax.engine.drawn import DrawnFile, Recorded, Turn, name_of
+from grpo_jax.engine.servers import Job, Servers
+from grpo_jax.engine.vllm import Ask, Drawn
+from grpo_jax.sampler.requests import Ended, Finished, GroupRequest, News
+from grpo_jax.sampler.stop import End
+from grpo_jax.sampler.stream import Feed
+from grpo_jax.settings import RunFailed
+from grpo_jax.types import Completions
+
+_MOMENT = 0.02  # seconds until replies that have come meanwhile are passed on
+_WHILE = 0.25  # and until the run looks at something else, where no row waits for a reply
+
+
+class Rules(NamedTuple):
+  """What the rows of a run have in common.
+
+  Attributes:
+    tokens: T, the longest completion.
+    vocabulary: Token ids are below it.
+    stop_ids: Tokens that end a row.
+    stop: Texts that end a row.
+    end: Finds them, or None.
+  """
+
+  tokens: int
+  vocabulary: int
+  stop_ids: tuple[int, ...]
+  stop: tuple[str, ...] = ()
+  end: End | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+  """A group that is drawn.
+
+  Attributes:
+    request: Asks for it.
+    prompt: The token ids of its prompt.
+    version: Of the weights.
+    rows: Its rows.
+    left: How many have not ended.
+  """
+
+  request: GroupRequest
+  prompt: list[int]
+  version: int
+  rows: list["_Row"] = dataclasses.field(default_factory=list)
+  left: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+  """A row.
+
+  Attributes:
+    group, member: Which.
+    temperature: It draws with.
+    limit: The most tokens that it may have.
+    turns: What it has drawn.
+    known: Turns of the record, which take the place of what a server would draw.
+    tokens, logprobs, is_sampled: Of all its tokens, those of replies included.
+    stopped_by: What ended it, as `Completions.stopped_by_PG`.
+    job: What a server draws for it, or None.
+  """
+
+  group: _Group
+  member: int
+  temperature: float
+  limit: int
+  known: list[Turn]
+  turns: list[Turn] = dataclasses.field(default_factory=list)
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  is_sampled: list[bool] = dataclasses.field(default_factory=list)
+  stopped_by: int = -1
+  job: Job | None = None
+
+
+class Hub(Protocol):
+  """What the groups of a run have in common. `connect.Engine` is one.
+
+  Attributes:
+    servers: What draws. None: all is in the record.
+    record: What was drawn, to which groups are added.
+  """
+
+  servers: Servers | None
+  record: DrawnFile
+
+  def weights(self, params: Any) -> Any:
+    """Weights as the servers use them."""
+
+
+class EngineGroups:
+  """A `GroupSampler` that lets servers draw rows, or takes them from the record of a run."""
+
+  def __init__(
+    self,
+    hub: Hub,
+    feed: Feed,
+    members: int,
+    rules: Rules,
+  ):
+    """Draws nothing yet.
+
+    Args:
+      hub: The servers and the record.
+      feed: The weights, and their version.
+      members: G.
+      rules: What all rows have in common.
+    """
+    self._hub, self._feed, self._members, self._rules = hub, feed, members, rules
+    self._forget()
+
+  def _forget(self) -> None:
+    self._waiting: list[GroupRequest] = []
+    self._groups: dict[int, _Group] = {}
+    self._rows_of: dict[Job, _Row] = {}
+    self._known: list[_Row] = []  # whose next turn is in the record
+    self._done: queue.SimpleQueue[tuple[Job, Drawn]] = queue.SimpleQueue()
+    self._current: Any = None  # the weights of all groups that are drawn
+    self._ended = 0
+    self._finished: list[_Group] = []
+
+  @property
+  def draws(self) -> bool:
+    return bool(self._waiting or self._rows_of or self._known)
+
+  def submit(self, requests: Sequence[GroupRequest]) -> None:
+    self._waiting += requests
+
+  def go_on(self, number: int, member: int, tokens: Sequence[int] | None) -> None:
+    row = self._groups[number].rows[member]
+    reply = None if tokens is None else [*tokens]
+    row.turns[-1] = row.turns[-1]._replace(reply=reply)
+    if reply is None or len(row.tokens) + len(reply) >= row.limit:
+      self._leave(row)
+      return
+    self._take(row, reply, [0.0] * len(reply), is_sampled=False)
+    if row.known and self._reply_before(row) != reply:
+      row.known = []  # a tool or environment answers otherwise than it did
+    self._go(row)
+
+  def cancel(self) -> None:
+    for job in self._rows_of:
+      job.is_dropped = True
+    self._forget()
+
+  def advance(self) -> News:
+    self._begin()
+    paused = list[Ended]()
+    known, self._known = self._known, []
+    for row in known:
+      turn = row.known[len(row.turns)]
+      paused += self._drew(row, turn.tokens, turn.logprobs)
+    if self._rows_of and not known:
+      pauses = any(group.request.pauses for group in self._groups.values())
+      for job, drawn in self._hub.servers.next(self._done, _MOMENT if pauses else _WHILE):
+        row = self._rows_of.pop(job, None)
+        if row is not None:
+          paused += self._drew(row, *self._cut(row, drawn))
+    ended, self._ended = self._ended, 0
+    finished, self._finished = self._finished, []
+    return News(paused, [self._handed_on(finished)] if finished else [], ended)
+
+  def _begin(self) -> None:
+    """Groups that wait are drawn, unless others are still drawn with other weights."""
+    if not self._waiting:
+      return
+    params, version = self._feed()
+    weights = self._hub.weights(params)
+    if self._groups and weights is not self._current:
+      return
+    self._current, requests, self._waiting = weights, self._waiting, []
+    for request in requests:
+      group = self._opened(request, version)
+      self._groups[request.number] = group
+      for row in group.rows:
+        self._go(row)
+
+  def _opened(self, request: GroupRequest, version: int) -> _Group:
+    prompts, G, T = request.prompts, self._members, self._rules.tokens
+    length = int(prompts.lengths_n[request.place])
+    prompt = np.asarray(prompts.tokens_nS)[request.place][:length].tolist()
+    recorded = self._hub.record.find(name_of(request, G), version)
+    group, settings = _Group(request, prompt, version, left=G), request.settings
+    limits = T if settings.max_tokens is None else settings.max_tokens
+    limits_G = np.minimum(np.broadcast_to(np.asarray(limits), G), T)
+    temperature_G = np.broadcast_to(np.asarray(settings.temperature), G)
+    for g in range(G):
+      known = list(recorded.rows[g]) if recorded is not None and len(recorded.rows) == G else []
+      group.rows.append(_Row(group, g, float(temperature_G[g]), int(limits_G[g]), known))
+    return group
+
+  def _go(self, row: _Row) -> None:
+    """A row draws its next turn."""
+    if len(row.turns) < len(row.known):
+      self._known.append(row)
+      return
+    if self._hub.servers is None:
+      raise RunFailed(
+        "config key rollout.replay: a tool or environment answers otherwise than it did in the run"
+        " that is replayed, so what the policy wrote after that is not known"
+      )
+    most, request = row.limit - len(row.tokens), row.group.request
+    if request.turn_tokens:
+      most = min(most, request.turn_tokens)
+    prompt = row.group.prompt + row.tokens
+    rules = self._rules
+    ask = Ask(prompt, most, row.temperature, _seed(row), rules.stop_ids, rules.stop)
+    job = Job(ask, (id(self), request.number), self._done)
+    self._rows_of[job] = row
+    self._hub.servers.use(self._current)
+    self._hub.servers.submit(job)
+
+  def _cut(self, row: _Row, drawn: Drawn) -> tuple[list[int], list[float]]:
+    """What a row keeps of what a server drew: up to the first token that ends a stop text."""
+    tokens, logprobs, end = drawn.tokens, drawn.logprobs, self._rules.end
+    if max(tokens) >= self._rules.vocabulary:
+      raise RunFailed(
+        f"the engine drew token {max(tokens)}, and the model has {self._rules.vocabulary}: it"
+        " serves another model"
+      )
+    kept = end(tokens, 0) if end is not None else None
+    if kept is not None:
+      return tokens[:kept], logprobs[:kept]
+    if drawn.has_stopped and tokens[-1] not in self._rules.stop_ids:
+      raise RunFailed(
+        f"the engine ended a row at token {tokens[-1]}, which ends none here: it has another"
+        " tokenizer, or settings that python -m grpo_jax.engine --print does not write"
+      )
+    return tokens, logprobs
+
+  def _drew(self, row: _Row, tokens: list[int], logprobs: list[float]) -> list[Ended]:
+    """A row has drawn a turn. Returns it if it pauses."""
+    self._take(row, tokens, logprobs, is_sampled=True)
+    row.turns.append(Turn(tokens, logprobs))
+    is_text = self._rules.end is not None and self._rules.end(tokens, 0) is not None
+    row.stopped_by = tokens[-1] if is_text or tokens[-1] in self._rules.stop_ids else -1
+    if not row.group.request.pauses:
+      self._leave(row)
+      return []
+    room = row.limit - len(row.tokens)
+    number = row.group.request.number
+    return [Ended(number, row.member, [*row.tokens], row.stopped_by, room)]
+
+  def _take(self, row: _Row, tokens: list[int], logprobs: list[float], *, is_sampled: bool) -> None:
+    row.tokens += tokens
+    row.logprobs += logprobs
+    row.is_sampled += [is_sampled] * len(tokens)
+
+  def _reply_before(self, row: _Row) -> list[int] | None:
+    """The reply that the record has after the turns that a row has drawn."""
+    place = len(row.turns) - 1
+    return row.known[place].reply if place < len(row.known) else None
+
+  def _leave(self, row: _Row) -> None:
+    """A row has ended. A group whose rows have all ended is recorded."""
+    group = row.group
+    self._ended, group.left = self._ended + 1, group.left - 1
+    if not group.left:
+      if not all(row.known == row.turns for row in group.rows):
+        turns = [row.turns for row in group.rows]
+        name = name_of(group.request, self._members)
+        self._hub.record.add(name, Recorded(group.version, turns))
+      self._finished.append(self._groups.pop(group.request.number))
+
+  def _handed_on(self, groups: Sequence[_Group]) -> Finished:
+    shape = len(groups), self._members, self._rules.tokens
+    tokens_PGT, sampled_PGT = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    logprobs_PGT, behavior_PGT = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    lengths_PG, stopped_by_PG = np.zeros(shape[:2], np.int32), np.zeros(shape[:2], np.int32)
+    for p, group in enumerate(groups):
+      for row in group.rows:
+        at, count = (p, row.member), len(row.tokens)
+        tokens_PGT[at][:count], sampled_PGT[at][:count] = row.tokens, row.is_sampled
+        logprobs_PGT[at][:count] = np.minimum(row.logprobs, 0)
+        # A greedy choice is certain.
+        behavior_PGT[at] = logprobs_PGT[at] if row.temperature else 0
+        lengths_PG[at], stopped_by_PG[at] = count, row.stopped_by
+    completions = Completions(
+      tokens_PGT=tokens_PGT,
+      lengths_PG=lengths_PG,
+      sampled_PGT=sampled_PGT,
+      logprobs_PGT=logprobs_PGT,
+      behavior_logprobs_PGT=behavior_PGT,
+      stopped_by_PG=stopped_by_PG,
+    )
+    return Finished([group.request.number for group in groups], completions)
+
+
+def _seed(row: _Row) -> int:
+  """The seed of a row's next turn: another one for each row of a run, and for each of its turns."""
+  request = row.group.request
+  words = *np.asarray(request.key).tolist(), request.first_row + row.member, len(row.tokens)
+  return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:7], "big")

@@ -1,0 +1,81 @@
+"""Keeps a server running: starts it again when it has ended or, if asked, for each new weights."""
+
+from collections.abc import Callable
+import os
+from pathlib import Path
+import signal
+import subprocess
+import sys
+import time
+
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.json_files import replace_file
+
+_CURRENT = "current"  # the file that names the folder to serve
+_LOOK = 0.2
+_PAUSE = 5.0  # seconds before a server that has ended is started again
+_GRACE = 20.0  # seconds that a server gets to end
+
+
+def serve_now(folder: Path, weights: Path) -> None:
+  """Lets those who keep servers serve these weights. `folder` is rollout.engine_folder."""
+  replace_file(folder / _CURRENT, str(weights))
+
+
+def served(folder: Path) -> str:
+  """What a server is to serve, or "" before the first weights and after the end of a run."""
+  try:
+    weights = (folder / _CURRENT).read_text()
+  except FileNotFoundError:
+    return ""
+  return weights if Path(weights).is_dir() else ""
+
+
+def keep(
+  command: Callable[[str], list[str]], environment: dict[str, str], folder: Path | None
+) -> None:
+  """Runs a server until this process is asked to stop.
+
+  Args:
+    command: The folder that it serves, or "" -> its command line.
+    environment: What it needs beside that of this process.
+    folder: rollout.engine_folder, where new weights restart it. None: they do not.
+
+  Raises:
+    ConfigError: The program cannot be started.
+  """
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+  process: subprocess.Popen | None = None
+  try:
+    while True:
+      weights = served(folder) if folder is not None else ""
+      process, began = _start(command(weights), environment), time.monotonic()
+      while process.poll() is None and (folder is None or served(folder) == weights):
+        time.sleep(_LOOK)
+      if process.poll() is None:
+        _end(process)
+        continue
+      print(f"the server has ended with code {process.returncode}", file=sys.stderr, flush=True)
+      time.sleep(max(_LOOK, _PAUSE - (time.monotonic() - began)))
+  finally:
+    if process is not None:
+      _end(process)
+
+
+def _start(words: list[str], environment: dict[str, str]) -> subprocess.Popen:
+  try:
+    # In a session of its own, so that all its processes can be ended.
+    return subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
+  except OSError as error:
+    raise ConfigError(
+      f"flag --program={words[0]} cannot be started ({error.strerror}): name vLLM's program"
+    ) from None
+
+
+def _end(process: subprocess.Popen) -> None:
+  for number, seconds in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _GRACE)):
+    try:
+      os.killpg(process.pid, number)
+      process.wait(seconds)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+      continue
