@@ -718,6 +718,12 @@ class Config:
     " auto = grpo_jax in the user's cache folder, '' = none. The environment variable"
     " JAX_COMPILATION_CACHE_DIR has precedence. The folder grows, and can be deleted at any time",
   )
+  plugins: tuple[str, ...] = setting(
+    (),
+    "files, or names of modules, that register parts of your own, such as"
+    " grpo_jax.register_advantage does: each command that reads the config executes them first",
+    before=(),
+  )
   model: Model = Model()
   lora: Lora = Lora()
   data: Data = Data()

@@ -91,6 +91,7 @@ def with_absolute_paths(config: Config) -> Config:
   }
   return replace(
     config,
+    plugins=tuple(absolute("plugins", path) for path in config.plugins),
     model=replace(config.model, path=absolute("model.path", config.model.path)),
     lora=replace(config.lora, path=absolute("lora.path", config.lora.path)),
     data=replace(

@@ -26,7 +26,7 @@ from grpo_jax.config import Mesh
 from grpo_jax.data.tasks.tasks import TASKS
 from grpo_jax.evaluation.policy import _on_this_machine
 from grpo_jax.learner.optimizer import OPTIMIZERS
-from grpo_jax.rewards import REWARDS
+from grpo_jax.rewards import REWARDS, plugins
 from grpo_jax.settings import RunFailed
 from grpo_jax.timing import is_of_clock
 from tests.small_run import small_config
@@ -515,6 +515,84 @@ def test_parts_of_a_program_s_own_are_what_a_run_computes(tmp_path, monkeypatch,
   logprobs = np.log(np.array([0.5, 0.25, 0.3])), np.log(np.array([0.25, 0.5, 0.3]))
   # 0.5 d (1 - e^-d): ln 2 / 4 and ln 2 / 2
   np.testing.assert_allclose(names["jeffreys"](*logprobs), [0.1732868, 0.3465736, 0], rtol=1e-5)
+
+
+PLUGIN = """
+import grpo_jax, jax.numpy as jnp
+
+@grpo_jax.register_advantage
+def halved(rewards, mask_PGT, algo):
+  centered_PG = rewards.total_PG - rewards.total_PG.mean(1, keepdims=True)
+  return FACTOR * jnp.where(rewards.scored_PG, centered_PG, 0.0)
+
+@grpo_jax.register_reward
+def letters(completions, **columns):
+  return [float(len(text)) for text in completions]
+
+@grpo_jax.register_metric
+def longest(rollouts, rewards_PG):
+  return max(map(len, rollouts.texts_PG.ravel()))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_a_plugin_registers_is_there_for_every_command(tmp_path, own_tables, workers):
+  file = tmp_path / "mine.py"
+  file.write_text(PLUGIN.replace("FACTOR", "0.5"))
+  own = config(log__completions_every=1, eval__every=1, eval__examples=4, eval__batch=4)
+  names = {"algo.advantage": "halved", "reward.functions": ("letters",), "eval.function": "digits"}
+  own = own.replace({**names, "plugins": (str(file),), "reward.workers": workers})
+  grpo_jax.train(own.replace({"eval.function": "letters"}), tmp_path / "run")
+  rows = grpo_jax.read_completions(tmp_path / "run")
+  assert grpo_jax.read_metrics(tmp_path / "run")[-1]["own/longest"] == max(
+    len(row["completion"]) for row in rows
+  )
+  by_prompt = {}
+  for row in rows:
+    assert row["reward"] == len(row["completion"])
+    by_prompt.setdefault(row["prompt"], []).append(row)
+  for group in by_prompt.values():
+    rewards = np.array([row["reward"] for row in group])
+    expected = 0.5 * (rewards - rewards.mean())
+    np.testing.assert_allclose([row["advantage"] for row in group], expected, atol=1e-5)
+  for table in (ADVANTAGES, REWARDS, OWN_METRICS):  # as in a new process
+    for name in {"halved", "letters", "longest"} & set(table):
+      del table[name]
+  plugins._loaded.clear()
+  assert grpo_jax.load_policy(tmp_path / "run").sample("1+1=")
+  assert "halved" in ADVANTAGES
+
+
+def test_a_plugin_is_executed_again_only_if_it_has_changed(tmp_path, own_tables):
+  file = tmp_path / "mine.py"
+  file.write_text(PLUGIN.replace("FACTOR", "0.5"))
+  plugins.load([str(file)])
+  first = ADVANTAGES["halved"]
+  plugins.load([str(file)])
+  assert ADVANTAGES["halved"] is first
+  file.write_text(PLUGIN.replace("FACTOR", "2.0"))
+  os.utime(file, ns=(1, 1))
+  plugins.load([str(file)])
+  assert ADVANTAGES["halved"] is not first
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    (None, "config key plugins: '.*mine.py' cannot be read"),
+    ("1 / 0", "config key plugins: .*mine.py cannot be executed: ZeroDivisionError: .* line 1"),
+    ("raise SystemExit(0)", "config key plugins: .*mine.py cannot be executed"),
+  ],
+)
+def test_a_plugin_that_cannot_be_loaded_is_one_line(tmp_path, text, message):
+  file = tmp_path / "mine.py"
+  if text is not None:
+    file.write_text(text)
+  with pytest.raises(grpo_jax.ConfigError, match=message):
+    grpo_jax.train(config(plugins=(str(file),)), tmp_path / "run")
+  with pytest.raises(grpo_jax.ConfigError, match="config key plugins: no_such_module cannot be"):
+    grpo_jax.train(config(plugins=("no_such_module",)), tmp_path / "run")
+  assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

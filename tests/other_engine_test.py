@@ -570,6 +570,7 @@ def test_a_server_with_other_settings_is_refused(folder, change, reason):
     ("mesh", dict(sampler=1), "mesh.sampler is 1: the engine has devices of its own"),
     ("model", dict(path=""), "model.path is '': the servers"),
     ("environment", dict(harness="x.py:y"), "its endpoint samples in the run"),
+    ("eval", dict(engine=True, tasks=("aime24:x.jsonl",)), "eval.engine is True: exams have own"),
   ],
 )
 def test_what_an_engine_cannot_draw_is_refused(section, change, reason):

@@ -128,13 +128,13 @@ def named(name: str, key: str, choices: str) -> Any:
   """
   file, _, attribute = name.rpartition(":")
   if not file.endswith(".py") and all(part.isidentifier() for part in file.split(".")):
-    return _function_of(_import(file, key), attribute, name, key)
+    return _function_of(import_module(file, key), attribute, name, key)
   if not file.endswith(".py"):
     raise ConfigError(f"{key}: {name!r} is unknown: {choices}")
   path = pathlib.Path(file).expanduser()
   if not path.is_file():
     raise ConfigError(f"{key}: {name!r}: there is no file {path}")
-  return _function_of(_load_module(path.resolve(), key), attribute, name, key)
+  return _function_of(load_module(path.resolve(), key), attribute, name, key)
 
 
 def resolve_all(
@@ -185,7 +185,7 @@ def _function_of(module: ModuleType, attribute: str, name: str, key: str) -> Rew
   return function
 
 
-def _import(module_name: str, key: str) -> ModuleType:
+def import_module(module_name: str, key: str) -> ModuleType:
   """Imports a module. Raises ConfigError for whatever that raises, sys.exit included."""
   try:
     with _in_time(module_name, key):
@@ -196,7 +196,7 @@ def _import(module_name: str, key: str) -> ModuleType:
     raise ConfigError(f"{key}: {module_name} cannot be imported: {describe(error)}") from None
 
 
-def _load_module(path: pathlib.Path, key: str) -> ModuleType:
+def load_module(path: pathlib.Path, key: str) -> ModuleType:
   """Executes the file. Raises ConfigError for whatever it raises, sys.exit included."""
   path_hash = hashlib.sha1(str(path).encode()).hexdigest()[:12]
   module_name = f"reward_file_{path_hash}"

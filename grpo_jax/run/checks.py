@@ -14,12 +14,16 @@ from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.config import Config, Sampling
 from grpo_jax.data.tasks.exams import entries_of
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
-from grpo_jax.rewards import dispatch
+from grpo_jax.rewards import dispatch, plugins
 from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges, is_url
 
 
 def check_config(config: Config) -> None:
-  """Raises ConfigError at the first value that cannot be run."""
+  """Raises ConfigError at the first value that cannot be run.
+
+  The plugins of the config are loaded first, because its other values may name what they register.
+  """
+  plugins.load(config.plugins)
   check_ranges(config)
   config = corrected(config)
   _check_batch(config)
@@ -178,16 +182,10 @@ def _check_engine(config: Config) -> None:
     ("sampling.weights_dtype", sampling.weights_dtype, "", "weights are written as they are"),
     ("sampling.cache_dtype", sampling.cache_dtype, "", "the engine's own options choose it"),
     ("learner.router_replay", config.learner.router_replay, False, "an engine keeps no experts"),
+    ("eval.engine", config.eval.engine and config.eval.tasks != (), False, "exams have own limits"),
   )
   for key, value, off, why in refused:
     _require(value == off, key, value, f"{why}; with rollout.engine set {off!r}")
-  _require(
-    not (config.eval.engine and config.eval.tasks),
-    "eval.engine",
-    True,
-    "the servers draw completions of sampling.max_tokens, and exams have limits of their own; set"
-    " False, and the run samples its evaluations",
-  )
   _require(
     rollout.weights != "in_flight",
     "rollout.weights",

@@ -146,7 +146,7 @@ class Tokenizer:
       messages: A list of {"role": ..., "content": ...}.
       generation_prompt: Whether the text ends with the marks that open the assistant's answer.
       tools: The functions that the assistant may call, as JSON schemas, or None.
-      options: What the template gets beside `chat_options`, or in their place.
+      options: Variables of the template beside `chat_options`, or in their place.
 
     Raises:
       ConfigError: There is no chat template, it fails, or it tries something that the sandbox
