@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 import os
+import sys
 import threading
 from typing import Any
 
@@ -25,6 +26,18 @@ class Compiler:
     """Compiles something when a thread is free."""
     return self._pool.submit(compile)
 
+  def prepare(self, ask: Callable[[], None]) -> None:
+    """Lets a thread find out what to compile, and ask for it. Says on stderr if that fails."""
+
+    def safely() -> None:
+      try:
+        ask()
+      except Exception as error:  # a call compiles what it needs
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"warning: programs are not compiled ahead: {why}", file=sys.stderr, flush=True)
+
+    self.submit(safely)
+
   def close(self) -> None:
     """Compiles nothing more. Returns when what is being compiled now is ready."""
     with doing("finishing what is being compiled"):
@@ -36,6 +49,9 @@ class Jitted:
 
   JAX keeps what `lower(...).compile()` made, and a call with arguments of the same shapes, dtypes
   and places finds it. So a call is right whether or not something was compiled ahead.
+
+  Attributes:
+    jitted: What `jax.jit` returns.
   """
 
   def __init__(
@@ -51,7 +67,7 @@ class Jitted:
       key: (arguments of a call) -> a key that differs where calls need different programs.
       options: Options of `jax.jit`.
     """
-    self._key, self._jitted = key, jax.jit(function, **options)
+    self._key, self.jitted = key, jax.jit(function, **options)
     self._ahead: dict[Hashable, Future[Any]] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,15 +76,15 @@ class Jitted:
       future = self._ahead.pop(self._key(*args, **kwargs), None)
       if future is not None and not future.cancel():
         _wait(future)
-    return self._jitted(*args, **kwargs)
+    return self.jitted(*args, **kwargs)
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
     """Lowers the program for arguments, or their shapes, as `jax.jit` does."""
-    return self._jitted.lower(*args, **kwargs)
+    return self.jitted.lower(*args, **kwargs)
 
-  def shapes(self, *args: Any, **kwargs: Any) -> Any:
+  def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
     """The shapes of the result of a call, without places."""
-    return jax.eval_shape(self._jitted, *args, **kwargs)
+    return self.jitted.eval_shape(*args, **kwargs)
 
   def compile_ahead(self, compiler: Compiler, *args: Any, **kwargs: Any) -> None:
     """Has the program compiled that a call will need.
@@ -80,7 +96,7 @@ class Jitted:
     """
 
     def compile() -> None:
-      self._jitted.lower(*args, **kwargs).compile()
+      self.jitted.lower(*args, **kwargs).compile()
 
     self._ahead[self._key(*args, **kwargs)] = compiler.submit(compile)
 

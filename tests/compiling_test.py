@@ -118,6 +118,24 @@ def test_nothing_is_compiled_after_the_end():
   assert not compiled
 
 
+def test_a_wish_that_cannot_be_understood_is_told(compiler, capsys):
+  def ask():
+    raise ValueError("no such shape")
+
+  compiler.prepare(ask)
+  until_idle(compiler)
+  assert "not compiled ahead: ValueError: no such shape" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_over_compiles_nothing(compiled, tmp_path):
+  config = dataclasses.replace(small_config(), steps=1)
+  run_steps(config, tmp_path / "run")
+  compiled.clear()
+  run_steps(config, tmp_path / "run")
+  assert not [name for is_ahead, name in compiled if is_ahead]
+
+
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -129,7 +147,7 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
   ],
 )
 def test_the_steps_of_a_run_call_what_was_compiled_ahead(
-  tokens, mesh, compiled, monkeypatch, tmp_path
+  tokens, mesh, compiled, monkeypatch, tmp_path, capsys
 ):
   def compile_ahead(run, compiler):
     real(run, compiler)
@@ -145,6 +163,7 @@ def test_the_steps_of_a_run_call_what_was_compiled_ahead(
   if mesh:
     config = with_section(config, "mesh", **mesh)
   run_steps(config, tmp_path / "run")
+  assert "not compiled ahead" not in capsys.readouterr().err
   ahead = {name for is_ahead, name in compiled if is_ahead}
   here = {name for is_ahead, name in compiled if not is_ahead}
   assert not ahead & here

@@ -582,7 +582,9 @@ def test_equal_calls_compile_nothing_again(alone):
   for key in (3, 3):
     list(sampler(params, *prompts(96), G, Draws(jax.random.key(key))))
     programs = sampler.programs
-    sizes.append([f._cache_size() for f in (programs.begin, programs.chunk, programs.move)])
+    sizes.append(
+      [f._cache_size() for f in (programs.begin.jitted, programs.chunk.jitted, programs.move)]
+    )
   assert sizes[0] == sizes[1] and sizes[0][1] > 1
 
 

@@ -27,6 +27,7 @@ from grpo_jax.data.tasks.tasks import TASKS
 from grpo_jax.evaluation.policy import _on_this_machine
 from grpo_jax.learner.optimizer import OPTIMIZERS
 from grpo_jax.rewards import REWARDS, plugins
+from grpo_jax.rollouts import rollout
 from grpo_jax.settings import RunFailed
 from grpo_jax.timing import is_of_clock
 from tests.small_run import small_config
@@ -613,6 +614,34 @@ def test_a_metric_that_is_no_number_ends_the_run_in_one_line(tmp_path, value, me
 
   with pytest.raises(RunFailed, match=message):
     grpo_jax.train(config(), tmp_path / "run")
+
+
+def test_a_metric_of_your_own_sees_the_rows_that_other_processes_score(
+  tmp_path, own_tables, monkeypatch
+):
+  """Of two processes, each has the texts of its half until a metric asks for all."""
+  seen = []
+
+  @grpo_jax.register_metric
+  def bad(rollouts, rewards_PG):
+    seen.append(rollouts.texts_PG)
+    return 0.0
+
+  def of_first_half(completions, decode, rows=slice(None)):
+    texts = rollout.texts_of(completions, decode, rows)
+    if rows != slice(None):
+      texts[len(texts) // 2 :] = None
+    return texts
+
+  monkeypatch.setattr("grpo_jax.rollouts.complete.texts_of", of_first_half)
+  own = config(reward__functions=("always",))
+
+  @grpo_jax.register_reward
+  def always(completions, **columns):
+    return [1.0 if text is None else len(text) for text in completions]
+
+  grpo_jax.train(own, tmp_path / "run")
+  assert all(isinstance(text, str) for text in seen[0].ravel())
 
 
 def test_a_metric_may_have_several_numbers(own_tables):

@@ -194,7 +194,7 @@ def test_prompts_that_wait_are_computed_together(tiny):
   engine = make(config, params, 8, rows=8)
   rng = np.random.default_rng(2)
   prompts = [rng.integers(2, 96, 20).tolist() for _ in range(8)]
-  compiled = engine._decoder._programs.arrive._cache_size()
+  compiled = engine._decoder._programs.arrive.jitted._cache_size()
   calls = engine.counts.calls
   first = ask(engine, *[(prompt, i) for i, prompt in enumerate(prompts)])
   assert engine.counts.prompts == 8 and engine.counts.calls - calls <= 3  # they come one by one
@@ -203,7 +203,10 @@ def test_prompts_that_wait_are_computed_together(tiny):
   ask(engine, *[(prompt, i) for i, prompt in enumerate(longer)])
   assert engine.counts.prompts == 16 and engine.counts.calls - calls <= 3
   programs = engine._decoder._programs
-  assert (programs.arrive._cache_size(), programs.go_on._cache_size()) == (compiled, going_on)
+  assert (programs.arrive.jitted._cache_size(), programs.go_on._cache_size()) == (
+    compiled,
+    going_on,
+  )
   engine.close()
 
 

@@ -12,7 +12,7 @@ from grpo_jax.algo.metrics import disjoint
 from grpo_jax.batches.curriculum import PassRateCurriculum
 from grpo_jax.batches.flow import DrawnGroups, Flow, Policy
 from grpo_jax.batches.groups import ScoredGroups, choose
-from grpo_jax.batches.own_metrics import own_metrics
+from grpo_jax.batches.own_metrics import OWN_METRICS, own_metrics
 from grpo_jax.batches.rollout_metrics import (
   check_metrics,
   completion_rows,
@@ -363,9 +363,6 @@ class Collector:
   ) -> list[dict[str, Any]]:
     """One object per completion, with the texts of all processes and the prompts' pass rates."""
     rollouts, decode = groups.rollouts, self._run.tokenizer.decode
-    texts_PG = texts_of(rollouts.completions, decode)
-    if rollouts.turns_PG is not None:
-      texts_PG = last_turns(rollouts.turns_PG, otherwise_PG=texts_PG)
     prompts = self.prompts.make(groups.indices_P)
     if rollouts.asked is not None:
       prompts = [
@@ -373,7 +370,7 @@ class Collector:
         for prompt, ids in zip(prompts, rollouts.asked.ids, strict=True)
       ]
     rows = completion_rows(
-      rollouts.replace(texts_PG=texts_PG),
+      self._with_all_texts(rollouts),
       prompts,
       host_scores(groups.rewards),
       rewards.scores_PGJ,
@@ -452,7 +449,17 @@ class Collector:
     if self._config.algo.overlong:
       shaped = self._shaped(sampled.rewards, sampled.rollouts)
       metrics |= score_metrics(shaped, self._names)
-    return disjoint(metrics, own_metrics(sampled.rollouts, host_scores(sampled.rewards)))
+    if not OWN_METRICS:
+      return metrics
+    rollouts = self._with_all_texts(sampled.rollouts)
+    return disjoint(metrics, own_metrics(rollouts, host_scores(sampled.rewards)))
+
+  def _with_all_texts(self, rollouts: Rollouts) -> Rollouts:
+    """The rollouts with the texts of all rows, not only of those that this process scores."""
+    texts_PG = texts_of(rollouts.completions, self._run.tokenizer.decode)
+    if rollouts.turns_PG is not None:
+      texts_PG = last_turns(rollouts.turns_PG, otherwise_PG=texts_PG)
+    return rollouts.replace(texts_PG=texts_PG)
 
 
 class _Choice(NamedTuple):

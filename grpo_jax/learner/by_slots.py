@@ -119,9 +119,9 @@ class MicroBatchPass:
       self.whole.compile_ahead(compiler, params, batch)
       return
     self._split.compile_ahead(compiler, batch)
-    parts = placed(self._split.shapes(batch), self._of_parts)
+    parts = placed(self._split.eval_shape(batch), self._of_parts)
     self._zeros.compile_ahead(compiler, params, parts)
-    found = placed(self._zeros.shapes(params, parts), self._of_parts.batch)
+    found = placed(self._zeros.eval_shape(params, parts), self._of_parts.batch)
     for slots in _likely(sizes, self._platform):
       self._add.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
     self._in_order.compile_ahead(compiler, found, parts.order_P)
@@ -247,9 +247,9 @@ class Update:
       return  # what it sees has no places yet
     begin = state.coefs, batch, None
     self._begin.compile_ahead(compiler, *begin)
-    begun = placed(self._begin.shapes(*begin), self._begun_places)
+    begun = placed(self._begin.eval_shape(*begin), self._begun_places)
     given = Given(state.params, base, reference, begun)
-    sums = placed(self._zeros.shapes(given), self._sums_places)
+    sums = placed(self._zeros.eval_shape(given), self._sums_places)
     if m < P:
       self._zeros.compile_ahead(compiler, given)
     for slots in _likely(sizes, self._platform):

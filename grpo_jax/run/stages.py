@@ -137,10 +137,13 @@ def compile_ahead(run: Run, compiler: Compiler) -> None:
     run: The run. Its prompts are read.
     compiler: Compiles them in the background.
   """
+  if jax.process_count() > 1 and run.parameters.model.platform == "gpu":
+    # Processes share the work of choosing kernels. One would wait for another that has cancelled.
+    return
   config, parts = run.config, _Parts(run)
   if config.samples_in_turn and not config.keeps_flight and not config.environment.harness:
     run.programs.sampler(keeps_experts=config.learner.router_replay)  # made by this thread
-    compiler.submit(lambda: parts.compile_sampling(compiler))
+    compiler.prepare(lambda: parts.compile_sampling(compiler))
   parts.compile_learning(compiler)
 
 
@@ -290,9 +293,9 @@ class _Parts:
     if algo.uses_reference and not algo.needs_full_kl:
       batch = self._batch.without_experts()
       logprobs, reference = programs.logprobs, self.reference
-      compiler.submit(lambda: logprobs.compile_ahead(compiler, reference, batch))
+      compiler.prepare(lambda: logprobs.compile_ahead(compiler, reference, batch))
     update, arguments = programs.update, self._of_update
-    compiler.submit(lambda: update.compile_ahead(compiler, *arguments))
+    compiler.prepare(lambda: update.compile_ahead(compiler, *arguments))
 
   @property
   def _of_update(self) -> tuple[Any, ...]:

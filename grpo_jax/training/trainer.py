@@ -107,9 +107,8 @@ class Trainer:
     stack.enter_context(signals(stop_request))
     stack.callback(self.reporter.close)
     self.reporter.start_terminal()
-    compiler = Compiler()
-    stack.callback(compiler.close)
-    compile_ahead(self.run, compiler)
+    self._compiler = Compiler()
+    stack.callback(self._compiler.close)
     stack.callback(self._checkpoints.close)
 
   def _listen(
@@ -157,6 +156,8 @@ class Trainer:
     """The state and the number of steps so far: of the newest whole checkpoint, or of a new run."""
     with doing("preparing the state"):
       state, step, restored = self.store.restore_or_init()
+    if step < self.last_step:
+      compile_ahead(self.run, self._compiler)
     self.reporter.open(step if restored else -1)
     splits = [("training", self.collector.prompts)]
     if self.reporter.evaluator:
