@@ -51,7 +51,7 @@ class Jitted:
   and places finds it. So a call is right whether or not something was compiled ahead.
 
   Attributes:
-    jitted: What `jax.jit` returns.
+    jitted: The function as `jax.jit` makes it, for what takes nothing else.
   """
 
   def __init__(
