@@ -369,5 +369,6 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
     (programs.logprobs.whole, (params, batch)),
   ):
     layouts = export.DisabledSafetyCheck.custom_call("LayoutConstraint")
+    function = getattr(function, "jitted", function)
     exported = export.export(function, platforms=[platform], disabled_checks=[layouts])(*arguments)
     assert exported.platforms == (platform,) and "stablehlo" in exported.mlir_module()
