@@ -400,7 +400,8 @@ def _calls(file: _PytestFile) -> list[str]:
   for node in file.tree.body:
     found: list[tuple[str, str]] = []
     if isinstance(node, ast.FunctionDef):
-      is_helper = node.args.args and not node.decorator_list and node.name in read
+      has_arguments = len(node.args.args) > len(node.args.defaults)
+      is_helper = has_arguments and not node.decorator_list and node.name in read
       found = [] if is_helper else [(node.name, f"{node.name}()")]
     elif isinstance(node, ast.ClassDef):
       bases = [classes.get(base.id, {}) for base in node.bases if isinstance(base, ast.Name)]
