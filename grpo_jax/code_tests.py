@@ -7,12 +7,13 @@ record here: the task `code` then reads its rows, and the reward function `code`
 import ast
 import base64
 import binascii
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import io
 import json
 import pickle
+import pickletools
 from typing import Any
 import zlib
 
@@ -35,12 +36,15 @@ class Case:
     function: The function of the program to call, or a method of its class Solution. "" runs the
       whole program.
     boxed: Whether `output` may be a list with the value in it, as APPS writes values.
+    near: Whether a printed number may differ by 1e-6, absolute or relative, from one that `output`
+      writes with a point.
   """
 
   input: Any
   output: Any
   function: str = ""
   boxed: bool = False
+  near: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Tests:
     header: Code before the program, such as imports and the head of a function.
     entry: The function that the header begins. A program that does not define it goes on where the
       header ends.
+    names: Names of the program that each assert gets, whatever else it defines.
   """
 
   cases: tuple[Case, ...] = ()
@@ -61,6 +66,7 @@ class Tests:
   setup: str = ""
   header: str = ""
   entry: str = ""
+  names: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,14 +188,23 @@ def _with_numbers(value: Any) -> Any:
   return value
 
 
-class _TextsOnly(pickle.Unpickler):
-  """Reads texts and plain values. A pickle that names a class or a function is refused."""
+# The steps of a pickle that holds a text. Others may run code or take memory.
+_OF_TEXTS = ("PROTO", "FRAME", "STOP", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT")
+_MOST_OBJECTS = 2**10  # steps of a pickle, and the numbers of its objects: its reader has a table
 
-  def find_class(self, module: str, name: str) -> Any:
-    raise pickle.UnpicklingError(f"it names {module}.{name}")
 
-  def persistent_load(self, pid: Any) -> Any:
-    raise pickle.UnpicklingError("it names another object")
+def _unpickled_text(data: bytes) -> str:
+  """The text that a pickle holds. Raises Unreadable if it is anything else."""
+  for number, (step, argument, _) in enumerate(pickletools.genops(data)):
+    if number == _MOST_OBJECTS:
+      raise Unreadable(f"private_test_cases are a pickle of more than {_MOST_OBJECTS} steps")
+    if "UNICODE" in step.name:
+      continue
+    if step.name not in _OF_TEXTS:
+      raise Unreadable(f"private_test_cases hold no text alone ({step.name} {argument!s:.40})")
+    if "PUT" in step.name and not 0 <= argument < _MOST_OBJECTS:
+      raise Unreadable(f"private_test_cases number an object {argument}")
+  return str(pickle.loads(data))
 
 
 @functools.lru_cache(2)  # the completions of a prompt have the same row
@@ -200,16 +215,13 @@ def _decompressed(text: str) -> str:
     data = unpacker.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
     if unpacker.unconsumed_tail:
       raise Unreadable(f"private_test_cases have more than {_MOST_BYTES >> 20} MiB")
-    found = _TextsOnly(io.BytesIO(data)).load()
+    return _unpickled_text(data)
   except Unreadable:
     raise
   except (binascii.Error, zlib.error) as error:
     raise Unreadable(f"private_test_cases are neither JSON nor compressed ({error})") from None
   except Exception as error:  # a damaged pickle raises any
     raise Unreadable(f"private_test_cases cannot be read ({error!s:.80})") from None
-  if not isinstance(found, str):
-    raise Unreadable("private_test_cases hold no text")
-  return found
 
 
 # Questions and solutions.
@@ -320,49 +332,126 @@ def _humaneval_solution(row: Row) -> str:
 
 
 def _pytest_tests(row: Row) -> Tests:
-  """A file for pytest that imports from `solution`: each function test_... is a test."""
-  tree, setup, _ = _pytest_parts(row)
-  tests = []
-  for node in tree.body:
-    names = [node] if isinstance(node, ast.FunctionDef) else []
-    if isinstance(node, ast.ClassDef):
-      names = [one for one in node.body if isinstance(one, ast.FunctionDef)]
-    prefix = f"{node.name}()." if isinstance(node, ast.ClassDef) else ""
-    for one in names:
-      if one.name.startswith("test"):
-        tests.append(f"{ast.unparse(node)}\n{prefix}{one.name}()")
-  if not tests:
-    raise Unreadable("test has no function test_...")
-  return Tests(asserts=tuple(f"{setup}\n{test}" for test in tests))
+  """A file for pytest that imports from `solution`: each function test_... is a test.
 
-
-def _pytest_parts(row: Row) -> tuple[ast.Module, str, list[str]]:
-  """The file of a row, what it has beside its tests, and the names that it wants of `solution`.
-
-  An import from `solution` makes no name: the checker asks the program for those that are left.
+  A test has the whole file before it, so what the file defines is never asked from the program.
   """
+  file = _pytest_file(row)
+  return Tests(asserts=tuple(f"{file.code}\n{call}" for call in _calls(file)), names=file.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PytestFile:
+  """A file of tests without its imports from `solution`.
+
+  Attributes:
+    tree: Its syntax tree.
+    code: Its code.
+    names: The names that it imports from `solution`.
+    aliases: The names that these have in the file.
+    imports_all: Whether it imports all names, or none of them by its name.
+  """
+
+  tree: ast.Module
+  code: str
+  names: tuple[str, ...]
+  aliases: frozenset[str]
+  imports_all: bool
+
+
+def _pytest_file(row: Row) -> _PytestFile:
+  text = _text(row, "test")
+  without = _WithoutSolution()
   try:
-    tree = ast.parse(_text(row, "test"))
+    tree = ast.fix_missing_locations(without.visit(ast.parse(text)))
+    code = ast.unparse(tree)
   except (SyntaxError, ValueError, RecursionError) as error:
     raise Unreadable(f"test is not Python ({error!s:.80})") from None
-  wanted, lines = list[str](), list[str]()
-  for node in tree.body:
-    if isinstance(node, ast.ImportFrom) and node.module == "solution":
-      wanted += [alias.name for alias in node.names if alias.name != "*"]
-      lines += [f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname]
-    elif not _is_test(node):
-      lines.append(ast.unparse(node))
-  return tree, "\n".join(lines), wanted
+  found = [alias for alias in without.found if alias.name != "*"]
+  return _PytestFile(
+    tree=tree,
+    code=code,
+    names=tuple(dict.fromkeys(alias.name for alias in found)),
+    aliases=frozenset(alias.asname or alias.name for alias in found),
+    imports_all=not found or len(found) < len(without.found),
+  )
 
 
-def _is_test(node: ast.stmt) -> bool:
-  if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-    return False
-  return node.name.lower().startswith("test")
+class _WithoutSolution(ast.NodeTransformer):
+  """Takes the imports from `solution` out of a file. A name with another one becomes its value."""
+
+  def __init__(self) -> None:
+    self.found: list[ast.alias] = []
+
+  def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+    """A node in the place of an import."""
+    if node.module != "solution" or node.level:
+      return node
+    self.found += node.names
+    lines = [f"{one.asname} = {one.name}" for one in node.names if one.asname]
+    return ast.parse("\n".join(lines) or "pass").body
+
+
+def _calls(file: _PytestFile) -> list[str]:
+  """The code that runs each test of a file. Those that use nothing of the program are left out."""
+  read = {node.id for node in ast.walk(file.tree) if isinstance(node, ast.Name)}
+  classes: dict[str, dict[str, ast.FunctionDef]] = {}
+  calls, there_is_none = [], True
+  for node in file.tree.body:
+    found: list[tuple[str, str]] = []
+    if isinstance(node, ast.FunctionDef):
+      has_arguments = len(node.args.args) > len(node.args.defaults)
+      is_helper = has_arguments and not node.decorator_list and node.name in read
+      found = [] if is_helper else [(node.name, f"{node.name}()")]
+    elif isinstance(node, ast.ClassDef):
+      bases = [classes.get(base.id, {}) for base in node.bases if isinstance(base, ast.Name)]
+      methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+      for base in reversed(bases):
+        methods = base | methods
+      classes[node.name] = methods
+      found = [(name, _call_of_method(node.name, name, methods)) for name in methods]
+    tests = [call for name, call in found if name.startswith("test")]
+    there_is_none = there_is_none and not tests
+    if file.imports_all or _reached(node, file.tree) & file.aliases:
+      calls += tests
+  if not calls:
+    raise Unreadable(
+      f"test has no function test_...{'' if there_is_none else ' that uses solution'}"
+    )
+  return calls
+
+
+def _call_of_method(owner: str, name: str, methods: Mapping[str, ast.FunctionDef]) -> str:
+  lines = [f"_of_test = {owner}()"]
+  for setup in ("setup_class", "setUpClass", "setup_method", "setUp"):
+    if setup in methods:
+      wants_method = setup == "setup_method" and len(methods[setup].args.args) > 1
+      lines.append(f"_of_test.{setup}({f'_of_test.{name}' if wants_method else ''})")
+  return "\n".join([*lines, f"_of_test.{name}()"])
+
+
+def _reached(node: ast.stmt, tree: ast.Module) -> set[str]:
+  """The names that a part of a file reads, also by what else in the file it uses."""
+  binds = collections.defaultdict[str, list[ast.stmt]](list)
+  for other in tree.body:
+    if isinstance(other, (ast.FunctionDef, ast.ClassDef)):
+      binds[other.name].append(other)
+      continue
+    for one in ast.walk(other):
+      if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+        binds[one.id].append(other)
+  found, left = set[str](), [node]
+  while left:
+    for one in ast.walk(left.pop()):
+      name = one.id if isinstance(one, ast.Name) else one.arg if isinstance(one, ast.arg) else ""
+      if name and name not in found:
+        found.add(name)
+        left += binds[name]
+  return found
 
 
 def _kodcode_question(row: Row) -> str:
-  names = ", ".join(_pytest_parts(row)[2])
+  names = ", ".join(_pytest_file(row).names)
   return _asked(_text(row, "question", "problem"), names, None)
 
 
@@ -397,6 +486,12 @@ def _livecodebench_question(row: Row) -> str:
 
 def _cases_in(column: str) -> Callable[[Row], Tests]:
   return lambda row: Tests(cases=_cases(row[column], column))
+
+
+def _near_cases(row: Row) -> Tests:
+  """Cases whose printed numbers may be near, as the published programs that judge them have it."""
+  cases = _cases(row["input_output"], "input_output")
+  return Tests(cases=tuple(dataclasses.replace(case, near=True) for case in cases))
 
 
 _GROUND_TRUTH = "reward_model.ground_truth"
@@ -454,7 +549,7 @@ LAYOUTS: Sequence[Layout] = (
   Layout(
     name="APPS and TACO",
     fits=_has("input_output"),
-    tests=_cases_in("input_output"),
+    tests=_near_cases,
     question=_with_starter("input_output", "question", "problem"),
     solution=_first_solution,
   ),

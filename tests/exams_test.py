@@ -11,7 +11,8 @@ import pytest
 from small_run import small_config, small_run, with_section
 from votes_test import Said
 
-from grpo_jax import load_policy, train
+from grpo_jax import calls, load_policy, train
+from grpo_jax.config import Config
 from grpo_jax.data.files import download
 from grpo_jax.data.tasks import exams
 from grpo_jax.evaluation.evaluator import Evaluators, table
@@ -422,7 +423,14 @@ def test_files_and_folders_of_exams(tmp_path):
   assert len(exams.problems(exams.entries_of([f"math500:{tmp_path}"])[0])) == 5
   (tmp_path / "broken.csv").write_text('a,b\n"1')
   (tmp_path / "short.csv").write_text("a,b\n1\n")
-  for name, error in (("broken", "is not CSV in UTF-8"), ("short", "row 1 has not the columns")):
+  (tmp_path / "unnamed.csv").write_text("a,\n1,2\n")
+  (tmp_path / "twice.csv").write_text("a,b,a\n1,2,3\n")
+  for name, error in (
+    ("broken", "is not CSV in UTF-8"),
+    ("short", "row 1 has not the columns"),
+    ("unnamed", "first line has no name for column 2"),
+    ("twice", "first line has the name 'a' twice"),
+  ):
     with pytest.raises(ConfigError, match=error):
       exams.problems(exams.entries_of([f"gpqa_diamond:{tmp_path}/{name}.csv"])[0])
   (tmp_path / "one.json").write_text('{"a": 1}')
@@ -490,3 +498,19 @@ def test_exams_are_evaluated_during_training_and_afterwards(tmp_path):
   assert "5 problems of aime25" in done.stdout and "eval/aime25/maj@2" in done.stdout
   done = subprocess.run([*command, "--examples=3"], capture_output=True, text=True, env=os.environ)
   assert done.returncode == 2 and "write EXAM(examples=N):FILE" in done.stderr
+
+
+@pytest.mark.parametrize("answer", ["", "AB", "K", "a"])
+def test_the_answer_of_a_choice_is_one_letter(answer, tmp_path):
+  write(tmp_path, "mmlu_pro", [mmlu_pro(1, "A") | {"answer": answer}])
+  with pytest.raises(ConfigError, match="the letter of no option"):
+    exams.problems(exams.entries_of([f"mmlu_pro:{tmp_path}"])[0])[0]
+
+
+def test_programs_of_exams_have_the_limits_of_the_data_sets():
+  for name in ("livecodebench", "humaneval"):
+    _, options = calls.parse(exams.EXAMS[name].function, "x")
+    assert options["case_seconds"] == 6 and options["memory"] == 4
+    assert options["seconds"] < Config().reward.timeout
+  (entry,) = exams.entries_of(["livecodebench(function='code(seconds=300,case_seconds=6)'):x"])
+  assert entry.function == "code(seconds=300,case_seconds=6)"

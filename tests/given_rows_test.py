@@ -118,6 +118,34 @@ def test_rows_go_into_train(data, sizes, trained, tmp_path):
 def test_other_rows_have_another_name(trained, tmp_path):
   assert give(ROWS) != give(ROWS[:-1]) != give({"train": ROWS, "test": ROWS})
   assert give(ROWS) == give([dict(row) for row in ROWS])
+  assert give(ROWS) == give([dict(reversed(row.items())) for row in ROWS])
+  other = [*ROWS[:2], {**ROWS[2], "who": "you"}, *ROWS[3:]]
+  assert give(ROWS) != give(other)
+  assert make_task(of_columns(path=give(ROWS)).data).train[2]["who"] == "me"
+  assert give(ROWS) != give([{**row, "who": {1: 2, "b": [b"3"]}} for row in ROWS])
+
+
+class Odd(ByNumber):
+  """The same rows but for one, which is far from all that are looked at."""
+
+  def __getitem__(self, index):
+    return super().__getitem__(index) | ({"answer": "odd"} if index == 1002 else {})
+
+
+def test_a_name_stands_for_the_same_rows_as_before():
+  first, second = ByNumber(5000), Odd(5000)
+  name = give(first)
+  assert give(first) == name == give(ByNumber(5000))
+  assert give(second) != name and give(second) == give(Odd(5000))
+  assert make_task(of_columns(path=name).data).train[1002]["answer"] == "4"
+  assert make_task(of_columns(path=give(second)).data).train[1002]["answer"] == "odd"
+
+
+class Broken(ByNumber):
+  where = columns = None  # as a DataFrame has them
+
+  def __getitem__(self, index):
+    raise KeyError(index)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +161,7 @@ def test_other_rows_have_another_name(trained, tmp_path):
     (of_columns(), {"test": ROWS}, "data has test: it must have the key train"),
     (of_columns(), iter(ROWS), "data: train is of type list_iterator: give a list of dicts"),
     (of_columns(), "train.jsonl", "data: train is of type str"),
+    (of_columns(), Broken(3), r"data: train\[0\] cannot be read \(KeyError: 0\)"),
     (of_columns(), [5], r"data: train\[0\] is of type int: it must be a dict"),
   ],
 )

@@ -4,14 +4,16 @@ They are read by number, when they are needed. `give` keeps them in this process
 config can hold, in the place of a path.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import hashlib
 import itertools
 import json
 from typing import Any
 
-from grpo_jax.data.files.parquet import without_added_nulls
-from grpo_jax.data.files.rows import Row, Rows, plain
+from grpo_jax.data.files.parquet import Parquet, without_added_nulls
+from grpo_jax.data.files.rows import Joined, JsonLines, Row, Rows, plain
+from grpo_jax.data.files.tables import Table
+from grpo_jax.data.files.tfds import Prepared
 from grpo_jax.data.images.of_prompts import COLUMNS
 from grpo_jax.settings import ConfigError
 
@@ -44,7 +46,14 @@ class OfProgram:
 
   def __getitem__(self, index: int) -> Row:
     where = self.where(index)
-    row = self._rows[int(index)]
+    try:
+      row = self._rows[int(index)]
+    except ConfigError:
+      raise
+    except Exception as error:  # it is a program
+      raise ConfigError(
+        f"{where} cannot be read ({type(error).__name__}: {error!s:.80})"
+      ) from error
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
       raise ConfigError(
         f"{where} is of type {type(row).__name__}: it must be a dict with texts as keys"
@@ -59,6 +68,14 @@ class OfProgram:
     """The name of the rows and the number of one, from 0."""
     return f"{self._name}[{index}]"
 
+  def is_list(self) -> bool:
+    """Whether all rows are in memory."""
+    return isinstance(self._rows, (list, tuple))
+
+  def is_same(self, other: Rows) -> bool:
+    """Whether others are the rows of the same object."""
+    return isinstance(other, OfProgram) and other._rows is self._rows
+
   def columns(self) -> list[str]:
     """The names of the columns that any row has. Only some rows are looked at where none is there.
 
@@ -66,7 +83,7 @@ class OfProgram:
     """
     if self._column_names:
       return list(self._column_names)
-    count = len(self) if isinstance(self._rows, (list, tuple)) else min(len(self), _LOOKED_AT)
+    count = len(self) if self.is_list() else min(len(self), _LOOKED_AT)
     return list(dict.fromkeys(itertools.chain(*(self[index] for index in range(count)))))
 
 
@@ -96,7 +113,9 @@ def give(data: Any, test: Any = None, *, key: str = "data") -> str:
   for rows in splits.values():
     if not len(rows):
       raise ConfigError(f"{rows.where(0).removesuffix('[0]')} has no rows")
-  path = _PREFIX + _fingerprint(splits.values())
+  path = _PREFIX + _fingerprint(splits, reads_all=False)
+  if path in _given and not _are_same(_given[path], splits):
+    path = _PREFIX + _fingerprint(splits, reads_all=True)
   _given[path] = splits
   return path
 
@@ -122,11 +141,57 @@ def rows_given(path: str, split: str) -> Rows | None:
 
 def _rows(rows: Any, name: str) -> Rows:
   """Rows of a file that was found already are left as they are."""
-  return rows if hasattr(rows, "where") and hasattr(rows, "columns") else OfProgram(rows, name)
+  is_of_file = isinstance(rows, (JsonLines, Joined, Parquet, Table, Prepared, OfProgram))
+  return rows if is_of_file else OfProgram(rows, name)
 
 
-def _fingerprint(splits: Sequence[Rows] | Any) -> str:
-  """A name for rows, from how many there are and what the first and the last one hold."""
-  ends = [[len(rows), rows[0], rows[len(rows) - 1]] for rows in splits]
-  text = json.dumps(ends, default=lambda value: type(value).__name__, sort_keys=True)
-  return hashlib.sha1(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+def _are_same(first: Mapping[str, Rows], second: Mapping[str, Rows]) -> bool:
+  """Whether two with one name have the same rows. Those that the name leaves out are read."""
+  if first.keys() != second.keys():
+    return False
+  for name, rows in second.items():
+    known = first[name]
+    if _is_all_in_name(known) and _is_all_in_name(rows):
+      continue
+    if isinstance(known, OfProgram) and known.is_same(rows):
+      continue
+    if any(_text(known[index]) != _text(rows[index]) for index in range(len(rows))):
+      return False
+  return True
+
+
+def _fingerprint(splits: Mapping[str, Rows], reads_all: bool) -> str:
+  """A name for rows, from how many there are and what they hold.
+
+  All rows of a list are read, and of others some at equal distances, unless `reads_all`.
+  """
+  found = hashlib.sha1()
+  for name, rows in splits.items():
+    found.update(f"{name} {len(rows)}\n".encode())
+    count = len(rows) if reads_all or _is_all_in_name(rows) else _LOOKED_AT
+    for index in range(count):
+      place = index * (len(rows) - 1) // max(count - 1, 1)
+      found.update(_text(rows[place]).encode("utf-8", "surrogatepass") + b"\n")
+  return found.hexdigest()[:12]
+
+
+def _is_all_in_name(rows: Rows) -> bool:
+  is_list = isinstance(rows, OfProgram) and rows.is_list()
+  return is_list or len(rows) <= _LOOKED_AT
+
+
+def _text(value: Any) -> str:
+  """A value as a text, with the keys of its dicts in order."""
+  if isinstance(value, Mapping):
+    items = sorted(f"{_text(key)}: {_text(item)}" for key, item in value.items())
+    return f"{{{', '.join(items)}}}"
+  if isinstance(value, (list, tuple)):
+    return f"[{', '.join(map(_text, value))}]"
+  if isinstance(value, str):
+    return json.dumps(value)
+  if hasattr(value, "tobytes"):  # an image
+    value = value.tobytes()
+  if isinstance(value, (bytes, bytearray)):
+    return f"bytes {hashlib.sha1(value).hexdigest()}"
+  text = repr(value)
+  return type(value).__name__ if " at 0x" in text else text

@@ -44,11 +44,19 @@ def csv_table(path: Path) -> Table:
   before = csv.field_size_limit(_LONGEST_FIELD)
   try:
     with open(path, encoding="utf-8-sig", newline="") as file:
-      rows = list(csv.DictReader(file, restkey="", strict=True))
+      reader = csv.DictReader(file, restkey="", strict=True)
+      names = list(reader.fieldnames or ())
+      rows = list(reader)
   except (csv.Error, ValueError) as error:
     raise ConfigError(f"data.path: {path} is not CSV in UTF-8 ({error})") from None
   finally:
     csv.field_size_limit(before)
+  if "" in names:
+    place = names.index("") + 1
+    raise ConfigError(f"data.path: {path}: its first line has no name for column {place}")
+  for name in names:
+    if names.count(name) > 1:
+      raise ConfigError(f"data.path: {path}: its first line has the name {name!r} twice")
   for number, row in enumerate(rows):
     if "" in row or None in row.values():
       raise ConfigError(f"data.path: {path} row {number + 1} has not the columns of its first line")

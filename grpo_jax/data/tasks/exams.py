@@ -26,7 +26,8 @@ _LETTER = (
   "{question}\n\nReason step by step. The last line of your answer must be 'Answer: X', where X is"
   " the letter of the right option."
 )
-_CODE = "code(seconds=24, case_seconds=6)"  # a limit of LiveCodeBench
+# LiveCodeBench has 6 seconds a case and 4 GiB. reward.timeout leaves no more for all cases.
+_CODE = "code(seconds=24, case_seconds=6, memory=4)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _mmlu_pro(row: Row, where: str) -> Example:
   options = row.get("options")
   if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
     raise ConfigError(f"data.path: {where}: options must be a list of texts")
-  if letter not in _LETTERS[: len(options)]:
+  if letter not in list(_LETTERS[: len(options)]):
     raise ConfigError(f"data.path: {where}: answer is {shown(letter)}, the letter of no option")
   return _choice(question, options, letter)
 
@@ -126,7 +127,10 @@ EXAMS: dict[str, Exam] = {
     "openai/openai_humaneval/openai_humaneval/test-*.parquet",
   ),
   "livecodebench": Exam(
-    _each(code_example), _CODE, "{question}", "livecodebench/code_generation_lite/test*.jsonl"
+    _each(code_example),
+    _CODE,
+    "{question}",
+    "livecodebench/code_generation_lite/test*.jsonl",
   ),
   "columns": Exam(_columns, "flexible", "{question}", ""),
 }

@@ -247,7 +247,7 @@ def _problem(number: int, row: Mapping[str, Any]) -> _Problem:
   except Unreadable as error:
     return NoReward(f"{place}: {error}")
   solution = row["code"] if isinstance(row.get("code"), str) else ""
-  return Problem(f"code: {place}", tests.asserts, tests.setup, solution), tests
+  return Problem(f"code: {place}", tests.asserts, tests.setup, solution, tests.names), tests
 
 
 def _whole(program: str, tests: Tests) -> str:

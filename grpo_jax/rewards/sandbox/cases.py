@@ -18,11 +18,13 @@ from typing import Any
 from grpo_jax.code_tests import Case
 from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.sandbox import runner
+from grpo_jax.rewards.sandbox.programs.values import encode
 from grpo_jax.rewards.sandbox.tests import Verdict
 
 _MOST_OUTPUT = 2**24  # bytes of a case's output, which is also what it may write to a file
 _MOST_VALUE = 2**23  # bytes of a value in JSON
 _LONGEST_LINE = 64  # before an output
+_NEAR = 1e-6  # how much a number may differ, where it may
 _SERVER = 3  # processes besides the threads of a program: the sandbox's own, and one that ends
 _LISTS = ("list", "tuple", "deque", "namedtuple")
 _DICTS = ("dict", "Counter", "OrderedDict")
@@ -75,8 +77,9 @@ def run_cases(
     RewardError: The sandbox did not start.
   """
   deadline = time.monotonic() + clock.whole
-  # The first process starts the others, so it counts them and not the threads of one.
-  outer = dataclasses.replace(limits, processes=limits.threads + _SERVER)
+  # The first process starts the others, so it counts them and not the threads of one. It writes
+  # their inputs to files, which may be larger than those that a program may write.
+  outer = dataclasses.replace(limits, processes=limits.threads + _SERVER, file_size=limits.memory)
   of_case = dataclasses.replace(limits, seconds=math.ceil(clock.case))
   job = {
     "code": program,
@@ -180,7 +183,11 @@ class _Talk:
 def _is_right(case: Case, talk: _Talk) -> bool:
   """Whether the program passes a case, which is sent to it."""
   if case.function:
-    talk.say({"function": case.function, "arguments": case.input})
+    try:
+      arguments = encode(case.input, id)
+    except RecursionError:  # deeper than what a program could get
+      raise _Gone from None
+    talk.say({"function": case.function, "arguments": arguments})
   else:
     talk.say({"stdin": case.input})
   size, _, end = talk.line().partition(" ")
@@ -189,32 +196,40 @@ def _is_right(case: Case, talk: _Talk) -> bool:
   found = talk.output(int(size))
   if end != "ended":
     return False
-  return same_value(case, found) if case.function else same_output(case.output, found)
+  return same_value(case, found) if case.function else same_output(case.output, found, case.near)
 
 
-def same_output(expected: str, found: bytes) -> bool:
+def same_output(expected: str, found: bytes, near: bool = False) -> bool:
   """Whether two outputs have the same lines, as LiveCodeBench compares them.
 
   Spaces at the ends of lines, and empty lines at the ends of the text, do not count. Two lines are
-  also equal if they are the same numbers, as `1.0 2` and `1 2`.
+  also equal if they are the same numbers, as `1.0 2` and `1 2`. `near` is that of a `Case`.
   """
   given, wanted = (
     [line.strip() for line in text.strip().split("\n")]
     for text in (found.decode(errors="replace"), expected)
   )
-  return len(given) == len(wanted) and all(map(_same_line, given, wanted))
+  if len(given) != len(wanted):
+    return False
+  return all(_same_line(one, other, near) for one, other in zip(given, wanted))
 
 
-def _same_line(first: str, second: str) -> bool:
-  if first == second:
+def _same_line(given: str, wanted: str, near: bool) -> bool:
+  if given == wanted:
     return True
-  first_words, second_words = first.split(), second.split()
-  if len(first_words) != len(second_words):
+  words, wanted_words = given.split(), wanted.split()
+  if len(words) != len(wanted_words):
     return False
   try:
-    return [*map(Decimal, first_words)] == [*map(Decimal, second_words)]
+    return all(_same_number(*pair, near) for pair in zip(words, wanted_words))
   except (ArithmeticError, ValueError):
     return False
+
+
+def _same_number(given: str, wanted: str, near: bool) -> bool:
+  if near and "." in wanted:
+    return math.isclose(float(given), float(wanted), rel_tol=_NEAR, abs_tol=_NEAR)
+  return Decimal(given) == Decimal(wanted)
 
 
 def same_value(case: Case, found: bytes) -> bool:

@@ -27,12 +27,14 @@ class Problem:
     tests: The tests. Each is a program that raises an exception if it fails.
     setup: Code that runs before the tests, such as imports. It may use the program.
     solution: A program that passes, or "". It says which names are the program's (`names.py`).
+    names: Names of the program that each test gets, whatever else it defines.
   """
 
   place: str
   tests: tuple[str, ...]
   setup: str = ""
   solution: str = ""
+  names: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 It never gets an expected output. Its standard input has a line with the job, and then one for each
 case; its standard output gets "started", then "ready", or "broken" if the code is no Python, and
 then for each case a line with the size of what the case gave and how it ended: "ended", "failed" or
-"late". What it gave follows.
+"late". What it gave follows. The cases of a completion have one /tmp, so a program can find there
+what it wrote in an earlier case.
 """
 
 import ast
@@ -21,7 +22,7 @@ import types
 from typing import Any
 
 from confine import confine
-from values import encode
+from values import decode, encode
 
 _RECURSION = 50_000
 _ALL_FILES = 3, 4096
@@ -124,7 +125,7 @@ def _play(code: Any, names: dict[str, Any], case: dict[str, Any]) -> None:
   exec(code, module.__dict__)
   owner = vars(module).get("Solution")
   called = getattr(owner(), function) if hasattr(owner, function) else vars(module)[function]
-  value = encode(called(*case["arguments"]), id)
+  value = encode(called(*decode(case["arguments"], id)), id)
   _write(sink, json.dumps(value).encode())
 
 

@@ -65,6 +65,14 @@ class Player:
       raise error
     return value
 
+  def encoded(self, value: Any) -> Any:
+    """A value as it is sent. What cannot be sent ends the test, which could catch a TypeError."""
+    try:
+      return encode(value, _number_of)
+    except BaseException as problem:
+      self.is_gone = True
+      raise Gone from problem
+
   def hear(self) -> tuple[Any, Exception | None]:
     """The next value, or the next error."""
     line = self._answers.readline(_LONGEST_ANSWER)
@@ -106,7 +114,7 @@ class Remote:
     self.__dict__.update(_player=player, _number=number)
 
   def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-    sent = encode((list(arguments), keywords), _number_of)
+    sent = self._player.encoded((list(arguments), keywords))
     return self._player.ask(object=self._number, arguments=sent)
 
   def __getattr__(self, name: str) -> Any:
@@ -117,11 +125,11 @@ class Remote:
   def __setattr__(self, name: str, value: Any) -> None:
     if name.startswith("__"):
       raise AttributeError(name)
-    sent = encode(value, _number_of)
+    sent = self._player.encoded(value)
     self._player.ask(object=self._number, attribute=name, set=sent)
 
   def __bool__(self) -> bool:
-    raise TypeError("the code returned an object that is not plain data")
+    raise Gone("the code returned an object that is not plain data")
 
 
 def run_tests() -> None:
@@ -157,7 +165,8 @@ def run_tests() -> None:
     return
   trees = [test for test in tests if test]
   names |= helpers(trees, names, solution)
-  reads = [foreign(test, names) if test else [] for test in tests]
+  imported = job["names"]
+  reads = [[*dict.fromkeys([*foreign(test, names), *imported])] if test else [] for test in tests]
   if not (any(reads) or of_program):
     name = name_under_test(trees, names, solution)
     reads = [[name] if test and name in names_read(test) else [] for test in tests]

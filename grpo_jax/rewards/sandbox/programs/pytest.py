@@ -61,8 +61,26 @@ class approx:
     return math.isclose(given, expected, rel_tol=0, abs_tol=max(relative * abs(expected), absolute))
 
 
-class mark:
+class param(tuple[Any, ...]):
+  """A set of arguments of `parametrize`."""
+
+  def __new__(cls, *values: Any, **options: Any) -> "param":
+    del options
+    return super().__new__(cls, values)
+
+
+class _Marks:
   """Marks of tests, of which only `parametrize` changes what is called."""
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("__"):
+      raise AttributeError(name)
+
+    def marked(*arguments: Any, **options: Any) -> Any:
+      is_bare = len(arguments) == 1 and callable(arguments[0]) and not options
+      return arguments[0] if is_bare else lambda test: test
+
+    return marked
 
   @staticmethod
   def parametrize(names: Any, values: Any, **options: Any) -> Callable[[Any], Any]:
@@ -73,12 +91,16 @@ class mark:
     def marked(test: Any) -> Any:
       def call(*arguments: Any, **keywords: Any) -> None:
         for value in values:
-          several = [value] if len(given) == 1 else value
+          is_one = len(given) == 1 and not isinstance(value, param)
+          several = [value] if is_one else value
           test(*arguments, **keywords, **dict(zip(given, several, strict=True)))
 
       return call
 
     return marked
+
+
+mark = _Marks()
 
 
 def fail(reason: str = "") -> None:
