@@ -21,7 +21,7 @@ from small_run import G, P, small_config, with_reward, with_section
 
 from grpo_jax import model
 from grpo_jax.asynchronous.learner import Closed
-from grpo_jax.engine import command, keep
+from grpo_jax.engine import command, keep, weights
 from grpo_jax.engine import servers as servers_lib
 from grpo_jax.engine.client import Client, Gone, Refused
 from grpo_jax.engine.connect import check_facts
@@ -30,7 +30,7 @@ from grpo_jax.engine.groups import EngineGroups, Rules
 from grpo_jax.engine.proof import what_is_wrong
 from grpo_jax.engine.servers import Servers
 from grpo_jax.engine.vllm import Ask, Drawn, Facts, VllmServer
-from grpo_jax.engine.weights import Written
+from grpo_jax.engine.weights import Folders, Written
 from grpo_jax.run.checks import check_config, corrected
 from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import RowSettings
@@ -149,7 +149,7 @@ def test_adapters_are_loaded_under_new_names(folder, server, tmp_path):
   run_steps(with_reward(config, tmp_path, REWARD), tmp_path / "run")
   assert all(row["sampler/logprob_gap_max"] < 1e-4 for row in numbers(tmp_path / "run"))
   assert len({*names}) == 2 and "/collective_rpc" not in paths(server)
-  assert {*server.adapters} == {names[-1]}  # the others are forgotten
+  assert not server.adapters  # they are forgotten
 
 
 @pytest.mark.slow
@@ -163,6 +163,48 @@ def test_tools_and_evaluations_use_the_engine(folder, server, tmp_path):
   assert all(row["sampler/logprob_gap_max"] < 1e-4 for row in rows[1:])
   greedy = [path for path in paths(server) if path == "/v1/completions"]
   assert len(greedy) > 2 * P * G + 3 * 4
+
+
+# Folders of weights.
+
+
+def test_a_run_removes_only_folders_of_runs_that_were_killed(tmp_path):
+  own = ["weights-of-my-llama", "weights-7-0", f"weights-{'0' * 16}-0", ".weights-mine"]
+  for name in own:
+    (tmp_path / name).mkdir()
+  (tmp_path / f"weights-{'0' * 16}.owner").write_text("something else")
+  living = Folders(None, tmp_path, None)
+  killed = "weights-0123456789abcdef"
+  for name in (f"{killed}-0", f".{killed}-1.partial-7"):
+    (tmp_path / name).mkdir()
+  (tmp_path / f"{killed}.owner").write_bytes(weights._OWNED)
+  of_living = f"{living._prefix}-0"
+  (tmp_path / of_living).mkdir()
+  later = Folders(None, tmp_path, None)
+  assert later._prefix != living._prefix
+  left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+  assert left == {*own, of_living}
+  for folders in (living, later):
+    folders.close()
+  assert [path.name for path in tmp_path.glob("*.owner")] == [f"weights-{'0' * 16}.owner"]
+
+
+def test_adapters_of_others_are_not_taken_for_those_of_a_run(server):
+  vllm, answer = client_of(server), server.answer
+
+  def refuse(path, body):
+    if path == "/v1/load_lora_adapter" and body["lora_name"] in server.adapters:
+      raise Refusal(400, "it has already been loaded")
+    return answer(path, body)
+
+  server.answer, server.adapters = refuse, {"a": "others"}
+  with pytest.raises(Refused, match="already been loaded"):
+    vllm.add_adapters("a", "own")
+  vllm.add_adapters("b", "own")
+  vllm.add_adapters("b", "own")  # its answer was lost
+  server.adapters.pop("a")
+  vllm.remove_all_adapters()
+  assert not server.adapters
 
 
 # Servers, without a model.
@@ -625,8 +667,8 @@ def test_the_command_starts_what_the_run_asks_for():
 
 def test_a_server_is_started_again_for_new_weights(tmp_path):
   """A program that writes what it serves stands for the server."""
-  said, weights = tmp_path / "said", [tmp_path / "first", tmp_path / "second"]
-  for folder in weights:
+  said, folders = tmp_path / "said", [tmp_path / "first", tmp_path / "second"]
+  for folder in folders:
     folder.mkdir()
   code = f"import sys, time; open({str(said)!r}, 'a').write(sys.argv[1] + ';'); time.sleep(60)"
   script = (
@@ -636,7 +678,7 @@ def test_a_server_is_started_again_for_new_weights(tmp_path):
   )
   process = subprocess.Popen([sys.executable, "-c", script])
   try:
-    for count, folder in enumerate([None, *weights], start=1):
+    for count, folder in enumerate([None, *folders], start=1):
       if folder is not None:
         keep.serve_now(tmp_path, folder)
       until = time.monotonic() + 20
@@ -645,4 +687,4 @@ def test_a_server_is_started_again_for_new_weights(tmp_path):
   finally:
     process.terminate()
     assert process.wait(20) == 0
-  assert said.read_text() == f";{weights[0]};{weights[1]};"
+  assert said.read_text() == f";{folders[0]};{folders[1]};"
