@@ -451,6 +451,21 @@ def test_what_a_server_refuses_stops_the_run(tmp_path):
       played(groups_of(servers, tmp_path / "e"), [request(0)])
 
 
+def test_a_server_that_fails_has_time_to_recover(server, tmp_path, monkeypatch):
+  def fail(path, body):
+    raise Refusal(503, "starting")
+
+  server.answer = fail
+  with pytest.raises(Gone, match="answers /health with 503: starting"):
+    client_of(server).is_there()
+  monkeypatch.setattr(servers_lib, "_BEAT", 0.4)
+  stub = Stub(answers=Refused("http://a answers 500: starting", 500))
+  with sharing(stub) as servers:
+    threading.Timer(1.2, setattr, (stub, "answers", True)).start()
+    found = played(groups_of(servers, tmp_path / "d"), [request(0)])
+  assert found and 2 * 3 < len(stub.asked) <= 2 * 5
+
+
 def test_a_server_without_the_weights_is_noticed(tmp_path):
   stub = Stub()
   with sharing(stub) as servers:

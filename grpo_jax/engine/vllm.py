@@ -82,8 +82,13 @@ class VllmServer:
     self.url = client.url
 
   def is_there(self) -> None:
-    """Raises Gone unless it answers."""
-    self._client.call("/health", seconds=_SHORT)
+    """Raises Gone unless it answers that it is well, or Refused if it has no such answer."""
+    try:
+      self._client.call("/health", seconds=_SHORT)
+    except Refused as error:
+      if error.status < 500:
+        raise
+      raise Gone(str(error)) from None  # it starts, or has failed
 
   def drop(self) -> None:
     """Ends the calls that wait for it: they raise Gone."""
