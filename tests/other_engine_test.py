@@ -25,7 +25,7 @@ from grpo_jax.engine import command, keep, weights
 from grpo_jax.engine import servers as servers_lib
 from grpo_jax.engine.client import Client, Gone, Refused
 from grpo_jax.engine.connect import check_facts
-from grpo_jax.engine.drawn import DrawnFile
+from grpo_jax.engine.drawn import Asked, DrawnFile
 from grpo_jax.engine.groups import EngineGroups, Rules
 from grpo_jax.engine.proof import what_is_wrong
 from grpo_jax.engine.servers import Servers
@@ -392,9 +392,55 @@ def test_a_damaged_record_is_one_line(tmp_path):
     DrawnFile(tmp_path / "d")
   (tmp_path / "d").write_text('{"group": "a", "version": 0, "rows": [[{"tokens": [1]}]]}\n')
   with pytest.raises(RunFailed, match="move the file away"):
-    DrawnFile(tmp_path / "d").find("a", 0)
+    DrawnFile(tmp_path / "d").find("a", 0, Asked([1], [1.0], [1], 0, (), (), 9))
   with pytest.raises(ConfigError, match="rollout.replay is 'nowhere': there is no such file"):
     DrawnFile(tmp_path / "e", "nowhere")
+
+
+@pytest.mark.parametrize(
+  "asked, rules",
+  [
+    (dict(temperature=0.5), RULES),
+    (dict(max_tokens=5), RULES),
+    (dict(turn_tokens=4), RULES),
+    (dict(), RULES._replace(stop_ids=(4,))),
+    (dict(), RULES._replace(stop=("x",))),
+    (dict(prompt=[5, 7, 0]), RULES),
+  ],
+)
+def test_a_record_of_something_else_is_refused(tmp_path, asked, rules):
+  with sharing(Stub()) as servers:
+    played(groups_of(servers, tmp_path / "d"), [request(0)])
+  prompt = asked.pop("prompt", None)
+  other = request(0, **asked)
+  if prompt is not None:
+    other = other._replace(prompts=Prompts(np.array([prompt]), np.array([2])))
+  groups = groups_of(None, tmp_path / "e", rules=rules, replay=str(tmp_path / "d"))
+  with pytest.raises(RunFailed, match="the config differs from that of the record"):
+    played(groups, [other])
+  with pytest.raises(RunFailed, match="the config differs from that of the record"):
+    played(groups_of(None, tmp_path / "d", rules=rules), [other])
+
+
+@pytest.mark.parametrize(
+  "turn",
+  [
+    dict(tokens=[2] * 9, logprobs=[-1.0] * 9),
+    dict(tokens=[16], logprobs=[-1.0]),
+    dict(tokens=[], logprobs=[]),
+    dict(tokens=[2], logprobs=[float("nan")]),
+    dict(tokens=[2], logprobs=[1.0]),
+    dict(tokens=[2], logprobs=[-1.0], reply=[99]),
+  ],
+)
+def test_a_record_that_cannot_be_is_one_line(tmp_path, turn):
+  with sharing(Stub()) as servers:
+    played(groups_of(servers, tmp_path / "d"), [request(0)])
+  row = json.loads((tmp_path / "d").read_text())
+  for rows in ([[dict(reply=None) | turn], row["rows"][1]], row["rows"][:1]):
+    (tmp_path / "d").write_text(json.dumps(row | {"rows": rows}) + "\n")
+    with pytest.raises(RunFailed, match="cannot be: move the file away"):
+      played(groups_of(None, tmp_path / "e", replay=str(tmp_path / "d")), [request(0)])
 
 
 def test_servers_share_groups(tmp_path):

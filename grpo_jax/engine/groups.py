@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from grpo_jax.engine.drawn import DrawnFile, Recorded, Turn, name_of
+from grpo_jax.engine.drawn import Asked, DrawnFile, Recorded, Turn, name_of
 from grpo_jax.engine.servers import Job, Servers
 from grpo_jax.engine.vllm import Ask, Drawn
 from grpo_jax.sampler.requests import Ended, Finished, GroupRequest, News
@@ -47,6 +47,7 @@ class _Group:
     request: Asks for it.
     prompt: The token ids of its prompt.
     version: Of the weights.
+    asked: The digest of what is asked.
     rows: Its rows.
     left: How many have not ended.
   """
@@ -54,6 +55,7 @@ class _Group:
   request: GroupRequest
   prompt: list[int]
   version: int
+  asked: str
   rows: list["_Row"] = dataclasses.field(default_factory=list)
   left: int = 0
 
@@ -192,13 +194,18 @@ class EngineGroups:
     prompts, G, T = request.prompts, self._members, self._rules.tokens
     length = int(prompts.lengths_n[request.place])
     prompt = np.asarray(prompts.tokens_nS)[request.place][:length].tolist()
-    recorded = self._hub.record.find(name_of(request, G), version)
-    group, settings = _Group(request, prompt, version, left=G), request.settings
+    settings, rules = request.settings, self._rules
     limits = T if settings.max_tokens is None else settings.max_tokens
     limits_G = np.minimum(np.broadcast_to(np.asarray(limits), G), T)
     temperature_G = np.broadcast_to(np.asarray(settings.temperature), G)
+    of_rows = temperature_G.tolist(), limits_G.tolist()
+    asked = Asked(
+      prompt, *of_rows, request.turn_tokens, rules.stop_ids, rules.stop, rules.vocabulary
+    )
+    recorded = self._hub.record.find(name_of(request, G), version, asked)
+    group = _Group(request, prompt, version, asked.digest(), left=G)
     for g in range(G):
-      known = list(recorded.rows[g]) if recorded is not None and len(recorded.rows) == G else []
+      known = list(recorded.rows[g]) if recorded is not None else []
       group.rows.append(_Row(group, g, float(temperature_G[g]), int(limits_G[g]), known))
     return group
 
@@ -272,7 +279,7 @@ class EngineGroups:
       if not all(row.known == row.turns for row in group.rows):
         turns = [row.turns for row in group.rows]
         name = name_of(group.request, self._members)
-        self._hub.record.add(name, Recorded(group.version, turns))
+        self._hub.record.add(name, Recorded(group.version, group.asked, turns))
       self._finished.append(self._groups.pop(group.request.number))
 
   def _handed_on(self, groups: Sequence[_Group]) -> Finished:
