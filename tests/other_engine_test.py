@@ -350,6 +350,18 @@ def test_a_text_ends_a_row_at_its_last_token(tmp_path):
     assert found[0].stopped_by_PG[g] == 5
 
 
+def test_a_row_ends_at_its_first_stop_id_whatever_the_server_does(tmp_path):
+  class Deaf(Stub):
+    def draw(self, ask, name):
+      return super().draw(ask._replace(stop_ids=()), name)
+
+  with sharing(Stub()) as servers:
+    wanted = played(groups_of(servers, tmp_path / "d"), [request(n) for n in range(4)])
+  with sharing(Deaf()) as servers:
+    found = played(groups_of(servers, tmp_path / "e"), [request(n) for n in range(4)])
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_rows_go_on_after_replies_and_are_replayed(tmp_path):
   def reply(row):
     return [9, 9] if len(row.tokens) < 4 else None
@@ -724,6 +736,33 @@ def test_the_command_starts_what_the_run_asks_for():
   words = command.command(lora, "http://10.0.0.7:8001")
   assert dict(zip(words, words[1:]))["--max-lora-rank"] == "16" and "dummy" not in words
   assert command.environment(lora, False)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_no_process_of_a_server_that_has_ended_is_left(tmp_path):
+  said = tmp_path / "said"
+  code = (
+    "import subprocess; child = subprocess.Popen(['sleep', '60']);"
+    f"open({str(said)!r}, 'a').write(str(child.pid) + ';')"
+  )
+  script = (
+    "import sys; from grpo_jax.engine import keep; keep._PAUSE = 0.0;"
+    f"keep.keep(lambda folder: [sys.executable, '-c', {code!r}], {{}}, None)"
+  )
+  process = subprocess.Popen([sys.executable, "-c", script])
+  try:
+    until = time.monotonic() + 20
+    while (not said.exists() or said.read_text().count(";") < 2) and time.monotonic() < until:
+      time.sleep(0.05)
+  finally:
+    process.terminate()
+    assert process.wait(20) == 0
+  children = said.read_text().split(";")[:-1]
+  assert len(children) >= 2
+  time.sleep(0.2)
+  for child in children:
+    path = Path("/proc", child, "cmdline")
+    assert not path.exists() or not path.read_bytes()  # one that nobody waits for has none
 
 
 def test_a_server_is_started_again_for_new_weights(tmp_path):

@@ -231,17 +231,19 @@ class EngineGroups:
     self._hub.servers.submit(job)
 
   def _cut(self, row: _Row, drawn: Drawn) -> tuple[list[int], list[float]]:
-    """What a row keeps of what a server drew: up to the first token that ends a stop text."""
+    """What a row keeps of what a server drew: up to the first stop id or end of a stop text."""
     tokens, logprobs, end = drawn.tokens, drawn.logprobs, self._rules.end
     if max(tokens) >= self._rules.vocabulary:
       raise RunFailed(
         f"the engine drew token {max(tokens)}, and the model has {self._rules.vocabulary}: it"
         " serves another model"
       )
-    kept = end(tokens, 0) if end is not None else None
-    if kept is not None:
-      return tokens[:kept], logprobs[:kept]
-    if drawn.has_stopped and tokens[-1] not in self._rules.stop_ids:
+    of_ids = next((n for n, id in enumerate(tokens, 1) if id in self._rules.stop_ids), None)
+    of_texts = end(tokens, 0) if end is not None else None
+    ends = [kept for kept in (of_ids, of_texts) if kept is not None]
+    if ends:
+      return tokens[: min(ends)], logprobs[: min(ends)]
+    if drawn.has_stopped:
       raise RunFailed(
         f"the engine ended a row at token {tokens[-1]}, which ends none here: it has another"
         " tokenizer, or settings that python -m grpo_jax.engine --print does not write"
