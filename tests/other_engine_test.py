@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from small_run import G, P, small_config, with_reward, with_section
 
 from grpo_jax import model
 from grpo_jax.asynchronous.learner import Closed
-from grpo_jax.engine import command, keep, weights
+from grpo_jax.engine import client, command, keep, weights
 from grpo_jax.engine import servers as servers_lib
 from grpo_jax.engine.client import Client, Gone, Refused
 from grpo_jax.engine.connect import check_facts
@@ -647,6 +648,36 @@ def test_what_goes_wrong_with_http_is_one_line(server):
   server.stop()
   with pytest.raises(Gone, match="does not answer"):
     vllm.is_there()
+
+
+@pytest.mark.parametrize(
+  "begins", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b""]
+)
+def test_an_answer_that_comes_too_slowly_is_none(begins):
+  listener, ends = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+  def trickle():
+    connection, _ = listener.accept()
+    with contextlib.suppress(OSError), connection:
+      connection.sendall(begins)
+      while not ends.wait(0.05):
+        connection.sendall(b" ")
+
+  thread = threading.Thread(target=trickle, daemon=True)
+  thread.start()
+  threading.Timer(3, ends.set).start()
+  began = time.monotonic()
+  with listener, pytest.raises(Gone, match="did not answer /health within 0.3 seconds"):
+    Client(f"http://127.0.0.1:{listener.getsockname()[1]}").call("/health", seconds=0.3)
+  assert time.monotonic() - began < 2
+  ends.set()
+  thread.join(2)
+
+
+def test_an_answer_that_is_too_long_is_refused(server, monkeypatch):
+  monkeypatch.setattr(client, "_MOST_BYTES", 20)
+  with pytest.raises(Refused, match="answers /v1/models with more than 20 bytes"):
+    client_of(server).folder()
 
 
 @pytest.mark.parametrize(
