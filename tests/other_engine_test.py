@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 from engine_server import LENGTH, Refusal, serving
 import jax
@@ -223,7 +224,7 @@ class Stub:
     if not self.is_up:
       raise Gone(f"{self.url} does not answer")
 
-  def drop(self):
+  def drop(self, ask=None):
     self.draws.set()
 
   def score(self, rows, name):
@@ -397,6 +398,49 @@ def test_a_killed_run_goes_on_from_what_it_had(tmp_path):
     newer = groups_of(servers, path, feed=lambda: ("w", 1))  # other weights draw
     played(newer, [request(0)])
     assert len(stub.asked) == 2
+
+
+def test_a_long_record_is_not_held_in_memory(tmp_path):
+  line = json.dumps({"group": "a", "rows": "x" * 200_000}) + "\n"
+  (tmp_path / "d").write_text(line * 50 + line[:99])
+  tracemalloc.start()
+  try:
+    DrawnFile(tmp_path / "d").close()
+    assert tracemalloc.get_traced_memory()[1] < 4e6
+  finally:
+    tracemalloc.stop()
+  assert (tmp_path / "d").stat().st_size == len(line) * 50
+
+
+def test_calls_end_when_nobody_wants_their_rows(server, tmp_path):
+  vllm, ends, asked = client_of(server), threading.Event(), []
+
+  class OverHttp(Stub):
+    def draw(self, ask, name):
+      return vllm.draw(ask, name)
+
+    def drop(self, ask=None):
+      vllm.drop(ask)
+
+  def wait(body):
+    asked.append(body)
+    ends.wait(10)
+
+  server.before = wait
+  with sharing(OverHttp()) as servers:
+    groups = groups_of(servers, tmp_path / "d")
+    groups.submit([request(0)])
+    groups.advance()
+    until = time.monotonic() + 5
+    while len(asked) < 2 and time.monotonic() < until:
+      time.sleep(0.01)
+    groups.cancel()
+    began = time.monotonic()
+    while any(place.jobs for place in servers._places) and time.monotonic() < began + 5:
+      time.sleep(0.01)
+    assert time.monotonic() - began < 2
+    assert servers._failure is None and not any(place.is_gone for place in servers._places)
+  ends.set()
 
 
 def test_a_damaged_record_is_one_line(tmp_path):

@@ -43,15 +43,16 @@ class Client:
     self._headers = {"Content-Type": "application/json"}
     if key:
       self._headers["Authorization"] = f"Bearer {key}"
-    self._lock, self._open = threading.Lock(), set[http.client.HTTPConnection]()
+    self._lock, self._open = threading.Lock(), dict[http.client.HTTPConnection, Any]()
 
-  def call(self, path: str, body: Any = None, seconds: float = 30.0) -> Any:
+  def call(self, path: str, body: Any = None, seconds: float = 30.0, of: Any = None) -> Any:
     """The answer to a call: JSON, or a text if it is none.
 
     Args:
       path: Such as /v1/models.
       body: What is posted, as JSON. None gets instead.
       seconds: How long the server may take for all of its answer.
+      of: What the call is for, by which `drop` knows it.
 
     Raises:
       Gone: There is no answer.
@@ -63,7 +64,7 @@ class Client:
     connection.response_class = functools.partial(_Response, until=until)  # type: ignore[assignment]
     content = None if body is None else json.dumps(body).encode()
     with self._lock:
-      self._open.add(connection)
+      self._open[connection] = of
     try:
       connection.request("GET" if body is None else "POST", path, content, self._headers)
       response = connection.getresponse()
@@ -75,7 +76,7 @@ class Client:
       raise Gone(f"{self.url} does not answer ({str(error) or type(error).__name__})") from None
     finally:
       with self._lock:
-        self._open.discard(connection)
+        self._open.pop(connection, None)
       connection.close()
     if len(answer) > _MOST_BYTES:
       raise Refused(f"{self.url} answers {path} with more than {_MOST_BYTES} bytes")
@@ -84,11 +85,11 @@ class Client:
       raise Refused(why, response.status)
     return _parsed(answer)
 
-  def drop(self) -> None:
-    """Ends the calls that wait for an answer: they raise Gone."""
+  def drop(self, of: Any = None) -> None:
+    """Ends the calls that wait for an answer, or those for one thing: they raise Gone."""
     with self._lock:
-      for connection in self._open:
-        if connection.sock is not None:
+      for connection, own in self._open.items():
+        if (of is None or own is of) and connection.sock is not None:
           _shut(connection.sock)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from grpo_jax import files
 from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.storage.json_files import AppendedFile, json_line, replace_file
+from grpo_jax.storage.json_files import AppendedFile, json_line
 
 
 class Turn(NamedTuple):
@@ -100,9 +101,8 @@ class DrawnFile:
       self._look_up(self._replayed)
     if path.exists():
       whole = self._look_up(path)
-      content = files.read_bytes(path)
-      if len(content) > whole:  # SIGKILL has cut a line off
-        replace_file(path, content[:whole])
+      if path.stat().st_size > whole:  # SIGKILL has cut a line off
+        os.truncate(path, whole)
     self._file = AppendedFile(path)
 
   def find(self, name: str, version: int, asked: Asked) -> Recorded | None:

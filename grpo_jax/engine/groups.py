@@ -154,8 +154,8 @@ class EngineGroups:
     self._go(row)
 
   def cancel(self) -> None:
-    for job in self._rows_of:
-      job.is_dropped = True
+    if self._rows_of:
+      self._hub.servers.drop([*self._rows_of])
     self._forget()
 
   def advance(self) -> News:

@@ -153,6 +153,16 @@ class Servers:
     """A row is drawn as soon as a server is free."""
     self._waiting.put(job)
 
+  def drop(self, jobs: Sequence[Job]) -> None:
+    """Nobody wants these jobs any more: their calls end."""
+    with self._changed:
+      for job in jobs:
+        job.is_dropped = True
+      held = [(place.server, job.ask) for place in self._places for job in place.jobs & {*jobs}]
+      self._changed.notify_all()
+    for server, ask in held:
+      server.drop(ask)
+
   def next(
     self, done: "queue.SimpleQueue[tuple[Job, Drawn]]", seconds: float
   ) -> list[tuple[Job, Drawn]]:
@@ -315,6 +325,8 @@ class Servers:
           if place.returns == returns:  # it has not come back meanwhile
             self._lose(place, str(error))
         except Refused as error:
+          if job.is_dropped:
+            return None
           refused += 1
           if error.status < 500 or refused == _MOST_LOST:
             raise

@@ -90,9 +90,9 @@ class VllmServer:
         raise
       raise Gone(str(error)) from None  # it starts, or has failed
 
-  def drop(self) -> None:
-    """Ends the calls that wait for it: they raise Gone."""
-    self._client.drop()
+  def drop(self, ask: Ask | None = None) -> None:
+    """Ends the calls that wait for it, or the one that draws this: they raise Gone."""
+    self._client.drop(ask)
 
   def folder(self) -> str:
     """The folder that it was started with."""
@@ -154,7 +154,7 @@ class VllmServer:
       logprobs=0,
       return_token_ids=True,
     )
-    answer = self._client.call("/v1/completions", body, self._seconds)
+    answer = self._client.call("/v1/completions", body, self._seconds, of=ask)
     choice = _choice(answer, self.url)
     reason = choice.get("finish_reason")
     if reason == "abort":
