@@ -7,10 +7,12 @@ import json
 import os
 from pathlib import Path
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 from engine_server import LENGTH, Refusal, serving
 import jax
@@ -21,16 +23,16 @@ from small_run import G, P, small_config, with_reward, with_section
 
 from grpo_jax import model
 from grpo_jax.asynchronous.learner import Closed
-from grpo_jax.engine import command, keep
+from grpo_jax.engine import client, command, keep, weights
 from grpo_jax.engine import servers as servers_lib
 from grpo_jax.engine.client import Client, Gone, Refused
 from grpo_jax.engine.connect import check_facts
-from grpo_jax.engine.drawn import DrawnFile
+from grpo_jax.engine.drawn import Asked, DrawnFile
 from grpo_jax.engine.groups import EngineGroups, Rules
 from grpo_jax.engine.proof import what_is_wrong
 from grpo_jax.engine.servers import Servers
 from grpo_jax.engine.vllm import Ask, Drawn, Facts, VllmServer
-from grpo_jax.engine.weights import Written
+from grpo_jax.engine.weights import Folders, Written
 from grpo_jax.run.checks import check_config, corrected
 from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import RowSettings
@@ -149,7 +151,7 @@ def test_adapters_are_loaded_under_new_names(folder, server, tmp_path):
   run_steps(with_reward(config, tmp_path, REWARD), tmp_path / "run")
   assert all(row["sampler/logprob_gap_max"] < 1e-4 for row in numbers(tmp_path / "run"))
   assert len({*names}) == 2 and "/collective_rpc" not in paths(server)
-  assert {*server.adapters} == {names[-1]}  # the others are forgotten
+  assert not server.adapters  # they are forgotten
 
 
 @pytest.mark.slow
@@ -163,6 +165,48 @@ def test_tools_and_evaluations_use_the_engine(folder, server, tmp_path):
   assert all(row["sampler/logprob_gap_max"] < 1e-4 for row in rows[1:])
   greedy = [path for path in paths(server) if path == "/v1/completions"]
   assert len(greedy) > 2 * P * G + 3 * 4
+
+
+# Folders of weights.
+
+
+def test_a_run_removes_only_folders_of_runs_that_were_killed(tmp_path):
+  own = ["weights-of-my-llama", "weights-7-0", f"weights-{'0' * 16}-0", ".weights-mine"]
+  for name in own:
+    (tmp_path / name).mkdir()
+  (tmp_path / f"weights-{'0' * 16}.owner").write_text("something else")
+  living = Folders(None, tmp_path, None)
+  killed = "weights-0123456789abcdef"
+  for name in (f"{killed}-0", f".{killed}-1.partial-7"):
+    (tmp_path / name).mkdir()
+  (tmp_path / f"{killed}.owner").write_bytes(weights._OWNED)
+  of_living = f"{living._prefix}-0"
+  (tmp_path / of_living).mkdir()
+  later = Folders(None, tmp_path, None)
+  assert later._prefix != living._prefix
+  left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+  assert left == {*own, of_living}
+  for folders in (living, later):
+    folders.close()
+  assert [path.name for path in tmp_path.glob("*.owner")] == [f"weights-{'0' * 16}.owner"]
+
+
+def test_adapters_of_others_are_not_taken_for_those_of_a_run(server):
+  vllm, answer = client_of(server), server.answer
+
+  def refuse(path, body):
+    if path == "/v1/load_lora_adapter" and body["lora_name"] in server.adapters:
+      raise Refusal(400, "it has already been loaded")
+    return answer(path, body)
+
+  server.answer, server.adapters = refuse, {"a": "others"}
+  with pytest.raises(Refused, match="already been loaded"):
+    vllm.add_adapters("a", "own")
+  vllm.add_adapters("b", "own")
+  vllm.add_adapters("b", "own")  # its answer was lost
+  server.adapters.pop("a")
+  vllm.remove_all_adapters()
+  assert not server.adapters
 
 
 # Servers, without a model.
@@ -180,7 +224,7 @@ class Stub:
     if not self.is_up:
       raise Gone(f"{self.url} does not answer")
 
-  def drop(self):
+  def drop(self, ask=None):
     self.draws.set()
 
   def score(self, rows, name):
@@ -308,6 +352,18 @@ def test_a_text_ends_a_row_at_its_last_token(tmp_path):
     assert found[0].stopped_by_PG[g] == 5
 
 
+def test_a_row_ends_at_its_first_stop_id_whatever_the_server_does(tmp_path):
+  class Deaf(Stub):
+    def draw(self, ask, name):
+      return super().draw(ask._replace(stop_ids=()), name)
+
+  with sharing(Stub()) as servers:
+    wanted = played(groups_of(servers, tmp_path / "d"), [request(n) for n in range(4)])
+  with sharing(Deaf()) as servers:
+    found = played(groups_of(servers, tmp_path / "e"), [request(n) for n in range(4)])
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_rows_go_on_after_replies_and_are_replayed(tmp_path):
   def reply(row):
     return [9, 9] if len(row.tokens) < 4 else None
@@ -344,15 +400,104 @@ def test_a_killed_run_goes_on_from_what_it_had(tmp_path):
     assert len(stub.asked) == 2
 
 
+def test_a_long_record_is_not_held_in_memory(tmp_path):
+  line = json.dumps({"group": "a", "rows": "x" * 200_000}) + "\n"
+  (tmp_path / "d").write_text(line * 50 + line[:99])
+  tracemalloc.start()
+  try:
+    DrawnFile(tmp_path / "d").close()
+    assert tracemalloc.get_traced_memory()[1] < 4e6
+  finally:
+    tracemalloc.stop()
+  assert (tmp_path / "d").stat().st_size == len(line) * 50
+
+
+def test_calls_end_when_nobody_wants_their_rows(server, tmp_path):
+  vllm, ends, asked = client_of(server), threading.Event(), []
+
+  class OverHttp(Stub):
+    def draw(self, ask, name):
+      return vllm.draw(ask, name)
+
+    def drop(self, ask=None):
+      vllm.drop(ask)
+
+  def wait(body):
+    asked.append(body)
+    ends.wait(10)
+
+  server.before = wait
+  with sharing(OverHttp()) as servers:
+    groups = groups_of(servers, tmp_path / "d")
+    groups.submit([request(0)])
+    groups.advance()
+    until = time.monotonic() + 5
+    while len(asked) < 2 and time.monotonic() < until:
+      time.sleep(0.01)
+    groups.cancel()
+    began = time.monotonic()
+    while any(place.jobs for place in servers._places) and time.monotonic() < began + 5:
+      time.sleep(0.01)
+    assert time.monotonic() - began < 2
+    assert servers._failure is None and not any(place.is_gone for place in servers._places)
+  ends.set()
+
+
 def test_a_damaged_record_is_one_line(tmp_path):
   (tmp_path / "d").write_text("what\n")
   with pytest.raises(ConfigError, match="line 1 does not say what was drawn"):
     DrawnFile(tmp_path / "d")
   (tmp_path / "d").write_text('{"group": "a", "version": 0, "rows": [[{"tokens": [1]}]]}\n')
   with pytest.raises(RunFailed, match="move the file away"):
-    DrawnFile(tmp_path / "d").find("a", 0)
+    DrawnFile(tmp_path / "d").find("a", 0, Asked([1], [1.0], [1], 0, (), (), 9))
   with pytest.raises(ConfigError, match="rollout.replay is 'nowhere': there is no such file"):
     DrawnFile(tmp_path / "e", "nowhere")
+
+
+@pytest.mark.parametrize(
+  "asked, rules",
+  [
+    (dict(temperature=0.5), RULES),
+    (dict(max_tokens=5), RULES),
+    (dict(turn_tokens=4), RULES),
+    (dict(), RULES._replace(stop_ids=(4,))),
+    (dict(), RULES._replace(stop=("x",))),
+    (dict(prompt=[5, 7, 0]), RULES),
+  ],
+)
+def test_a_record_of_something_else_is_refused(tmp_path, asked, rules):
+  with sharing(Stub()) as servers:
+    played(groups_of(servers, tmp_path / "d"), [request(0)])
+  prompt = asked.pop("prompt", None)
+  other = request(0, **asked)
+  if prompt is not None:
+    other = other._replace(prompts=Prompts(np.array([prompt]), np.array([2])))
+  groups = groups_of(None, tmp_path / "e", rules=rules, replay=str(tmp_path / "d"))
+  with pytest.raises(RunFailed, match="the config differs from that of the record"):
+    played(groups, [other])
+  with pytest.raises(RunFailed, match="the config differs from that of the record"):
+    played(groups_of(None, tmp_path / "d", rules=rules), [other])
+
+
+@pytest.mark.parametrize(
+  "turn",
+  [
+    dict(tokens=[2] * 9, logprobs=[-1.0] * 9),
+    dict(tokens=[16], logprobs=[-1.0]),
+    dict(tokens=[], logprobs=[]),
+    dict(tokens=[2], logprobs=[float("nan")]),
+    dict(tokens=[2], logprobs=[1.0]),
+    dict(tokens=[2], logprobs=[-1.0], reply=[99]),
+  ],
+)
+def test_a_record_that_cannot_be_is_one_line(tmp_path, turn):
+  with sharing(Stub()) as servers:
+    played(groups_of(servers, tmp_path / "d"), [request(0)])
+  row = json.loads((tmp_path / "d").read_text())
+  for rows in ([[dict(reply=None) | turn], row["rows"][1]], row["rows"][:1]):
+    (tmp_path / "d").write_text(json.dumps(row | {"rows": rows}) + "\n")
+    with pytest.raises(RunFailed, match="cannot be: move the file away"):
+      played(groups_of(None, tmp_path / "e", replay=str(tmp_path / "d")), [request(0)])
 
 
 def test_servers_share_groups(tmp_path):
@@ -407,6 +552,21 @@ def test_what_a_server_refuses_stops_the_run(tmp_path):
   with sharing(Stub(answers=Gone("http://a did not answer within 9 seconds"))) as servers:
     with pytest.raises(RunFailed, match="5 servers went away while they drew a row.*9 seconds"):
       played(groups_of(servers, tmp_path / "e"), [request(0)])
+
+
+def test_a_server_that_fails_has_time_to_recover(server, tmp_path, monkeypatch):
+  def fail(path, body):
+    raise Refusal(503, "starting")
+
+  server.answer = fail
+  with pytest.raises(Gone, match="answers /health with 503: starting"):
+    client_of(server).is_there()
+  monkeypatch.setattr(servers_lib, "_BEAT", 0.4)
+  stub = Stub(answers=Refused("http://a answers 500: starting", 500))
+  with sharing(stub) as servers:
+    threading.Timer(1.2, setattr, (stub, "answers", True)).start()
+    found = played(groups_of(servers, tmp_path / "d"), [request(0)])
+  assert found and 2 * 3 < len(stub.asked) <= 2 * 5
 
 
 def test_a_server_without_the_weights_is_noticed(tmp_path):
@@ -535,6 +695,36 @@ def test_what_goes_wrong_with_http_is_one_line(server):
 
 
 @pytest.mark.parametrize(
+  "begins", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b""]
+)
+def test_an_answer_that_comes_too_slowly_is_none(begins):
+  listener, ends = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+  def trickle():
+    connection, _ = listener.accept()
+    with contextlib.suppress(OSError), connection:
+      connection.sendall(begins)
+      while not ends.wait(0.05):
+        connection.sendall(b" ")
+
+  thread = threading.Thread(target=trickle, daemon=True)
+  thread.start()
+  threading.Timer(3, ends.set).start()
+  began = time.monotonic()
+  with listener, pytest.raises(Gone, match="did not answer /health within 0.3 seconds"):
+    Client(f"http://127.0.0.1:{listener.getsockname()[1]}").call("/health", seconds=0.3)
+  assert time.monotonic() - began < 2
+  ends.set()
+  thread.join(2)
+
+
+def test_an_answer_that_is_too_long_is_refused(server, monkeypatch):
+  monkeypatch.setattr(client, "_MOST_BYTES", 20)
+  with pytest.raises(Refused, match="answers /v1/models with more than 20 bytes"):
+    client_of(server).folder()
+
+
+@pytest.mark.parametrize(
   "change, reason",
   [
     ({"dtype": "bfloat16"}, "computes in bfloat16: start it with --dtype float32"),
@@ -623,10 +813,37 @@ def test_the_command_starts_what_the_run_asks_for():
   assert command.environment(lora, False)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_no_process_of_a_server_that_has_ended_is_left(tmp_path):
+  said = tmp_path / "said"
+  code = (
+    "import subprocess; child = subprocess.Popen(['sleep', '60']);"
+    f"open({str(said)!r}, 'a').write(str(child.pid) + ';')"
+  )
+  script = (
+    "import sys; from grpo_jax.engine import keep; keep._PAUSE = 0.0;"
+    f"keep.keep(lambda folder: [sys.executable, '-c', {code!r}], {{}}, None)"
+  )
+  process = subprocess.Popen([sys.executable, "-c", script])
+  try:
+    until = time.monotonic() + 20
+    while (not said.exists() or said.read_text().count(";") < 2) and time.monotonic() < until:
+      time.sleep(0.05)
+  finally:
+    process.terminate()
+    assert process.wait(20) == 0
+  children = said.read_text().split(";")[:-1]
+  assert len(children) >= 2
+  time.sleep(0.2)
+  for child in children:
+    path = Path("/proc", child, "cmdline")
+    assert not path.exists() or not path.read_bytes()  # one that nobody waits for has none
+
+
 def test_a_server_is_started_again_for_new_weights(tmp_path):
   """A program that writes what it serves stands for the server."""
-  said, weights = tmp_path / "said", [tmp_path / "first", tmp_path / "second"]
-  for folder in weights:
+  said, folders = tmp_path / "said", [tmp_path / "first", tmp_path / "second"]
+  for folder in folders:
     folder.mkdir()
   code = f"import sys, time; open({str(said)!r}, 'a').write(sys.argv[1] + ';'); time.sleep(60)"
   script = (
@@ -636,7 +853,7 @@ def test_a_server_is_started_again_for_new_weights(tmp_path):
   )
   process = subprocess.Popen([sys.executable, "-c", script])
   try:
-    for count, folder in enumerate([None, *weights], start=1):
+    for count, folder in enumerate([None, *folders], start=1):
       if folder is not None:
         keep.serve_now(tmp_path, folder)
       until = time.monotonic() + 20
@@ -645,4 +862,4 @@ def test_a_server_is_started_again_for_new_weights(tmp_path):
   finally:
     process.terminate()
     assert process.wait(20) == 0
-  assert said.read_text() == f";{weights[0]};{weights[1]};"
+  assert said.read_text() == f";{folders[0]};{folders[1]};"

@@ -1,12 +1,15 @@
 """HTTP and JSON with a server."""
 
+import functools
 import http.client
+import io
 import json
 import threading
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
-_MOST_BYTES = 1 << 30  # of an answer
+_MOST_BYTES = 1 << 26  # of an answer
 
 
 class Gone(Exception):
@@ -40,15 +43,16 @@ class Client:
     self._headers = {"Content-Type": "application/json"}
     if key:
       self._headers["Authorization"] = f"Bearer {key}"
-    self._lock, self._open = threading.Lock(), set[http.client.HTTPConnection]()
+    self._lock, self._open = threading.Lock(), dict[http.client.HTTPConnection, Any]()
 
-  def call(self, path: str, body: Any = None, seconds: float = 30.0) -> Any:
+  def call(self, path: str, body: Any = None, seconds: float = 30.0, of: Any = None) -> Any:
     """The answer to a call: JSON, or a text if it is none.
 
     Args:
       path: Such as /v1/models.
       body: What is posted, as JSON. None gets instead.
-      seconds: How long the server may say nothing.
+      seconds: How long the server may take for all of its answer.
+      of: What the call is for, by which `drop` knows it.
 
     Raises:
       Gone: There is no answer.
@@ -56,13 +60,15 @@ class Client:
     """
     kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
     connection = kind(self._host, self._port, timeout=seconds)
+    until = time.monotonic() + seconds
+    connection.response_class = functools.partial(_Response, until=until)  # type: ignore[assignment]
     content = None if body is None else json.dumps(body).encode()
     with self._lock:
-      self._open.add(connection)
+      self._open[connection] = of
     try:
       connection.request("GET" if body is None else "POST", path, content, self._headers)
       response = connection.getresponse()
-      answer = response.read(_MOST_BYTES)
+      answer = response.read(_MOST_BYTES + 1)
     except TimeoutError:
       raise Gone(f"{self.url} did not answer {path} within {seconds:g} seconds") from None
     except (OSError, http.client.HTTPException, AttributeError) as error:
@@ -70,19 +76,50 @@ class Client:
       raise Gone(f"{self.url} does not answer ({str(error) or type(error).__name__})") from None
     finally:
       with self._lock:
-        self._open.discard(connection)
+        self._open.pop(connection, None)
       connection.close()
+    if len(answer) > _MOST_BYTES:
+      raise Refused(f"{self.url} answers {path} with more than {_MOST_BYTES} bytes")
     if response.status != 200:
       why = f"{self.url} answers {path} with {response.status}: {_message(answer)}"
       raise Refused(why, response.status)
     return _parsed(answer)
 
-  def drop(self) -> None:
-    """Ends the calls that wait for an answer: they raise Gone."""
+  def drop(self, of: Any = None) -> None:
+    """Ends the calls that wait for an answer, or those for one thing: they raise Gone."""
     with self._lock:
-      for connection in self._open:
-        if connection.sock is not None:
+      for connection, own in self._open.items():
+        if (of is None or own is of) and connection.sock is not None:
           _shut(connection.sock)
+
+
+class _Response(http.client.HTTPResponse):
+  """An answer that has come until a moment. The timeout of a socket is that of each piece."""
+
+  def __init__(self, sock: Any, *arguments: Any, until: float, **named: Any):
+    super().__init__(sock, *arguments, **named)
+    self.fp = io.BufferedReader(_Pieces(self.fp.detach(), sock, until))
+
+
+class _Pieces(io.RawIOBase):
+  """What a socket gets until a moment. Then it raises TimeoutError."""
+
+  def __init__(self, raw: io.RawIOBase, sock: Any, until: float):
+    self._raw, self._sock, self._until = raw, sock, until
+
+  def readable(self) -> bool:
+    return True
+
+  def readinto(self, buffer: Any) -> int | None:
+    left = self._until - time.monotonic()
+    if left <= 0:
+      raise TimeoutError
+    self._sock.settimeout(left)
+    return self._raw.readinto(buffer)  # type: ignore[attr-defined]
+
+  def close(self) -> None:
+    self._raw.close()
+    super().close()
 
 
 def _shut(socket: Any) -> None:

@@ -61,6 +61,7 @@ class Engine:
     )
     self._folders: Folders | None = None
     self.servers: Servers | None = None
+    self._servers: list[VllmServer] = []
     self._is_rehearsed = False
 
   def open(self, workdir: Path) -> None:
@@ -84,7 +85,7 @@ class Engine:
     folder = Path(rollout.engine_folder or workdir / "engine").expanduser()
     probe = Probe(shape, longest, is_exact(config))
     self._folders = Folders(run, folder, probe)
-    servers = [
+    self._servers = [
       VllmServer(Client(url, os.environ.get(KEY, "")), rollout.engine_timeout)
       for url in rollout.engine_urls
     ]
@@ -100,7 +101,7 @@ class Engine:
       self._folders.is_untied = self._folders.is_untied or facts.is_untied
       check_tokenizer(server, run)
 
-    self.servers = Servers(servers, bring, check, probe, self._should_stop)
+    self.servers = Servers(self._servers, bring, check, probe, self._should_stop)
 
   def weights(self, params: Any) -> Written | None:
     """Weights as the servers use them, which stay when an update takes the arrays.
@@ -126,6 +127,8 @@ class Engine:
     """Ends what is under way."""
     if self.servers is not None:
       self.servers.close()
+      for server in self._servers:
+        server.remove_all_adapters()
       self._folders.close()
     self.record.close()
 

@@ -5,7 +5,11 @@ same tokens twice. A run that goes on after a kill takes from the file what was 
 another run can learn from the same completions without the engine.
 """
 
+from collections.abc import Sequence
+import hashlib
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +18,7 @@ import numpy as np
 from grpo_jax import files
 from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.storage.json_files import AppendedFile, json_line, replace_file
+from grpo_jax.storage.json_files import AppendedFile, json_line
 
 
 class Turn(NamedTuple):
@@ -30,15 +34,42 @@ class Turn(NamedTuple):
   reply: list[int] | None = None
 
 
+class Asked(NamedTuple):
+  """What was asked for a group.
+
+  Attributes:
+    prompt: The token ids of its prompt.
+    temperatures, limits: Of each row: what it draws with, and the most tokens that it may have.
+    turn_tokens: The most tokens of a turn. 0 means as many as the row may have.
+    stop_ids: Tokens that end a row.
+    stop: Texts that end a row.
+    vocabulary: Token ids are below it.
+  """
+
+  prompt: list[int]
+  temperatures: list[float]
+  limits: list[int]
+  turn_tokens: int
+  stop_ids: tuple[int, ...]
+  stop: tuple[str, ...]
+  vocabulary: int
+
+  def digest(self) -> str:
+    """Differs where anything that was asked does."""
+    return hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
+
+
 class Recorded(NamedTuple):
   """A group that was drawn.
 
   Attributes:
     version: Of the weights.
+    asked: The digest of what was asked.
     rows: The turns of each of its rows.
   """
 
   version: int
+  asked: str
   rows: list[list[Turn]]
 
 
@@ -70,22 +101,22 @@ class DrawnFile:
       self._look_up(self._replayed)
     if path.exists():
       whole = self._look_up(path)
-      content = files.read_bytes(path)
-      if len(content) > whole:  # SIGKILL has cut a line off
-        replace_file(path, content[:whole])
+      if path.stat().st_size > whole:  # SIGKILL has cut a line off
+        os.truncate(path, whole)
     self._file = AppendedFile(path)
 
-  def find(self, name: str, version: int) -> Recorded | None:
+  def find(self, name: str, version: int, asked: Asked) -> Recorded | None:
     """What was drawn for a group under weights of this version. None if that is not known.
 
     Raises:
-      RunFailed: It must be known, because another run is replayed.
+      RunFailed: It must be known, because another run is replayed. Or it is not what was asked for.
     """
     place, recorded = self._places.get(name), None
     if place is not None:
       recorded = _read(*place)
-    if recorded is not None and recorded.version == version:
-      return recorded
+      if recorded.version == version:
+        _check(place[0], recorded, asked)
+        return recorded
     if self._replayed is None:
       return None
     drew = "does not have" if recorded is None else f"has from weights of step {recorded.version}"
@@ -97,7 +128,7 @@ class DrawnFile:
   def add(self, name: str, group: Recorded) -> None:
     """Adds a group. Nothing is lost once this has returned."""
     rows = [[turn._asdict() for turn in row] for row in group.rows]
-    self._file.append(json_line({"group": name, "version": group.version, "rows": rows}))
+    self._file.append(json_line({"group": name} | group._asdict() | {"rows": rows}))
 
   def close(self) -> None:
     """Closes the file."""
@@ -143,11 +174,43 @@ def _read(path: Path, offset: int, length: int) -> Recorded:
       file.seek(offset)
       row: Any = json.loads(file.read(length))
     rows = [[_turn(turn) for turn in own] for own in row["rows"]]
-    return Recorded(int(row["version"]), rows)
+    return Recorded(int(row["version"]), str(row["asked"]), rows)
   except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
     raise RunFailed(
       f"{path} does not say what was drawn for a group ({error}): move the file away"
     ) from error
+
+
+def _check(path: Path, recorded: Recorded, asked: Asked) -> None:
+  """Raises RunFailed for what cannot have been drawn for a group."""
+  if recorded.asked != asked.digest():
+    raise RunFailed(
+      f"{path} has a group that was drawn for another prompt, temperature, limit or stop: the"
+      " config differs from that of the record; take that one, or move the file away"
+    )
+  is_so = len(recorded.rows) == len(asked.limits) and all(
+    _can_be(row, limit, asked) for row, limit in zip(recorded.rows, asked.limits)
+  )
+  if not is_so:
+    raise RunFailed(
+      f"{path} says that tokens were drawn for a group which cannot be: move the file away"
+    )
+
+
+def _can_be(row: Sequence[Turn], limit: int, asked: Asked) -> bool:
+  """Whether a row may have these turns."""
+  sizes = [len(turn.tokens) for turn in row]
+  replies = [turn.reply or [] for turn in row]
+  ids = [token for turn, reply in zip(row, replies) for token in (*turn.tokens, *reply)]
+  # A reply for which there is no room ends a row.
+  return (
+    bool(sizes)
+    and 1 <= min(sizes)
+    and max(sizes) <= (asked.turn_tokens or limit)
+    and sum(sizes) + sum(map(len, replies[:-1])) <= limit
+    and max(ids) < asked.vocabulary
+    and all(math.isfinite(x) and x < 1e-3 for turn in row for x in turn.logprobs)
+  )
 
 
 def _turn(turn: Any) -> Turn:

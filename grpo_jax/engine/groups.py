@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from grpo_jax.engine.drawn import DrawnFile, Recorded, Turn, name_of
+from grpo_jax.engine.drawn import Asked, DrawnFile, Recorded, Turn, name_of
 from grpo_jax.engine.servers import Job, Servers
 from grpo_jax.engine.vllm import Ask, Drawn
 from grpo_jax.sampler.requests import Ended, Finished, GroupRequest, News
@@ -47,6 +47,7 @@ class _Group:
     request: Asks for it.
     prompt: The token ids of its prompt.
     version: Of the weights.
+    asked: The digest of what is asked.
     rows: Its rows.
     left: How many have not ended.
   """
@@ -54,6 +55,7 @@ class _Group:
   request: GroupRequest
   prompt: list[int]
   version: int
+  asked: str
   rows: list["_Row"] = dataclasses.field(default_factory=list)
   left: int = 0
 
@@ -152,8 +154,8 @@ class EngineGroups:
     self._go(row)
 
   def cancel(self) -> None:
-    for job in self._rows_of:
-      job.is_dropped = True
+    if self._rows_of:
+      self._hub.servers.drop([*self._rows_of])
     self._forget()
 
   def advance(self) -> News:
@@ -192,13 +194,18 @@ class EngineGroups:
     prompts, G, T = request.prompts, self._members, self._rules.tokens
     length = int(prompts.lengths_n[request.place])
     prompt = np.asarray(prompts.tokens_nS)[request.place][:length].tolist()
-    recorded = self._hub.record.find(name_of(request, G), version)
-    group, settings = _Group(request, prompt, version, left=G), request.settings
+    settings, rules = request.settings, self._rules
     limits = T if settings.max_tokens is None else settings.max_tokens
     limits_G = np.minimum(np.broadcast_to(np.asarray(limits), G), T)
     temperature_G = np.broadcast_to(np.asarray(settings.temperature), G)
+    of_rows = temperature_G.tolist(), limits_G.tolist()
+    asked = Asked(
+      prompt, *of_rows, request.turn_tokens, rules.stop_ids, rules.stop, rules.vocabulary
+    )
+    recorded = self._hub.record.find(name_of(request, G), version, asked)
+    group = _Group(request, prompt, version, asked.digest(), left=G)
     for g in range(G):
-      known = list(recorded.rows[g]) if recorded is not None and len(recorded.rows) == G else []
+      known = list(recorded.rows[g]) if recorded is not None else []
       group.rows.append(_Row(group, g, float(temperature_G[g]), int(limits_G[g]), known))
     return group
 
@@ -224,17 +231,19 @@ class EngineGroups:
     self._hub.servers.submit(job)
 
   def _cut(self, row: _Row, drawn: Drawn) -> tuple[list[int], list[float]]:
-    """What a row keeps of what a server drew: up to the first token that ends a stop text."""
+    """What a row keeps of what a server drew: up to the first stop id or end of a stop text."""
     tokens, logprobs, end = drawn.tokens, drawn.logprobs, self._rules.end
     if max(tokens) >= self._rules.vocabulary:
       raise RunFailed(
         f"the engine drew token {max(tokens)}, and the model has {self._rules.vocabulary}: it"
         " serves another model"
       )
-    kept = end(tokens, 0) if end is not None else None
-    if kept is not None:
-      return tokens[:kept], logprobs[:kept]
-    if drawn.has_stopped and tokens[-1] not in self._rules.stop_ids:
+    of_ids = next((n for n, id in enumerate(tokens, 1) if id in self._rules.stop_ids), None)
+    of_texts = end(tokens, 0) if end is not None else None
+    ends = [kept for kept in (of_ids, of_texts) if kept is not None]
+    if ends:
+      return tokens[: min(ends)], logprobs[: min(ends)]
+    if drawn.has_stopped:
       raise RunFailed(
         f"the engine ended a row at token {tokens[-1]}, which ends none here: it has another"
         " tokenizer, or settings that python -m grpo_jax.engine --print does not write"
@@ -272,7 +281,7 @@ class EngineGroups:
       if not all(row.known == row.turns for row in group.rows):
         turns = [row.turns for row in group.rows]
         name = name_of(group.request, self._members)
-        self._hub.record.add(name, Recorded(group.version, turns))
+        self._hub.record.add(name, Recorded(group.version, group.asked, turns))
       self._finished.append(self._groups.pop(group.request.number))
 
   def _handed_on(self, groups: Sequence[_Group]) -> Finished:

@@ -52,8 +52,9 @@ def keep(
       process, began = _start(command(weights), environment), time.monotonic()
       while process.poll() is None and (folder is None or served(folder) == weights):
         time.sleep(_LOOK)
-      if process.poll() is None:
-        _end(process)
+      has_ended = process.poll() is not None
+      _end(process)  # with all its processes: one that is left would keep the port and the memory
+      if not has_ended:
         continue
       print(f"the server has ended with code {process.returncode}", file=sys.stderr, flush=True)
       time.sleep(max(_LOOK, _PAUSE - (time.monotonic() - began)))

@@ -153,6 +153,16 @@ class Servers:
     """A row is drawn as soon as a server is free."""
     self._waiting.put(job)
 
+  def drop(self, jobs: Sequence[Job]) -> None:
+    """Nobody wants these jobs any more: their calls end."""
+    with self._changed:
+      for job in jobs:
+        job.is_dropped = True
+      held = [(place.server, job.ask) for place in self._places for job in place.jobs & {*jobs}]
+      self._changed.notify_all()
+    for server, ask in held:
+      server.drop(ask)
+
   def next(
     self, done: "queue.SimpleQueue[tuple[Job, Drawn]]", seconds: float
   ) -> list[tuple[Job, Drawn]]:
@@ -315,12 +325,23 @@ class Servers:
           if place.returns == returns:  # it has not come back meanwhile
             self._lose(place, str(error))
         except Refused as error:
+          if job.is_dropped:
+            return None
           refused += 1
           if error.status < 500 or refused == _MOST_LOST:
             raise
-          with self._changed:  # it may have moved to another server
-            self._homes.pop(job.group, None)
-            self._changed.wait(_LOOK)
+          self._wait_after(job, place, returns, _LOOK if refused == 1 else _BEAT)
+
+  def _wait_after(self, job: Job, place: _Place, returns: int, seconds: float) -> None:
+    """Lets time pass after a server failed, which is lost if it is not well."""
+    try:
+      place.server.is_there()
+    except (Gone, Refused) as error:
+      if place.returns == returns:
+        self._lose(place, str(error))
+    with self._changed:
+      self._homes.pop(job.group, None)  # it may move to another server
+      self._changed.wait_for(lambda: self._is_closed or job.is_dropped, seconds)
 
   @contextlib.contextmanager
   def _at(self, job: Job) -> Iterator[_Place | None]:

@@ -13,6 +13,7 @@ from grpo_jax.settings import shown
 
 NAME = "policy"  # of the model, in requests
 _SHORT = 30.0  # seconds for calls that compute nothing
+_SOON = 2.0  # and where a run that ends waits for them
 
 
 class Ask(NamedTuple):
@@ -77,15 +78,21 @@ class VllmServer:
   def __init__(self, client: Client, seconds: float):
     """`seconds` is what it may take for a completion, or to load weights."""
     self._client, self._seconds = client, seconds
+    self._adapters: set[str] = set()  # that it was told to load
     self.url = client.url
 
   def is_there(self) -> None:
-    """Raises Gone unless it answers."""
-    self._client.call("/health", seconds=_SHORT)
+    """Raises Gone unless it answers that it is well, or Refused if it has no such answer."""
+    try:
+      self._client.call("/health", seconds=_SHORT)
+    except Refused as error:
+      if error.status < 500:
+        raise
+      raise Gone(str(error)) from None  # it starts, or has failed
 
-  def drop(self) -> None:
-    """Ends the calls that wait for it: they raise Gone."""
-    self._client.drop()
+  def drop(self, ask: Ask | None = None) -> None:
+    """Ends the calls that wait for it, or the one that draws this: they raise Gone."""
+    self._client.drop(ask)
 
   def folder(self) -> str:
     """The folder that it was started with."""
@@ -147,7 +154,7 @@ class VllmServer:
       logprobs=0,
       return_token_ids=True,
     )
-    answer = self._client.call("/v1/completions", body, self._seconds)
+    answer = self._client.call("/v1/completions", body, self._seconds, of=ask)
     choice = _choice(answer, self.url)
     reason = choice.get("finish_reason")
     if reason == "abort":
@@ -202,19 +209,27 @@ class VllmServer:
 
   def add_adapters(self, name: str, folder: str) -> None:
     """Lets it read adapters under a new name. Raises Gone or Refused."""
-    body = {"lora_name": name, "lora_path": folder}
+    body, is_again = {"lora_name": name, "lora_path": folder}, name in self._adapters
+    self._adapters.add(name)
     try:
       self._client.call("/v1/load_lora_adapter", body, self._seconds)
     except Refused as error:
-      if "already been loaded" not in str(error):
+      # It may have loaded them although its answer was lost.
+      if not is_again or "already been loaded" not in str(error):
         raise
 
-  def remove_adapters(self, name: str) -> None:
+  def remove_adapters(self, name: str, seconds: float = _SHORT) -> None:
     """Lets it forget adapters that nothing draws with any more."""
+    self._adapters.discard(name)
     try:
-      self._client.call("/v1/unload_lora_adapter", {"lora_name": name}, _SHORT)
+      self._client.call("/v1/unload_lora_adapter", {"lora_name": name}, seconds)
     except (Gone, Refused):  # it has ended since, and with it the adapters
       pass
+
+  def remove_all_adapters(self) -> None:
+    """Lets it forget all adapters that it was told to load, if it does so soon."""
+    for name in [*self._adapters]:
+      self.remove_adapters(name, _SOON)
 
   def _all_workers(self, method: str, arguments: Mapping[str, Any]) -> None:
     body = {"method": method, "kwargs": arguments}

@@ -1,13 +1,20 @@
 """Folders with the weights of a policy, which run and servers reach: one for each version.
 
 Where all weights are trained, a folder is a whole model. With adapters, it holds these alone.
+
+The folders of a start are called weights-TOKEN-NUMBER, where no other start has its token. The file
+weights-TOKEN.owner beside them is locked while the run goes on. So a later run knows which folders
+a killed one left, and touches nothing else.
 """
 
+import contextlib
 import dataclasses
-import os
+import fcntl
 from pathlib import Path
+import re
+import secrets
 import shutil
-from typing import Any
+from typing import Any, BinaryIO
 import weakref
 
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -22,6 +29,7 @@ from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError, RunFailed
 
 _ADAPTERS = ("lora_a", "lora_b")
+_OWNER, _OWNED = re.compile(r"weights-[0-9a-f]{16}\.owner"), b"grpo_jax writes weights here\n"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +55,7 @@ class Folders:
   """
 
   def __init__(self, run: Run, folder: Path, probe: Probe):
-    """Removes the folders that an earlier start left.
+    """Removes the folders that a killed run left.
 
     Args:
       run: The run.
@@ -59,12 +67,15 @@ class Folders:
     """
     self._run, self._folder, self._probe = run, folder.expanduser().absolute(), probe
     self.is_untied = False
+    self._prefix = f"weights-{secrets.token_hex(8)}"
     self._count, self._removals = 0, list[weakref.finalize]()
     self._last: tuple[list[weakref.ref], weakref.ref[Written]] | None = None
     try:
       self._folder.mkdir(parents=True, exist_ok=True)
-      for left in self._folder.glob("weights-*"):
-        shutil.rmtree(left)
+      for owner in [*self._folder.iterdir()]:
+        if _OWNER.fullmatch(owner.name):
+          _remove_left(owner)
+      self._owner = _owned(self._folder / f"{self._prefix}.owner")
     except OSError as error:
       raise ConfigError(
         f"config key rollout.engine_folder: {self._folder} cannot be written ({error.strerror})"
@@ -102,9 +113,12 @@ class Folders:
     """Removes all folders."""
     for removal in self._removals:
       removal()
+    with contextlib.suppress(OSError):
+      Path(self._owner.name).unlink(missing_ok=True)
+    self._owner.close()
 
   def _write(self, params: Any) -> Written:
-    run, name = self._run, f"weights-{os.getpid()}-{self._count}"
+    run, name = self._run, f"{self._prefix}-{self._count}"
     self._count += 1
     folder, shape = self._folder / name, run.parameters.sampling.model
     logprobs_BN = self._probe.logprobs(params)
@@ -124,6 +138,31 @@ class Folders:
     removal = weakref.finalize(written, shutil.rmtree, folder, ignore_errors=True)
     self._removals = [one for one in self._removals if one.alive] + [removal]
     return written
+
+
+def _owned(owner: Path) -> BinaryIO:
+  """A file that says that a run goes on, until it is closed."""
+  file = open(owner, "xb", buffering=0)
+  with contextlib.suppress(OSError):  # a file system without locks: nobody removes what is left
+    fcntl.flock(file, fcntl.LOCK_EX)
+  file.write(_OWNED)
+  return file
+
+
+def _remove_left(owner: Path) -> None:
+  """Removes the folders of a run, unless it goes on."""
+  with contextlib.suppress(FileNotFoundError), open(owner, "rb") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # it goes on, or nobody can know
+      return
+    if file.read() != _OWNED:
+      return
+    name = re.compile(rf"\.?{owner.stem}-[0-9]+(\.partial-[0-9]+)?")
+    for left in [*owner.parent.iterdir()]:
+      if name.fullmatch(left.name):
+        shutil.rmtree(left)
+    owner.unlink()
 
 
 def _adapters_of(params: Any) -> Any:
