@@ -15,6 +15,10 @@ class Mistake(Exception):
   """An environment or a harness returned something else than it must. The text follows its name."""
 
 
+class Unreachable(Exception):
+  """What a tool asks is gone, whatever the policy wrote. The text follows the name of who asked."""
+
+
 def step_of(value: Any) -> tuple[Messages, float | None, bool]:
   """What `step` returned: the messages, the reward of the turn, whether the conversation has ended.
 
