@@ -21,6 +21,9 @@ from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
 
 _FEWEST_CHARACTERS = 2**16  # of the longest prompt, whatever its tokens
+# Stands after the last message where that goes on. No message of a client has it. A template that
+# trims messages takes its blank away.
+_END = "7d1e0c52-the-last-message-goes-on-a94bf3 "
 _MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
 
 Writing = contextlib.AbstractAsyncContextManager[tuple[list[Choice], AsyncIterator[Choice]]]
@@ -219,8 +222,11 @@ class Writer:
     goes_on = GOES_ON in options
 
     def render(messages: list[dict[str, Any]]) -> str:
-      text = self._tokenizer.render(messages, not goes_on, tools, given)
-      return _without_end(text, messages[-1]["content"]) if goes_on else text
+      if not goes_on:
+        return self._tokenizer.render(messages, True, tools, given)
+      *before, last = messages
+      marked = [*before, {**last, "content": last["content"] + _END}]
+      return _without_end(self._tokenizer.render(marked, False, tools, given))
 
     try:
       return render(messages)
@@ -252,15 +258,16 @@ def _calls_of(tokenizer: Tokenizer, calls: str) -> Format:
   return format_for(template, calls)
 
 
-def _without_end(text: str, last: str) -> str:
-  """A rendered conversation up to the end of its last message's content."""
-  place = text.rfind(last.strip())
+def _without_end(text: str) -> str:
+  """A rendered conversation up to the end of its last message's content, where `_END` is."""
+  place = text.rfind(_END.strip())
   if place < 0:
     raise RequestError(
       "continue_final_message: the chat template writes the last message in another way",
       "continue_final_message",
     )
-  return text[: place + len(last.strip())]
+  is_kept = text.startswith(_END, place)
+  return text[:place] if is_kept else text[:place].rstrip()
 
 
 def _end_at_ids(stop_ids: tuple[int, ...], end: End | None) -> End:
