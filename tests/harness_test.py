@@ -86,6 +86,11 @@ async def some(example, base_url, api_key, model):
   )
   return float(len(answer.choices[0].text))
 
+async def differs(example, base_url, api_key, model):
+  prompt = "3" if api_key.endswith("/1") else "37;" + "1" * 9
+  await client_of(base_url, api_key).completions.create(model=model, prompt=prompt, max_tokens=20)
+  return 1.0
+
 async def silent(example, base_url, api_key, model):
   return 1.0
 
@@ -157,6 +162,15 @@ def test_what_a_harness_asked_is_learned_token_by_token(twice):
       assert added["text"] == "=1;" and last["reward"] == row["reward"] == last["text"].count("7")
       assert first["end"] <= 6 and last["end"] - last["start"] <= 6
   assert sum(len(row["turns"]) == 3 for row in rows) > P
+
+
+def test_prompts_that_differ_in_a_group_say_what_they_cost(tmp_path, capfd):
+  config = with_section(config_of(tmp_path, "differs"), "sampling", max_tokens=20)
+  rows, metrics = first_step(config, tmp_path / "run")
+  written = max(row["length"] for row in rows)
+  assert written <= 20 and 0 < metrics["harness/lost_tokens"] <= 11 * P * (G - 1)
+  said = re.findall("warning: the first calls of a group's completions .*", capfd.readouterr().err)
+  assert len(said) == 1 and "have 1 tokens in common" in said[0] and "one has 12" in said[0]
 
 
 @pytest.mark.slow
@@ -342,6 +356,7 @@ def test_a_harness_may_return_columns_and_metrics(tmp_path):
     ("{'reward': 1, 'x': object()}", "the columns .*JSON does not have"),
     ("{'reward': 1, 'metrics': 3}", "metrics=3: give a dict"),
     ("{'reward': 1, 'metrics': {'x': 'a'}}", "the metric x='a': give a finite number"),
+    ("{'reward': 1, 'metrics': {'lost_tokens': 1}}", "the metric lost_tokens, .*: rename it"),
   ],
 )
 def test_a_dict_of_a_harness_that_cannot_be_read_is_named(pays, words, tmp_path):

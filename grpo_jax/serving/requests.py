@@ -309,7 +309,7 @@ def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
   for name, value in body.items():
     if name in known or name in _IGNORED or value is None:
       continue
-    if name == "add_generation_prompt" and value is False and "continue_final_message" in body:
+    if name == "add_generation_prompt" and value is False and body.get("continue_final_message"):
       continue  # as clients of vLLM must say it
     if name not in _NEUTRAL:
       raise RequestError(f"{name!s:.100}: this server does not know the parameter", f"{name:.100}")
