@@ -254,7 +254,6 @@ class Harness:
         " prompt of at most data.max_prompt_tokens + sampling.max_tokens tokens"
       )
 
-
   def _warn_of_prompts(
     self, turns_PG: np.ndarray, played: Mapping[tuple[int, int], "_Played"], asked: Asked
   ) -> None:
