@@ -1,6 +1,7 @@
 """Answers that must have a form, through the endpoint and OpenAI's client."""
 
 import json
+import threading
 import types
 
 import jax.numpy as jnp
@@ -9,14 +10,14 @@ import numpy as np
 import openai
 import pytest
 
-from grpo_jax.sampler.rows import _bits
 from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.rows import _bits
 from grpo_jax.serving import requests
 from grpo_jax.serving.decoder import Counts
 from grpo_jax.serving.engine import Engine, Job, Row
 from grpo_jax.serving.guides import Guides, _any_call
 from grpo_jax.settings import shown
-from tests.serving_parts import TOKENS, make_engine, open_policy, serving, write_policy
+from tests.serving_parts import TOKENS, Scripted, make_engine, open_policy, serving, write_policy
 
 MESSAGES = [{"role": "user", "content": "How many pens?"}]
 HERMES = (
@@ -185,6 +186,28 @@ def test_an_answer_whose_form_became_too_large_has_reached_a_limit(policy):
       row = Row(Job((1,), 0, RowSettings(), print, None, guide))
       engine = types.SimpleNamespace(_version=1, counts=Counts())
       assert Engine._part(engine, row, [5], [-1.0], drawn).finish == finish
+
+
+def test_forms_are_read_in_the_threads_of_requests(policy):
+  pytest.importorskip("llguidance", reason="pip install -e '.[guides]'")
+  config, _, tokens = policy
+  seen = []
+
+  class Told(Guides):
+    def of(self, form, count):
+      seen.append(threading.current_thread().name)
+      return super().of(form, count)
+
+  engine = Scripted(lambda job: [tokens.encode("Ann")] if job.guide else [])
+  with serving(engine, tokens, config.vocab_size) as (server, address):
+    server._writer._guides = Told(tokens, config.vocab_size)
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+    made = client.chat.completions.create(
+      model="m", messages=MESSAGES, n=2, response_format=format_of(SCHEMA)
+    )
+  assert [choice.message.content for choice in made.choices] == ["Ann", "Ann"]
+  (name,) = seen
+  assert name.startswith("small bodies")
 
 
 def test_rows_draw_only_tokens_whose_bits_are_set():

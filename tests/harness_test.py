@@ -8,7 +8,7 @@ from small_qwen import make_checkpoint, problems
 from small_run import Collected, P, grpo_step, small_config, small_run, with_section
 
 from grpo_jax.batches.collect import Collector
-from grpo_jax.environments.harness import Players
+from grpo_jax.environments.harness import LIMIT, Players
 from grpo_jax.rollouts.branches import Branch, as_completions, branches_of, shared_prompt
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.scoring.scorers import Scorers
@@ -90,6 +90,11 @@ async def differs(example, base_url, api_key, model):
   prompt = "3" if api_key.endswith("/1") else "37;" + "1" * 9
   await client_of(base_url, api_key).completions.create(model=model, prompt=prompt, max_tokens=20)
   return 1.0
+
+async def asks_others(example, base_url, api_key, model):
+  error = ValueError(example["says"])
+  error.code = "context_length_exceeded"
+  raise error
 
 async def silent(example, base_url, api_key, model):
   return 1.0
@@ -339,6 +344,13 @@ def test_a_harness_may_pay_any_number(pays, tmp_path):
 def test_a_harness_that_pays_no_number_is_named(pays, tmp_path):
   error = outcome_of(tmp_path, "pays", pays=pays)["error"]
   assert error.startswith("returned the reward ") and error.endswith("(pays)")
+
+
+def test_only_the_limit_of_the_run_is_no_error_of_the_harness(tmp_path):
+  found = outcome_of(tmp_path, "asks_others", says="at most 4096 tokens")
+  assert found["error"].startswith("raised ValueError: at most 4096 tokens")
+  says = f"prompt 0 has 9 tokens ({LIMIT})"
+  assert outcome_of(tmp_path, "asks_others", says=says)["reward"] is None
 
 
 def test_a_harness_may_return_columns_and_metrics(tmp_path):

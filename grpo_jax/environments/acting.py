@@ -180,9 +180,10 @@ async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
     as_thread: Whether functions that are not async run in a thread of their own.
 
   Returns:
-    Of a tool: `content`, and `failed`, or `error` where its server is gone. Of an environment: `messages`, `reward`, `done` and `state`,
-    or `error`. Of methods: `contents`, which are those of tools, in place of `messages`, and at the
-    end `environment`, the pickled object. Of `close`: nothing, or `error`.
+    Of a tool: `content`, and `failed`, or `error` where its server is gone. Of an environment:
+    `messages`, `reward`, `done` and `state`, or `error`. Of methods: `contents`, which are those of
+    tools, in place of `messages`, and at the end `environment`, the pickled object. Of `close`:
+    nothing, or `error`.
   """
   try:
     with as_exceptions():

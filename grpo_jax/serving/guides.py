@@ -7,6 +7,7 @@ optional, and imported where a request asks for a form.
 from collections.abc import Mapping, Sequence
 import functools
 import json
+import threading
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class Guides:
   def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
     """Imports nothing yet. `vocabulary` is how many ids the model has."""
     self._tokenizer, self._vocabulary = tokenizer, vocabulary
+    self._lock = threading.Lock()  # requests are read in several threads
 
   def of(self, form: Form, count: int) -> list[Guide]:
     """Guides for so many rows.
@@ -59,7 +61,8 @@ class Guides:
     Raises:
       RequestError: llguidance is not installed, or it does not know something of the schema.
     """
-    engine = self._engine
+    with self._lock:
+      engine = self._engine
     from llguidance import LLMatcher
 
     whole = LLMatcher(engine, self._grammar(form))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,7 +15,7 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import Choice, Decode
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
-from grpo_jax.serving.guides import Guide, Guides
+from grpo_jax.serving.guides import Guides
 from grpo_jax.serving.requests import GOES_ON, LONGEST, Request, RequestError, Texts, row_number
 from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
@@ -95,7 +96,7 @@ class Writer:
     shown = self._shown if asked.tools else {}
     decode, marks = functools.partial(self._tokenizer.decode, shown=shown), [*shown.values()]
     choices = [Choice(index, asked, decode, self._calls, marks) for index in range(asked.choices)]
-    guides = self._guides_of(asked)
+    guides = asked.guides or [None] * len(choices)
     jobs = []
     for choice, guide in zip(choices, guides, strict=True):
       settings, number = self._draws(asked, name, choice)
@@ -116,16 +117,20 @@ class Writer:
       for choice in choices:
         self._recorder.add(name, choice.trace())
 
-  def _guides_of(self, asked: Request) -> Sequence[Guide | None]:
-    """What says for each choice which tokens it may draw."""
+  def with_guides(self, asked: Request) -> Request:
+    """A request with the guides of its form. A large schema takes seconds: call it in a thread.
+
+    Raises:
+      RequestError: No answer can have the form here.
+    """
     if asked.form is None:
-      return [None] * asked.choices
+      return asked
     if self._recorder is not None:
       raise RequestError(
         f"{asked.form.param}: a run learns from what the policy writes by itself; leave it out",
         asked.form.param,
       )
-    return self._guides.of(asked.form, asked.choices)
+    return dataclasses.replace(asked, guides=self._guides.of(asked.form, asked.choices))
 
   def _draws(self, asked: Request, name: str, choice: Choice) -> tuple[RowSettings, int]:
     """How the tokens of a choice are drawn, and the number of its row."""
