@@ -1,6 +1,8 @@
 """Answers that must have a form, through the endpoint and OpenAI's client."""
 
 import json
+import threading
+import types
 
 import jax.numpy as jnp
 import jsonschema
@@ -8,10 +10,14 @@ import numpy as np
 import openai
 import pytest
 
+from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.rows import _bits
 from grpo_jax.serving import requests
+from grpo_jax.serving.decoder import Counts
+from grpo_jax.serving.engine import Engine, Job, Row
+from grpo_jax.serving.guides import Guides, _any_call
 from grpo_jax.settings import shown
-from tests.serving_parts import TOKENS, make_engine, open_policy, serving, write_policy
+from tests.serving_parts import TOKENS, Scripted, make_engine, open_policy, serving, write_policy
 
 MESSAGES = [{"role": "user", "content": "How many pens?"}]
 HERMES = (
@@ -120,11 +126,88 @@ def test_forms_that_cannot_be_are_refused_by_name(client, param, body):
 
 
 def test_without_the_package_the_error_says_what_to_install(policy, monkeypatch):
-  from grpo_jax.serving.guides import Guides
-
   monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
   with pytest.raises(requests.RequestError, match="pip install -e '.\\[guides\\]'"):
     Guides(policy[2], 100).of(requests.Form("response_format", {}), 1)
+
+
+def whole_after(guides, form, text, tokens):
+  """Whether a form is whole after a text, and how many tokens it allowed."""
+  (guide,) = guides.of(form, 1)
+  bits_W, taken = np.zeros(guides._vocabulary // 32 + 1, np.int32), 0
+  for token in tokens.encode(text):
+    guide.fill(bits_W)
+    taken += guide.take([token])
+  return guide.is_whole, taken
+
+
+def test_parameters_of_tools_may_point_to_their_definitions(policy):
+  """As pydantic writes them."""
+  pytest.importorskip("llguidance", reason="pip install -e '.[guides]'")
+
+  def parameters(own):
+    return {
+      "$defs": {"Item": own},
+      "type": "object",
+      "properties": {"$ref": {"$ref": "#/$defs/Item"}, "next": {"$ref": "#"}},
+      "required": ["$ref"],
+      "additionalProperties": False,
+      "default": {"$ref": "#/x"},
+    }
+
+  schemas = [parameters({"enum": [1]}), parameters({"type": "boolean"})]
+  functions = [{"name": f"f{i}", "parameters": one} for i, one in enumerate(schemas)]
+  form = requests.Form("tool_choice", _any_call(functions, "arguments"))
+  guides, tokens = Guides(policy[2], policy[0].vocab_size), policy[2]
+  for name, value, is_right in [("f0", 1, True), ("f1", True, True), ("f1", 1, False)]:
+    given = {"$ref": value, "next": {"$ref": value}}
+    text = json.dumps({"name": name, "arguments": given})
+    assert whole_after(guides, form, text, tokens)[0] == is_right
+    call = {"name": name, "arguments": given}
+    jsonschema_ok = jsonschema.Draft202012Validator(form.schema).is_valid(call)
+    assert jsonschema_ok == is_right
+  told = [{"type": "function", "function": one} for one in functions]
+  assert guides.of(requests.Form("tool_choice", {}, tuple(told)), 1)
+
+
+def test_an_answer_whose_form_became_too_large_has_reached_a_limit(policy):
+  pytest.importorskip("llguidance", reason="pip install -e '.[guides]'")
+  config, _, tokens = policy
+  guides = Guides(tokens, config.vocab_size)
+  large = {"type": "string", "pattern": "^(([a-z]{1,300}){1,300}){1,300}$"}
+  form = requests.Form("response_format", large)
+  is_whole, taken = whole_after(guides, form, f'"{"a" * 40}"', tokens)
+  assert not is_whole and taken < 42
+  small = requests.Form("response_format", SCHEMA["properties"]["who"])
+  assert whole_after(guides, small, '"Ann"', tokens)[0]
+  for is_whole, finish in [(True, "stop"), (False, "length")]:
+    for drawn in ("", "stop"):  # the form takes no more; it allowed the end alone
+      guide = types.SimpleNamespace(is_whole=is_whole, take=lambda ids: False)
+      row = Row(Job((1,), 0, RowSettings(), print, None, guide))
+      engine = types.SimpleNamespace(_version=1, counts=Counts())
+      assert Engine._part(engine, row, [5], [-1.0], drawn).finish == finish
+
+
+def test_forms_are_read_in_the_threads_of_requests(policy):
+  pytest.importorskip("llguidance", reason="pip install -e '.[guides]'")
+  config, _, tokens = policy
+  seen = []
+
+  class Told(Guides):
+    def of(self, form, count):
+      seen.append(threading.current_thread().name)
+      return super().of(form, count)
+
+  engine = Scripted(lambda job: [tokens.encode("Ann")] if job.guide else [])
+  with serving(engine, tokens, config.vocab_size) as (server, address):
+    server._writer._guides = Told(tokens, config.vocab_size)
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+    made = client.chat.completions.create(
+      model="m", messages=MESSAGES, n=2, response_format=format_of(SCHEMA)
+    )
+  assert [choice.message.content for choice in made.choices] == ["Ann", "Ann"]
+  (name,) = seen
+  assert name.startswith("small bodies")
 
 
 def test_rows_draw_only_tokens_whose_bits_are_set():

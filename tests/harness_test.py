@@ -8,7 +8,7 @@ from small_qwen import make_checkpoint, problems
 from small_run import Collected, P, grpo_step, small_config, small_run, with_section
 
 from grpo_jax.batches.collect import Collector
-from grpo_jax.environments.harness import Players
+from grpo_jax.environments.harness import LIMIT, Players
 from grpo_jax.rollouts.branches import Branch, as_completions, branches_of, shared_prompt
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.scoring.scorers import Scorers
@@ -86,6 +86,16 @@ async def some(example, base_url, api_key, model):
   )
   return float(len(answer.choices[0].text))
 
+async def differs(example, base_url, api_key, model):
+  prompt = "3" if api_key.endswith("/1") else "37;" + "1" * 9
+  await client_of(base_url, api_key).completions.create(model=model, prompt=prompt, max_tokens=20)
+  return 1.0
+
+async def asks_others(example, base_url, api_key, model):
+  error = ValueError(example["says"])
+  error.code = "context_length_exceeded"
+  raise error
+
 async def silent(example, base_url, api_key, model):
   return 1.0
 
@@ -157,6 +167,15 @@ def test_what_a_harness_asked_is_learned_token_by_token(twice):
       assert added["text"] == "=1;" and last["reward"] == row["reward"] == last["text"].count("7")
       assert first["end"] <= 6 and last["end"] - last["start"] <= 6
   assert sum(len(row["turns"]) == 3 for row in rows) > P
+
+
+def test_prompts_that_differ_in_a_group_say_what_they_cost(tmp_path, capfd):
+  config = with_section(config_of(tmp_path, "differs"), "sampling", max_tokens=20)
+  rows, metrics = first_step(config, tmp_path / "run")
+  written = max(row["length"] for row in rows)
+  assert written <= 20 and 0 < metrics["harness/lost_tokens"] <= 11 * P * (G - 1)
+  said = re.findall("warning: the first calls of a group's completions .*", capfd.readouterr().err)
+  assert len(said) == 1 and "have 1 tokens in common" in said[0] and "one has 12" in said[0]
 
 
 @pytest.mark.slow
@@ -327,6 +346,13 @@ def test_a_harness_that_pays_no_number_is_named(pays, tmp_path):
   assert error.startswith("returned the reward ") and error.endswith("(pays)")
 
 
+def test_only_the_limit_of_the_run_is_no_error_of_the_harness(tmp_path):
+  found = outcome_of(tmp_path, "asks_others", says="at most 4096 tokens")
+  assert found["error"].startswith("raised ValueError: at most 4096 tokens")
+  says = f"prompt 0 has 9 tokens ({LIMIT})"
+  assert outcome_of(tmp_path, "asks_others", says=says)["reward"] is None
+
+
 def test_a_harness_may_return_columns_and_metrics(tmp_path):
   pays = "{'reward': 1, 'metrics': {'tries': np.int32(2), 'late': None}, 'steps': [1, 2]}"
   found = outcome_of(tmp_path, "pays", pays=pays)
@@ -342,6 +368,7 @@ def test_a_harness_may_return_columns_and_metrics(tmp_path):
     ("{'reward': 1, 'x': object()}", "the columns .*JSON does not have"),
     ("{'reward': 1, 'metrics': 3}", "metrics=3: give a dict"),
     ("{'reward': 1, 'metrics': {'x': 'a'}}", "the metric x='a': give a finite number"),
+    ("{'reward': 1, 'metrics': {'lost_tokens': 1}}", "the metric lost_tokens, .*: rename it"),
   ],
 )
 def test_a_dict_of_a_harness_that_cannot_be_read_is_named(pays, words, tmp_path):

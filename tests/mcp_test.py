@@ -1,6 +1,9 @@
 """Tools of MCP servers."""
 
+import asyncio
+import os
 import sys
+import types
 
 import pytest
 from small_run import Collected, small_config, with_section
@@ -46,6 +49,63 @@ def test_tools_of_a_server_have_its_schemas_and_answer(server):
   assert said(text="ab") == {"content": "abab", "failed": False}
   failed = said(text="ab", times=10)
   assert failed["failed"] and failed["content"].startswith("error: ")
+
+
+DIES = """
+import os
+import sys
+from mcp.server import MCPServer
+
+server = MCPServer("dies")
+
+@server.tool()
+def count(text: str) -> str:
+  if text == "always" or not os.path.exists(sys.argv[1]):
+    open(sys.argv[1], "w").close()
+    os._exit(1)
+  return text
+
+server.run()
+"""
+
+
+def test_a_server_that_ends_is_connected_to_again_and_else_is_an_error_of_the_environment(tmp_path):
+  pytest.importorskip("mcp", reason="pip install -e '.[mcp]'")
+  (tmp_path / "server.py").write_text(DIES)
+  parts = acting.load((f"mcp:{sys.executable} {tmp_path}/server.py {tmp_path}/died",), "")
+
+  def said(text):
+    return acting.outcome(parts, {"tool": "count", "arguments": {"text": text}})
+
+  assert said("ab") == {"content": "ab", "failed": False} and (tmp_path / "died").exists()
+  found = said("always")
+  assert [*found] == ["error"] and found["error"].startswith("called count: ")
+  assert said("ab") == {"content": "ab", "failed": False}
+
+
+def test_a_server_with_pages_without_end_is_refused():
+  class Endless:
+    async def list_tools(self, cursor="0"):
+      self.asked = int(cursor) + 1
+      return types.SimpleNamespace(tools=[], next_cursor=str(self.asked))
+
+  client = Endless()
+  with pytest.raises(RuntimeError, match="more than"):
+    asyncio.run(mcp_tools._listed(client))
+  assert client.asked == mcp_tools._MOST_PAGES + 1
+
+
+def test_a_server_that_says_nothing_in_time_is_ended(monkeypatch, tmp_path):
+  pytest.importorskip("mcp", reason="pip install -e '.[mcp]'")
+  monkeypatch.setattr(mcp_tools, "_SECONDS", 1.0)
+  (tmp_path / "mute.py").write_text(
+    f"import os, sys\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    "for line in sys.stdin: pass\n"
+  )
+  with pytest.raises(ConfigError, match="no MCP server answers"):
+    mcp_tools.tools_of(f"mcp:{sys.executable} {tmp_path}/mute.py")
+  with pytest.raises(ProcessLookupError):
+    os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.slow

@@ -263,7 +263,12 @@ def test_options_of_templates_reach_them(policy):
   assert said == "lowAH" + tokens.render(MESSAGES)
   begun = [*MESSAGES, {"role": "assistant", "content": "Ann has"}]
   assert prompt(begun, continue_final_message=True) == tokens.render(MESSAGES) + "Ann has"
+  for text in ("end", "im", "s", "t", "\n", "Sure: ", "user"):  # as in the marks that follow it
+    begun[-1] = {"role": "assistant", "content": text}
+    said = prompt(begun, continue_final_message=True, add_generation_prompt=False)
+    assert said == tokens.render(MESSAGES) + text
   for wrong in (
+    {"add_generation_prompt": False},
     {"chat_template_kwargs": {"messages": []}},
     {"chat_template_kwargs": 1},
     {"reasoning_effort": 1},
@@ -272,6 +277,17 @@ def test_options_of_templates_reach_them(policy):
     with pytest.raises(requests.RequestError) as caught:
       prompt(MESSAGES, **wrong)
     assert caught.value.param == [*wrong][0]
+
+
+def test_a_template_that_trims_messages_trims_one_that_goes_on(policy):
+  tokens = policy[2]
+  template = "{% for m in messages %}<{{ m.content | trim }}|{% endfor %}"
+  files = {**tokens.files, "chat_template.jinja": template.encode()}
+  told = dataclasses.replace(tokens, files=files)
+  writer = Writer(Scripted(lambda _: []), told, 1.0, None)
+  begun = [*MESSAGES, {"role": "assistant", "content": " Sure:  "}]
+  said = writer._rendered(begun, None, {requests.GOES_ON: True})
+  assert said == "<How many pens?|<Sure:"
 
 
 LIMITS = requests.Limits("m", 10**6, PROMPT_TOKENS, TOKENS, 16)

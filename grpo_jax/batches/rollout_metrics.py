@@ -54,8 +54,9 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
 
   `tools/call_frequency` is the mean number of calls of a completion. `tools/failure_frequency` is
   the share of calls that failed. `harness/prompt_tokens` counts the tokens of the prompts of all
-  calls of a harness, and `harness/computed_tokens` those that were computed. `harness/NAME` is the
-  mean of a metric that it returned.
+  calls of a harness, and `harness/computed_tokens` those that were computed. `harness/lost_tokens`
+  counts what the policy wrote behind sampling.max_tokens. `harness/NAME` is the mean of a metric
+  that it returned.
 
   Args:
     turns_PG: object array of `Conversation`.
@@ -72,6 +73,7 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   if any(one.prompt_tokens for one in found):
     metrics["harness/prompt_tokens"] = sum(one.prompt_tokens for one in found)
     metrics["harness/computed_tokens"] = sum(one.computed_tokens for one in found)
+    metrics["harness/lost_tokens"] = sum(one.lost_tokens for one in found)
   own = dict.fromkeys(name for one in found for name in one.metrics)
   values = {name: [one.metrics[name] for one in found if name in one.metrics] for name in own}
   return disjoint(metrics, {f"harness/{name}": float(np.mean(x)) for name, x in values.items()})

@@ -17,7 +17,7 @@ from grpo_jax.environments import names
 from grpo_jax.environments.arguments import check_arguments
 from grpo_jax.environments.methods import arguments_of_reset, methods_of
 from grpo_jax.environments.names import Environment, Factory, Tool
-from grpo_jax.environments.returned import Mistake, reward_of, step_of
+from grpo_jax.environments.returned import Mistake, Unreachable, reward_of, step_of
 from grpo_jax.foreign import Ended, as_exceptions, describe, run, text_of
 from grpo_jax.registry import name_of
 from grpo_jax.rewards.call import in_thread, is_async
@@ -96,7 +96,7 @@ def callable_tools(
 
   Returns:
     Async functions that return what the model is to read: what the tool returns, or a line that
-    begins with "error: ".
+    begins with "error: ". They raise Unreachable where the tool's server is gone.
   """
   parts = _loaded(tools, "")
 
@@ -106,7 +106,10 @@ def callable_tools(
       if problem := check_arguments(schema, arguments):
         return f"error: {problem}"
       request = {"tool": name, "arguments": arguments}
-      return (await _outcome(parts, request, as_thread=True))["content"]
+      found = await _outcome(parts, request, as_thread=True)
+      if "error" in found:
+        raise Unreachable(found["error"])
+      return found["content"]
 
     return call
 
@@ -177,9 +180,10 @@ async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
     as_thread: Whether functions that are not async run in a thread of their own.
 
   Returns:
-    Of a tool: `content`, and `failed`. Of an environment: `messages`, `reward`, `done` and `state`,
-    or `error`. Of methods: `contents`, which are those of tools, in place of `messages`, and at the
-    end `environment`, the pickled object. Of `close`: nothing, or `error`.
+    Of a tool: `content`, and `failed`, or `error` where its server is gone. Of an environment:
+    `messages`, `reward`, `done` and `state`, or `error`. Of methods: `contents`, which are those of
+    tools, in place of `messages`, and at the end `environment`, the pickled object. Of `close`:
+    nothing, or `error`.
   """
   try:
     with as_exceptions():
@@ -191,6 +195,8 @@ async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
       if "calls" in request:
         return await _call_methods(parts, request, as_thread)
       return await _step(parts, request, as_thread)
+  except Unreachable as error:
+    return {"error": str(error)}
   except Exception as error:
     if "tool" in request:
       return {"content": f"error: {_message(error)}", "failed": True}

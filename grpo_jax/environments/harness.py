@@ -34,7 +34,7 @@ from grpo_jax.environments.adapters import verifiers_player
 from grpo_jax.environments.names import is_portable
 from grpo_jax.environments.returned import played_of
 from grpo_jax.environments.workers import start
-from grpo_jax.foreign import as_exceptions, run
+from grpo_jax.foreign import as_exceptions, run, text_of
 from grpo_jax.rewards import Pool
 from grpo_jax.rewards.call import in_thread
 from grpo_jax.rewards.names import named
@@ -44,6 +44,7 @@ from grpo_jax.settings import ConfigError
 KEY = "environment.harness"
 _WORKER = "grpo_jax.environments.harness:play"
 TOO_LONG = "context_length_exceeded"  # the code of the endpoint's error for a prompt
+LIMIT = "config keys data.max_prompt_tokens + sampling.max_tokens"  # that error names it
 _TOOLS = "tools"  # an argument of a harness, and a field of its example
 
 Play = Callable[..., Awaitable[Any]]
@@ -108,7 +109,8 @@ async def _play(harness: str, tools: tuple[str, ...], request: Request) -> Outco
     with as_exceptions():
       return played_of(await function(**request))
   except Exception as error:
-    if getattr(error, "code", None) == TOO_LONG:  # a limit ended it, as it ends other completions
+    # A limit ended it, as it ends other completions. Other servers' errors have the same code.
+    if getattr(error, "code", None) == TOO_LONG and LIMIT in text_of(error):
       return played_of(None)
     return {"error": problem_with(error, "", function)}
 

@@ -15,6 +15,10 @@ class Mistake(Exception):
   """An environment or a harness returned something else than it must. The text follows its name."""
 
 
+class Unreachable(Exception):
+  """What a tool asks is gone, whatever the policy wrote. The text follows the name of who asked."""
+
+
 def step_of(value: Any) -> tuple[Messages, float | None, bool]:
   """What `step` returned: the messages, the reward of the turn, whether the conversation has ended.
 
@@ -82,6 +86,8 @@ def played_of(value: Any) -> dict[str, Any]:
   if not isinstance(given, Mapping):
     raise Mistake(f"metrics={shown(given)}: give a dict of numbers by name")
   metrics = {str(name): _metric(name, one) for name, one in given.items()}
+  if taken := sorted({*metrics} & METRICS):
+    raise Mistake(f"the metric {taken[0]}, which a run reports itself: rename it")
   return {
     "reward": reward_of(value["reward"]),
     "columns": _plain(columns, "the columns"),
@@ -89,6 +95,8 @@ def played_of(value: Any) -> dict[str, Any]:
   }
 
 
+# What a run reports of a harness, under the names that its own metrics have.
+METRICS = {"prompt_tokens", "computed_tokens", "lost_tokens"}
 # What reward functions get beside the fields of an example.
 _TAKEN = {"completions", "completion_ids", "prompts", "messages", "turns", "turn_rewards"}
 _TAKEN |= {"step", "log_metric", "log_extra", "environments"}

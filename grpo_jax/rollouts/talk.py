@@ -315,6 +315,9 @@ class Talk:
       return self._answer_of_methods(one, one.methods, outcomes)
     if one.calls and one.is_last:
       return _Answer([])
+    if one.calls and (gone := _first_gone(outcomes)):
+      problem, kind = self._problem_of(gone)
+      return _Answer([], problem=problem, kind=kind)
     if one.calls:
       return _of_tools(one.calls, iter(outcomes))
     if not outcomes:
@@ -330,7 +333,7 @@ class Talk:
     self, one: _Asked, methods: Collection[str], outcomes: Sequence[Outcome]
   ) -> _Answer:
     *of_tools, found = outcomes
-    problem, kind = self._problem_of(found)
+    problem, kind = self._problem_of(_first_gone(of_tools) or found)
     if problem:
       return _Answer([], problem=problem, kind=kind)
     if found["done"]:
@@ -409,6 +412,11 @@ def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
   if call.name not in schemas:
     return f"there is no tool {call.name!r:.80}; there are {', '.join(schemas)}", arguments
   return check_arguments(schemas[call.name], arguments), arguments
+
+
+def _first_gone(outcomes: Sequence[Outcome]) -> Outcome | None:
+  """That of the first tool whose server is gone."""
+  return next((outcome for outcome in outcomes if "error" in outcome), None)
 
 
 def _of_tools(calls: Sequence[_Called], outcomes: Iterator[Outcome]) -> _Answer:

@@ -45,7 +45,7 @@ class Harness:
     """
     self._run, self._players, self._stops_on_error = run, players, stops_on_error
     self._endpoint: Endpoint | None = None
-    self._version, self._has_warned = 0, False
+    self._version, self._warned = 0, set[str]()
     if jax.process_count() > 1:
       raise ConfigError("environment.harness: a run with a harness has one process")
     if run.config.sampling.has_filters:
@@ -96,8 +96,11 @@ class Harness:
     rows = {at: self._rows(one, int(asked.lengths_P[at[0]])) for at, one in played.items()}
     turns_PG = np.empty(shape, object)
     for at, one in played.items():
-      turns_PG[at] = self._conversation(rows[at][0], one)
+      lost = sum(sum(branch.sampled) for branch in one.branches)
+      lost -= sum(sum(row.sampled) for row in rows[at])
+      turns_PG[at] = self._conversation(rows[at][0], one)._replace(lost_tokens=lost)
     self._warn(turns_PG, [*played.values()])
+    self._warn_of_prompts(turns_PG, played, asked)
     branches = self._as_rows(rows, played, turns_PG)
     texts_PG = np.vectorize(lambda one: one.last, otypes=[object])
     return Rollouts(
@@ -245,21 +248,44 @@ class Harness:
         " branches than environment.branches counts",
         file=sys.stderr,
       )
-    S = self._run.config.data.max_prompt_tokens
-    longest = max((branch.asked for one in played for branch in one.branches), default=0)
-    if longest > S and not self._has_warned:
-      self._has_warned = True
-      print(
-        f"warning: the first calls of the harness have prompts of up to {longest} tokens, and"
-        f" data.max_prompt_tokens is {S}: the rest counts as tokens of completions, of which"
-        " sampling.max_tokens fit",
-        file=sys.stderr,
-      )
     if not any(one.own for one in turns_PG.ravel()):
       raise RunFailed(
         "no call of the harness can be learned from: let it ask the policy at its base_url, with a"
         " prompt of at most data.max_prompt_tokens + sampling.max_tokens tokens"
       )
+
+  def _warn_of_prompts(
+    self, turns_PG: np.ndarray, played: Mapping[tuple[int, int], "_Played"], asked: Asked
+  ) -> None:
+    """Says once each what makes prompts count as tokens of completions."""
+    S, lost = self._run.config.data.max_prompt_tokens, 0
+    longest, where = 0, (0, 0)  # where: the tokens of a prompt, and those that its group shares
+    for (p, g), one in played.items():
+      shared = int(asked.lengths_P[p])
+      for branch in one.branches:
+        longest = max(longest, branch.asked)
+        where = max(where, (min(branch.asked, S), shared), key=lambda pair: pair[0] - pair[1])
+      lost += turns_PG[p, g].lost_tokens
+    if longest > S:
+      self._warn_once(
+        f"the first calls of the harness have prompts of up to {longest} tokens, and"
+        f" data.max_prompt_tokens is {S}: the rest counts as tokens of completions, of which"
+        " sampling.max_tokens fit",
+        "long",
+      )
+    if lost and where[0] > where[1]:
+      self._warn_once(
+        f"the first calls of a group's completions have {where[1]} tokens in common at their"
+        f" beginning, where one has {where[0]}: the rest counts as tokens of completions, of which"
+        f" sampling.max_tokens fit, and {lost} tokens of the policy did not; let all calls of a"
+        " group begin with the same text (harness/lost_tokens counts them in each step)",
+        "differ",
+      )
+
+  def _warn_once(self, text: str, name: str) -> None:
+    if name not in self._warned:
+      self._warned.add(name)
+      print(f"warning: {text}", file=sys.stderr)
 
 
 class _Played(NamedTuple):

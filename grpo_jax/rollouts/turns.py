@@ -48,6 +48,7 @@ class Conversation(NamedTuple):
     metrics: Numbers of a harness, by name.
     environment: The name and the pickled object of an environment whose methods are tools, after
       the end.
+    lost_tokens: What the policy wrote for a harness behind the most tokens of a completion.
   """
 
   turns: tuple[Turn, ...] = ()
@@ -60,6 +61,7 @@ class Conversation(NamedTuple):
   columns: dict[str, Any] = {}
   metrics: dict[str, float] = {}
   environment: Sequence[str] = ()
+  lost_tokens: int = 0
 
   @property
   def own(self) -> list[Turn]:

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
+from grpo_jax.environments.harness import LIMIT
 from grpo_jax.serving.engine import Engine
 from grpo_jax.serving.server import Server, Settings
 from grpo_jax.serving.traces import Recorder
@@ -13,7 +14,6 @@ from grpo_jax.settings import RunFailed
 
 _SECONDS_TO_LISTEN = 30.0
 MODEL = "policy"  # its name for clients
-_LONGEST = "config keys data.max_prompt_tokens + sampling.max_tokens"
 
 
 class Endpoint:
@@ -35,7 +35,7 @@ class Endpoint:
     """
     self.recorder, self.key = Recorder(), secrets.token_urlsafe(16)
     self._engine, self.url = engine, ""
-    settings = Settings(MODEL, key=self.key, grace=0.0, longest=_LONGEST, calls=calls)
+    settings = Settings(MODEL, key=self.key, grace=0.0, longest=LIMIT, calls=calls)
     self._server = Server(engine, tokenizer, vocabulary, settings, recorder=self.recorder)
     self._listens = threading.Event()
     self._problem: BaseException | None = None

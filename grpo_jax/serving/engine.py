@@ -299,11 +299,13 @@ class Engine:
     seen = len(row.tokens)
     row.tokens += tokens
     kept = row.job.end(row.tokens, seen) if row.job.end and tokens else None
+    guide = row.job.guide if tokens else None
     if kept is not None:
       del row.tokens[kept:], logprobs[kept - seen :]
       finish = "stop"
-    if row.job.guide and tokens and not finish and not row.job.guide.take(tokens):
-      finish = "stop"  # nothing may follow
+    elif guide and (finish == "stop" or not finish and not guide.take(tokens)):
+      # Nothing may follow: the form is whole, or its grammar has become too large.
+      finish = "stop" if guide.is_whole else "length"
     self.counts.tokens += len(row.tokens) - seen
     self.counts.rows += bool(finish)
     return Part(row.tokens[seen:], logprobs, self._version, finish)

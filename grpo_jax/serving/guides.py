@@ -7,6 +7,7 @@ optional, and imported where a request asks for a form.
 from collections.abc import Mapping, Sequence
 import functools
 import json
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from grpo_jax.settings import ConfigError
 _COMPACT = {
   "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
+_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+_VALUES = {"const", "enum", "default", "examples"}  # hold no schemas
 _TAGS = ("<tool_call>", "</tool_call>")
 
 
@@ -38,6 +41,11 @@ class Guide:
     """The row has drawn these. Returns whether the form allows them."""
     return bool(self._matcher.consume_tokens(list(tokens)))
 
+  @property
+  def is_whole(self) -> bool:
+    """Whether what was drawn has the form, and not the beginning of it alone."""
+    return not self._matcher.is_error() and self._matcher.is_accepting()
+
 
 class Guides:
   """Makes guides for a tokenizer."""
@@ -45,6 +53,7 @@ class Guides:
   def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
     """Imports nothing yet. `vocabulary` is how many ids the model has."""
     self._tokenizer, self._vocabulary = tokenizer, vocabulary
+    self._lock = threading.Lock()  # requests are read in several threads
 
   def of(self, form: Form, count: int) -> list[Guide]:
     """Guides for so many rows.
@@ -52,7 +61,8 @@ class Guides:
     Raises:
       RequestError: llguidance is not installed, or it does not know something of the schema.
     """
-    engine = self._engine
+    with self._lock:
+      engine = self._engine
     from llguidance import LLMatcher
 
     whole = LLMatcher(engine, self._grammar(form))
@@ -100,9 +110,7 @@ class Guides:
         "tool_choice",
       )
     arguments = "arguments" if family == "hermes" else "parameters"
-    calls = json.dumps(
-      {"anyOf": [_call(tool["function"], arguments) for tool in tools], **_COMPACT}
-    )
+    calls = json.dumps(_any_call([tool["function"] for tool in tools], arguments) | _COMPACT)
     if family == "llama3":
       return f"start: call\ncall: %json {calls}"
     special = self._tokenizer.skipped(_TAGS).values()
@@ -110,12 +118,43 @@ class Guides:
     return f'start: {opens} "\\n" call "\\n" {closes}\ncall: %json {calls}'
 
 
-def _call(function: Mapping[str, Any], arguments: str) -> dict[str, Any]:
-  """The schema of a call of a function."""
-  parameters = function.get("parameters") or {"type": "object"}
-  return {
-    "type": "object",
-    "properties": {"name": {"const": function["name"]}, arguments: parameters},
-    "required": ["name", arguments],
-    "additionalProperties": False,
-  }
+def _any_call(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
+  """The schema of a call of one of these. What the parameters point to is at its root."""
+  calls, roots = [], {}
+  for number, function in enumerate(functions):
+    parameters, root = function.get("parameters") or {"type": "object"}, f"#/$defs/{number}"
+    moved = _moved(parameters, root)
+    if moved != parameters:
+      roots[str(number)], moved = moved, {"$ref": root}
+    calls.append(
+      {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, arguments: moved},
+        "required": ["name", arguments],
+        "additionalProperties": False,
+      }
+    )
+  return {"anyOf": calls} | ({"$defs": roots} if roots else {})
+
+
+def _moved(schema: Any, root: str, *, by_name: bool = False) -> Any:
+  """A schema whose pointers from its root begin at another one.
+
+  Args:
+    schema: The schema, or a part of it.
+    root: The pointer to its new place.
+    by_name: Whether the keys are names of a user, as those of properties are.
+  """
+  if isinstance(schema, list):
+    return [_moved(one, root) for one in schema]
+  if not isinstance(schema, dict):
+    return schema
+  found = {}
+  for key, value in schema.items():
+    if key == "$ref" and not by_name and isinstance(value, str):
+      found[key] = root + value[1:] if value == "#" or value.startswith("#/") else value
+    elif key in _VALUES and not by_name:
+      found[key] = value
+    else:
+      found[key] = _moved(value, root, by_name=key in _BY_NAME and not by_name)
+  return found

@@ -138,6 +138,7 @@ class Request:
     most_calls: The most calls that the answer may have. Others are left out.
     stop_ids: Token ids that end a completion, beside those of the model. They are kept.
     form: What the answer must be, or None.
+    guides: With a form, what says for each choice which tokens it may draw.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
@@ -159,6 +160,7 @@ class Request:
   stream: bool
   include_usage: bool
   return_token_ids: bool
+  guides: Sequence[Any] = ()
 
   @property
   def choices(self) -> int:
@@ -309,6 +311,8 @@ def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
   for name, value in body.items():
     if name in known or name in _IGNORED or value is None:
       continue
+    if name == "add_generation_prompt" and value is False and body.get("continue_final_message"):
+      continue  # as clients of vLLM must say it
     if name not in _NEUTRAL:
       raise RequestError(f"{name!s:.100}: this server does not know the parameter", f"{name:.100}")
     # 1 == True in Python, and an object is compared as a whole.

@@ -368,7 +368,8 @@ class Server:
     return self._writer.choices(asked, name, cut)
 
   def _read(self, read: Read, body: bytes, name: str) -> Request:
-    return read(requests.read_json(body), self._limits, self._writer.texts(name))
+    asked = read(requests.read_json(body), self._limits, self._writer.texts(name))
+    return self._writer.with_guides(asked)
 
   def _about_model(self) -> dict[str, Any]:
     return {

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,13 +15,16 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import Choice, Decode
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
-from grpo_jax.serving.guides import Guide, Guides
+from grpo_jax.serving.guides import Guides
 from grpo_jax.serving.requests import GOES_ON, LONGEST, Request, RequestError, Texts, row_number
 from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
 
 _FEWEST_CHARACTERS = 2**16  # of the longest prompt, whatever its tokens
+# Stands after the last message where that goes on. No message of a client has it. A template that
+# trims messages takes its blank away.
+_END = "7d1e0c52-the-last-message-goes-on-a94bf3 "
 _MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
 
 Writing = contextlib.AbstractAsyncContextManager[tuple[list[Choice], AsyncIterator[Choice]]]
@@ -92,7 +96,7 @@ class Writer:
     shown = self._shown if asked.tools else {}
     decode, marks = functools.partial(self._tokenizer.decode, shown=shown), [*shown.values()]
     choices = [Choice(index, asked, decode, self._calls, marks) for index in range(asked.choices)]
-    guides = self._guides_of(asked)
+    guides = asked.guides or [None] * len(choices)
     jobs = []
     for choice, guide in zip(choices, guides, strict=True):
       settings, number = self._draws(asked, name, choice)
@@ -113,16 +117,20 @@ class Writer:
       for choice in choices:
         self._recorder.add(name, choice.trace())
 
-  def _guides_of(self, asked: Request) -> Sequence[Guide | None]:
-    """What says for each choice which tokens it may draw."""
+  def with_guides(self, asked: Request) -> Request:
+    """A request with the guides of its form. A large schema takes seconds: call it in a thread.
+
+    Raises:
+      RequestError: No answer can have the form here.
+    """
     if asked.form is None:
-      return [None] * asked.choices
+      return asked
     if self._recorder is not None:
       raise RequestError(
         f"{asked.form.param}: a run learns from what the policy writes by itself; leave it out",
         asked.form.param,
       )
-    return self._guides.of(asked.form, asked.choices)
+    return dataclasses.replace(asked, guides=self._guides.of(asked.form, asked.choices))
 
   def _draws(self, asked: Request, name: str, choice: Choice) -> tuple[RowSettings, int]:
     """How the tokens of a choice are drawn, and the number of its row."""
@@ -219,8 +227,11 @@ class Writer:
     goes_on = GOES_ON in options
 
     def render(messages: list[dict[str, Any]]) -> str:
-      text = self._tokenizer.render(messages, not goes_on, tools, given)
-      return _without_end(text, messages[-1]["content"]) if goes_on else text
+      if not goes_on:
+        return self._tokenizer.render(messages, True, tools, given)
+      *before, last = messages
+      marked = [*before, {**last, "content": last["content"] + _END}]
+      return _without_end(self._tokenizer.render(marked, False, tools, given))
 
     try:
       return render(messages)
@@ -252,15 +263,16 @@ def _calls_of(tokenizer: Tokenizer, calls: str) -> Format:
   return format_for(template, calls)
 
 
-def _without_end(text: str, last: str) -> str:
-  """A rendered conversation up to the end of its last message's content."""
-  place = text.rfind(last.strip())
+def _without_end(text: str) -> str:
+  """A rendered conversation up to the end of its last message's content, where `_END` is."""
+  place = text.rfind(_END.strip())
   if place < 0:
     raise RequestError(
       "continue_final_message: the chat template writes the last message in another way",
       "continue_final_message",
     )
-  return text[: place + len(last.strip())]
+  is_kept = text.startswith(_END, place)
+  return text[:place] if is_kept else text[:place].rstrip()
 
 
 def _end_at_ids(stop_ids: tuple[int, ...], end: End | None) -> End:

@@ -1,20 +1,26 @@
 """Tools of MCP servers: `environment.tools=("mcp:COMMAND",)` or `("mcp:http://HOST/mcp",)`.
 
 Each process that calls tools has a connection of its own, which its event loop keeps in a thread.
+One whose server has ended is made anew, once for a call.
 """
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+import contextlib
 import os
 import shlex
 import threading
 from typing import Any
 
+from grpo_jax.environments.returned import Unreachable
 from grpo_jax.settings import ConfigError, shown
 
 PREFIX = "mcp:"
 _SECONDS = 60.0  # to start a server and to list its tools
+_SECONDS_OF_CALL = 600.0
+_SECONDS_OF_END = 10.0  # to close a connection, and to answer whether a server is there
+_MOST_PAGES, _MOST_TOOLS = 100, 1000
 
 _CONNECTIONS: dict[tuple[str, int], "_Connection"] = {}  # by server and process
 _LOCK = threading.Lock()
@@ -35,8 +41,16 @@ def tools_of(name: str) -> list[Callable[..., Any]]:
 
 def _tool(server: str, found: Any) -> Callable[..., Any]:
   async def call(**arguments: Any) -> str:
-    future = await asyncio.to_thread(lambda: _connection(server).call(found.name, arguments))
-    return await asyncio.wrap_future(future)
+    for _ in range(2):
+      try:
+        connection = await asyncio.to_thread(_connection, server)
+      except ConfigError as error:
+        raise Unreachable(f"called {found.name}: {error}") from None
+      try:
+        return await asyncio.wrap_future(connection.call(found.name, arguments))
+      except _Lost:
+        connection.close()
+    raise Unreachable(f"called {found.name}: {shown(PREFIX + server)} ends at each call")
 
   call.__name__ = call.__qualname__ = found.name
   call.schema = {  # type: ignore[attr-defined]  # schema_of reads it
@@ -59,6 +73,10 @@ def _connection(server: str) -> "_Connection":
     return _CONNECTIONS[key]
 
 
+class _Lost(Exception):
+  """The server of a connection has ended."""
+
+
 class _Connection:
   """A connection to a server.
 
@@ -76,10 +94,11 @@ class _Connection:
       ) from None
     self._server = server
     self._ready: Future[tuple[asyncio.AbstractEventLoop, Any, list[Any]]] = Future()
+    self._is_closed = False
     self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
     self._thread.start()
     try:
-      self._loop, self._client, self.tools = self._ready.result(_SECONDS)
+      self._loop, self._client, self.tools = self._ready.result(_SECONDS + 2 * _SECONDS_OF_END)
     except BaseException as error:
       said = " ".join(str(_first_of(error)).split())[:200] or type(_first_of(error)).__name__
       raise ConfigError(
@@ -89,18 +108,46 @@ class _Connection:
   @property
   def is_open(self) -> bool:
     """Whether it can be asked."""
-    return self._thread.is_alive()
+    return self._thread.is_alive() and not self._is_closed
 
   def call(self, name: str, arguments: dict[str, Any]) -> "Future[str]":
-    """Calls a tool. The text that it returns is the result."""
-    return asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
+    """Calls a tool. The text that it returns is the result. Raises `_Lost` without a server."""
+    asking = self._call(name, arguments)
+    try:
+      return asyncio.run_coroutine_threadsafe(asking, self._loop)
+    except RuntimeError:  # the loop is closed
+      asking.close()
+      raise _Lost from None
+
+  def close(self) -> None:
+    """Ends the connection, and the server if it was started here."""
+    self._is_closed = True
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+      self._loop.call_soon_threadsafe(self._end.set)
 
   async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-    answer = await self._client.call_tool(name, arguments)
+    try:
+      async with asyncio.timeout(_SECONDS_OF_CALL):
+        answer = await self._client.call_tool(name, arguments)
+    except TimeoutError:
+      raise RuntimeError(f"{name} took more than {_SECONDS_OF_CALL:g} seconds") from None
+    except Exception as error:
+      if not await self._is_there():
+        raise _Lost from error
+      raise
     text = "\n".join(getattr(one, "text", f"[{one.type}]") for one in answer.content)
     if answer.is_error:
       raise RuntimeError(text)
     return text
+
+  async def _is_there(self) -> bool:
+    """Whether the server answers what costs it nothing. Its errors have no codes to tell by."""
+    try:
+      async with asyncio.timeout(_SECONDS_OF_END):
+        await self._client.list_tools(cache_mode="bypass")
+    except Exception:
+      return False
+    return True
 
   def _run(self) -> None:
     try:
@@ -117,14 +164,26 @@ class _Connection:
     if not server.startswith(("http://", "https://")):
       command, *arguments = shlex.split(server)
       server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
-    async with mcp.Client(server) as client:
-      tools, page = [], await client.list_tools()
-      tools += page.tools
-      while page.next_cursor is not None:
-        page = await client.list_tools(cursor=page.next_cursor)
-        tools += page.tools
+    self._end = asyncio.Event()
+    async with asyncio.timeout(_SECONDS) as limit, mcp.Client(server) as client:
+      tools = await _listed(client)
+      limit.reschedule(None)
       self._ready.set_result((asyncio.get_running_loop(), client, tools))
-      await asyncio.Event().wait()  # the connection ends with the process
+      await self._end.wait()
+
+
+async def _listed(client: Any) -> list[Any]:
+  """All tools of a server."""
+  page = await client.list_tools()
+  tools = list(page.tools)
+  for _ in range(_MOST_PAGES):
+    if page.next_cursor is None or len(tools) > _MOST_TOOLS:
+      break
+    page = await client.list_tools(cursor=page.next_cursor)
+    tools += page.tools
+  if page.next_cursor is not None or len(tools) > _MOST_TOOLS:
+    raise RuntimeError(f"it lists more than {_MOST_TOOLS} tools, or {_MOST_PAGES} pages of them")
+  return tools
 
 
 def _first_of(error: BaseException) -> BaseException:
