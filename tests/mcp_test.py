@@ -10,6 +10,7 @@ from small_run import Collected, small_config, with_section
 
 from grpo_jax.environments import acting
 from grpo_jax.environments.adapters import mcp_tools
+from grpo_jax.environments.returned import Unreachable
 from grpo_jax.environments.schema import schema_of
 from grpo_jax.settings import ConfigError
 
@@ -72,7 +73,8 @@ server.run()
 def test_a_server_that_ends_is_connected_to_again_and_else_is_an_error_of_the_environment(tmp_path):
   pytest.importorskip("mcp", reason="pip install -e '.[mcp]'")
   (tmp_path / "server.py").write_text(DIES)
-  parts = acting.load((f"mcp:{sys.executable} {tmp_path}/server.py {tmp_path}/died",), "")
+  name = f"mcp:{sys.executable} {tmp_path}/server.py {tmp_path}/died"
+  parts = acting.load((name,), "")
 
   def said(text):
     return acting.outcome(parts, {"tool": "count", "arguments": {"text": text}})
@@ -80,6 +82,9 @@ def test_a_server_that_ends_is_connected_to_again_and_else_is_an_error_of_the_en
   assert said("ab") == {"content": "ab", "failed": False} and (tmp_path / "died").exists()
   found = said("always")
   assert [*found] == ["error"] and found["error"].startswith("called count: ")
+  of_harness = acting.callable_tools((name,), [schema_of(parts.tools["count"])])
+  with pytest.raises(Unreachable, match="called count: "):
+    asyncio.run(of_harness["count"](text="always"))
   assert said("ab") == {"content": "ab", "failed": False}
 
 

@@ -41,6 +41,10 @@ class Guided(Protocol):
   def take(self, tokens: Sequence[int]) -> bool:
     """The row has drawn these. Returns whether that may be."""
 
+  @property
+  def is_whole(self) -> bool:
+    """Whether an answer may end after what the row has drawn."""
+
 
 class Part(NamedTuple):
   """What a row drew in a chunk.
