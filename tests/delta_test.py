@@ -58,6 +58,13 @@ def test_one_token_equals_the_definition():
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+def test_nothing_of_one_token_reads_the_state_that_is_written():
+  """A TPU would keep two copies of all layers' states, and move each of them in every layer."""
+  jaxpr = jax.make_jaxpr(delta.one_token)(*in_float32(rows(1))).jaxpr
+  _, state = jaxpr.outvars
+  assert not [eqn for eqn in jaxpr.eqns if state in eqn.invars]
+
+
 def test_the_gradient_of_chunks_is_that_of_single_tokens():
   inputs = in_float32(rows(70))
 
