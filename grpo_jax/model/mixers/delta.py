@@ -211,8 +211,8 @@ def one_token(
 ) -> tuple[jax.Array, jax.Array]:
   """The rule as its definition has it, for T = 1. See `in_chunks`."""
   q, k, v, b = q[:, 0, :, None, :, None], k[:, 0, :, None, :, None], v[:, 0], strength[:, 0]
-  # Both sums read the state before it is written, and writing waits for them. So a TPU reads it once
-  # for both and writes it in place. Where q read what was written, all layers' states were copied.
+  # Both sums read the state before it is written, and writing waits for them. So a TPU reads it
+  # once for both and writes it in place. Where q read what was written, all states were copied.
   decay = jnp.exp(log_decay[:, 0])[..., None]
   new = (v - decay * (state * k).sum(-2)) * b[..., None]
   out = decay * (state * q).sum(-2) + (k * q).sum(-2) * new
