@@ -94,6 +94,7 @@ def test_workers_play_them_too(tmp_path, name):
   assert [[row[x] for x in columns] for row in rows] == [[row[x] for x in columns] for row in here]
 
 
+@pytest.mark.slow
 def test_what_has_no_room_is_paid_for(tmp_path):
   """The answer of a method would fill the completion: it ends, and is paid what was done."""
   small = Collected(config_of(tmp_path, "Safe", ("environment", "seen"), T=9))

@@ -170,7 +170,7 @@ class _Parts:
 
   def sampling(self, name: str, runs: str, prompts: int, group_size: int) -> Program:
     """A sampler of so many prompts."""
-    stages = self._sampling_stages(name, prompts, group_size)
+    stages = tuple(self._sampling_stages(name, prompts, group_size))
     tokens = int(sum(stage.runs * sum(stage.rounds.values()) for stage in stages))
     held = self._held.sampling
     if name != "sample":
@@ -182,7 +182,7 @@ class _Parts:
     flight = self._run.programs.flight_bytes
     return held | {"rows in flight": flight} if flight else held
 
-  def _sampling_stages(self, name: str, prompts: int, group_size: int) -> tuple[Stage, ...]:
+  def _sampling_stages(self, name: str, prompts: int, group_size: int) -> Iterator[Stage]:
     """The functions that a sampler calls if no completion ends early."""
     is_encoded = self._run.parameters.encodes_first and name in ("sample", "greedy")
     keeps_experts = name == "sample" and self._config.learner.router_replay
@@ -196,7 +196,7 @@ class _Parts:
     others = visual * (1 - count / prompts)
     begin = grid, pace.slots[0], self._sampled, self._prompts(count, is_encoded), None, settings
     cache = device_bytes(flight.cache)
-    stages = [Stage(programs.begin, begin, cache=cache, visual=others)]
+    yield Stage(programs.begin, begin, cache=cache, visual=others)
     waves = -(-prompts * group_size // grid.rows)
     done = 0
     for slots in pace.slots:
@@ -213,7 +213,7 @@ class _Parts:
           runs = -(-(prompts - grid.places) // pace.prompts_at_once)
           cache = device_bytes(flight.cache)
           arrive = flight, self._sampled, *waiting
-          stages.append(Stage(programs.arrive, arrive, runs, cache=cache, visual=visual))
+          yield Stage(programs.arrive, arrive, runs, cache=cache, visual=visual)
         rounds += (waves - 1) * (programs.decoding.max_tokens - 1)
       done = needed
       if not rounds:
@@ -231,17 +231,14 @@ class _Parts:
         Chunk(self._some("int32"), self._some("int32")),
       )
       runs = -(-rounds // (programs.columns - 1))
-      stages.append(
-        Stage(
-          programs.chunk,
-          arguments,
-          runs,
-          {programs.columns: rounds / runs},
-          device_bytes(flight.cache),
-          visual,
-        )
+      yield Stage(
+        programs.chunk,
+        arguments,
+        runs,
+        {programs.columns: rounds / runs},
+        device_bytes(flight.cache),
+        visual,
       )
-    return tuple(stages)
 
   def encode(self) -> Program:
     """A frozen vision tower on the images of a batch."""
@@ -283,7 +280,7 @@ class _Parts:
   def compile_sampling(self, compiler: Compiler) -> None:
     """Has the first chunk of a step compiled."""
     batch = self._config.batch
-    stages = self.sampling("sample", "1", batch.prompts, batch.group_size).stages
+    stages = self._sampling_stages("sample", batch.prompts, batch.group_size)
     chunk = next(stage for stage in stages if stage.rounds)
     chunk.program.compile_ahead(compiler, *chunk.arguments)
 
