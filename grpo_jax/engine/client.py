@@ -61,7 +61,8 @@ class Client:
     kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
     connection = kind(self._host, self._port, timeout=seconds)
     until = time.monotonic() + seconds
-    connection.response_class = functools.partial(_Response, until=until)  # type: ignore[assignment]
+    response_class: Any = functools.partial(_Response, until=until)  # mypy wants a class
+    connection.response_class = response_class
     content = None if body is None else json.dumps(body).encode()
     with self._lock:
       self._open[connection] = of
