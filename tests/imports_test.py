@@ -21,6 +21,7 @@ COMPUTES = {"jax", "flax", "optax", "orbax", "qwix"}
 # What a run on a CPU whose model is not quantised does not use.
 UNUSED = {
   "qwix",
+  "tqdm.auto",  # it warns in a notebook without ipywidgets
   "flax.nnx",
   "IPython",
   "jax.experimental.pallas.tpu",

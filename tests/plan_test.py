@@ -18,9 +18,10 @@ from grpo_jax.parallel import chips
 from grpo_jax.parallel.mesh import sampling_mesh
 from grpo_jax.planning import plan, table, topologies
 from grpo_jax.planning.phases import compiled
+from grpo_jax.planning.plan import shape_alone
 from grpo_jax.run import fitting
 from grpo_jax.run.parameters import count
-from grpo_jax.run.stages import programs, shape_alone
+from grpo_jax.run.stages import programs
 from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]

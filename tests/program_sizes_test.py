@@ -14,7 +14,8 @@ import pytest
 from grpo_jax.config import from_dict
 from grpo_jax.planning import plan
 from grpo_jax.planning.cost import count, hlo
-from grpo_jax.run.stages import programs, shape_alone
+from grpo_jax.planning.plan import shape_alone
+from grpo_jax.run.stages import programs
 
 FAMILIES = Path(__file__).parent / "golden" / "families"
 RECIPES = {  # the folder of a small model of the family that the recipe is for

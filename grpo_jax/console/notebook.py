@@ -24,7 +24,12 @@ class Bar:
 
   Its state has one value more: `below`, a text under the bar. A page holds the last state, so a
   notebook that is read later shows how the run ended.
+
+  Attributes:
+    doing: What goes on at the moment, as a line right below the bar. None where there is none.
   """
+
+  doing: str | None = None
 
   def __init__(self) -> None:
     """Shows nothing yet."""
@@ -60,10 +65,13 @@ class Bar:
   def _show(self) -> None:
     from IPython.display import display  # a notebook has it
 
-    if self._state == self._shown:
+    state = self._state
+    if self.doing is not None:
+      state = state | {"below": f"{self.doing}\n{state['below']}"}
+    if state == self._shown:
       return
-    self._shown, self._shown_at = self._state, monotonic()
-    content = {"text/plain": as_text(self._state), "text/html": as_html(self._state)}
+    self._shown, self._shown_at = state, monotonic()
+    content = {"text/plain": as_text(state), "text/html": as_html(state)}
     if self._handle is None:
       self._handle = display(content, raw=True, display_id=True)
     else:

@@ -41,7 +41,7 @@ class Terminal:
   """The output of one run.
 
   On a terminal or in a notebook it is a progress bar. In a file or a pipe it is a line every few
-  seconds. Below the bar of a terminal is what a step does that takes long.
+  seconds. Below the bar is what a step does that takes long.
   """
 
   def __init__(
@@ -120,12 +120,12 @@ class Terminal:
 
   def show(self, works: Sequence[Work]) -> None:
     """Shows below the bar what is going on. What is over stays until something else is."""
-    assert isinstance(self._bar, _Bar)
+    assert self._bar is not None
     now = monotonic()
-    if works and (self._bar.below is not None or now - works[0].began > _SECONDS_UNTIL_SAID):
-      below = visible(describe(works, now))
-      if below != self._bar.below:
-        self._bar.below = below
+    if works and (self._bar.doing is not None or now - works[0].began > _SECONDS_UNTIL_SAID):
+      doing = visible(describe(works, now))
+      if doing != self._bar.doing:
+        self._bar.doing = doing
         self._bar.refresh()
 
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -171,15 +171,14 @@ class Terminal:
   def close(self) -> None:
     """Leaves the last state of the bar on the screen, and the cursor as it was."""
     self._shown.close()
-    if isinstance(self._bar, _Bar):
-      self._bar.below = None
     if self._bar is not None:
+      self._bar.doing = None
       self._bar.stop()
 
   def _start(self) -> None:
     """Draws the bar from now on."""
     self._bar.start()
-    if not self._is_started and isinstance(self._bar, _Bar):
+    if not self._is_started:
       self._shown.enter_context(PROGRESS.shown_by(self))
     self._is_started = True
 
@@ -199,16 +198,16 @@ class _Bar(Progress):
   """A bar, and a line below it.
 
   Attributes:
-    below: The line. None where there is none.
+    doing: The line, which says what goes on. None where there is none.
   """
 
-  below: str | None = None
+  doing: str | None = None
 
   def get_renderables(self) -> Iterable[RenderableType]:
     """The bar, and the line if there is one."""
     yield from super().get_renderables()
-    if self.below is not None:
-      yield Text(self.below, style="dim", no_wrap=True, overflow="ellipsis")
+    if self.doing is not None:
+      yield Text(self.doing, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class _Clock:

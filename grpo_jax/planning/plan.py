@@ -1,14 +1,17 @@
 """The plan of a run as it is printed: what it holds and does, and how its devices may be split."""
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any
 
 from absl import flags
+from huggingface_hub import try_to_load_from_cache
 import jax
 
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import DoesNotFit
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.chips import chip_of, memory_of
 from grpo_jax.parallel.mesh import sizes_of
 from grpo_jax.planning import overlap, split, table
@@ -17,7 +20,7 @@ from grpo_jax.planning.topologies import devices_of
 from grpo_jax.progress import doing
 from grpo_jax.run.device_checks import check_batches
 from grpo_jax.run.run import Run
-from grpo_jax.run.stages import programs, shape_alone
+from grpo_jax.run.stages import programs
 from grpo_jax.settings import ConfigError
 
 
@@ -40,6 +43,30 @@ def plan_by_flags(config: Config, values: flags.FlagValues) -> None:
     _plan_apart_by_flags(config, values)
   else:
     plan(run_of(config, _devices_by_flags(values)), values.topology)
+
+
+def shape_alone(config: Config) -> Config:
+  """The config without what changes no shape: the files of adapters, and a model's tokenizer.
+
+  Raises:
+    ConfigError: model.path is the name of a model whose config.json is not on this machine.
+  """
+  path, replace = config.model.path, dataclasses.replace
+  if hub.is_name(path):
+    name, revision = hub.parts(path)
+    file = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(file, str):
+      raise ConfigError(
+        f"config key model.path is {path!r}: a plan downloads nothing; give a folder that holds"
+        " the model's config.json"
+      )
+    path = file.removesuffix("/config.json")
+  return replace(
+    config,
+    model=replace(config.model, path=path),
+    lora=replace(config.lora, path=""),
+    data=replace(config.data, tokenizer="") if path else config.data,
+  )
 
 
 def plan(run: Run, topology: str) -> None:

@@ -5,14 +5,11 @@ import dataclasses
 import functools
 from typing import Any, TypeVar, cast
 
-from huggingface_hub import try_to_load_from_cache
 import jax
 
 from grpo_jax import model
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.compiling import Compiler, Jitted
-from grpo_jax.config import Config
-from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
 from grpo_jax.run.memory import device_bytes, images_of, visual_of
 from grpo_jax.run.run import Run
@@ -21,7 +18,6 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.rows import Chunk
 from grpo_jax.sampler.sampling import settings_of
 from grpo_jax.sampler.stream import by_row
-from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Completions
 
 Tree = TypeVar("Tree")
@@ -73,30 +69,6 @@ class Program:
   taken: tuple[str, ...]
   gradients: float = 0.0
   tokens: int = 0
-
-
-def shape_alone(config: Config) -> Config:
-  """The config without what changes no shape: the files of adapters, and a model's tokenizer.
-
-  Raises:
-    ConfigError: model.path is the name of a model whose config.json is not on this machine.
-  """
-  path, replace = config.model.path, dataclasses.replace
-  if hub.is_name(path):
-    name, revision = hub.parts(path)
-    file = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(file, str):
-      raise ConfigError(
-        f"config key model.path is {path!r}: a plan downloads nothing; give a folder that holds"
-        " the model's config.json"
-      )
-    path = file.removesuffix("/config.json")
-  return replace(
-    config,
-    model=replace(config.model, path=path),
-    lora=replace(config.lora, path=""),
-    data=replace(config.data, tokenizer="") if path else config.data,
-  )
 
 
 def programs(run: Run) -> Iterator[Program]:
