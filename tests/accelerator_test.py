@@ -85,6 +85,7 @@ def test_a_part_that_fails_is_recorded_and_the_next_one_runs(accelerator, tmp_pa
   assert found["works"].keys() == {"second", "seconds"} and found["works"]["second"] == 2
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_stopped_with_all_that_it_started(accelerator, tmp_path):
   hang = f"""
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep({PATIENCE})"])

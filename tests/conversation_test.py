@@ -368,7 +368,8 @@ def test_a_function_that_compares_members_or_wants_a_column_is_seen_to_read():
     assert caller.reads_messages(members)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_gives_messages_to_a_function_that_catches_its_exceptions(tmp_path, capsys, workers):
   rows = list(problems(6))
   make_checkpoint(tmp_path / "model", [row["question"] + row["answer"] for row in rows])

@@ -277,7 +277,8 @@ def test_greedy_rows_take_the_likeliest_token(alone):
   assert_same(draw(config, params, rows=2, settings=RowSettings(0.0))[0], found)
 
 
-@pytest.mark.parametrize("mesh", [(), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(), (2, 1, 2, 1)], ids=str)
 def test_rows_with_other_settings_do_not_change_each_other(mesh, alone):
   """One row in three is greedy, one has filters and limits, and the rest draws as without them."""
   config, params, expected = alone

@@ -169,6 +169,7 @@ def test_what_a_harness_asked_is_learned_token_by_token(twice):
   assert sum(len(row["turns"]) == 3 for row in rows) > P
 
 
+@pytest.mark.slow
 def test_prompts_that_differ_in_a_group_say_what_they_cost(tmp_path, capfd):
   config = with_section(config_of(tmp_path, "differs"), "sampling", max_tokens=20)
   rows, metrics = first_step(config, tmp_path / "run")

@@ -238,6 +238,7 @@ def test_a_group_that_fails_costs_no_other_group_its_scores(serve):
   assert len(server.requests) == 32  # no group was asked again
 
 
+@pytest.mark.slow
 def test_at_once_bounds_the_requests_of_all_workers_and_no_call_loses_time_to_others(serve):
   def slow(prompt, number):
     time.sleep(0.3)

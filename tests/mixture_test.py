@@ -531,6 +531,7 @@ def seen(completions, **columns):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_gets_what_later_rows_have(start, tmp_path):
   """The command from the shell, on a file whose first row has fewer columns."""
   rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3"}]

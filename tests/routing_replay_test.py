@@ -309,6 +309,7 @@ def test_packed_rows_go_through_the_same_experts(slots, remat, params, drawn):
   assert np.abs(plain.logprobs_PGT - expected.logprobs_PGT).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_micro_batches_and_the_old_log_probs_use_them(params):
   batch = batch_of(random_completions(), random_experts=True)
   options = learner.StatsOptions(MIXTURE, Learner())

@@ -419,7 +419,8 @@ def test_a_process_reads_only_its_rows(tmp_path):
   assert read == indices[8:].tolist()
 
 
-@pytest.mark.parametrize("count_at_start", [pytest.param(500, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("count_at_start", [500, 5])
 def test_rows_without_a_readable_answer_are_named_and_the_run_goes_on(
   tmp_path, capsys, count_at_start
 ):

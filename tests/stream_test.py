@@ -149,7 +149,8 @@ def assert_pauses_change_nothing(config, params, placed, seats, chunk):
   assert went_on > P
 
 
-@pytest.mark.parametrize("mesh", [(), pytest.param((2, 1, 1, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(), (2, 1, 1, 1)], ids=str)
 def test_a_row_that_pauses_for_many_chunks_goes_on_as_one_that_went_on_at_once(mesh, alone):
   config, params, _ = alone
   placed = on(mesh, config, params) if mesh else (config, params)

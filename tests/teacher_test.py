@@ -149,6 +149,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     collector_of(config_with(tmp_path / "fewer"))
 
 
+@pytest.mark.slow
 def test_a_teacher_with_fewer_rows_of_embeddings_is_refused(tmp_path):
   """The policy draws the ids between the tokenizer's and its rows, and JAX would clamp them."""
   student, _ = save_teacher(tmp_path / "student", rows=3)
