@@ -70,7 +70,7 @@ class Tests:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ProblemLayout:
   """How a data set writes programming problems.
 
   Attributes:
@@ -88,7 +88,7 @@ class Layout:
   solution: Callable[[Row], str]
 
 
-def layout_of(row: Row) -> Layout | None:
+def layout_of(row: Row) -> ProblemLayout | None:
   """The first layout that a row fits. None if it has no tests."""
   return next((layout for layout in LAYOUTS if layout.fits(row)), None)
 
@@ -517,50 +517,50 @@ def _prime_question(row: Row) -> Any:
   return prompt
 
 
-LAYOUTS: Sequence[Layout] = (
-  Layout(
+LAYOUTS: Sequence[ProblemLayout] = (
+  ProblemLayout(
     name="MBPP",
     fits=_has("test_list"),
     tests=_mbpp_tests,
     question=_mbpp_question,
     solution=_code,
   ),
-  Layout(
+  ProblemLayout(
     name="HumanEval",
     fits=_has("test", "entry_point"),
     tests=_humaneval_tests,
     question=_humaneval_question,
     solution=_humaneval_solution,
   ),
-  Layout(
+  ProblemLayout(
     name="KodCode",
     fits=_has("test"),
     tests=_pytest_tests,
     question=_kodcode_question,
     solution=_first_solution,
   ),
-  Layout(
+  ProblemLayout(
     name="LiveCodeBench",
     fits=_has("public_test_cases"),
     tests=_livecodebench_tests,
     question=_livecodebench_question,
     solution=_first_solution,
   ),
-  Layout(
+  ProblemLayout(
     name="APPS and TACO",
     fits=_has("input_output"),
     tests=_near_cases,
     question=_with_starter("input_output", "question", "problem"),
     solution=_first_solution,
   ),
-  Layout(
+  ProblemLayout(
     name="DeepCoder",
     fits=_has("tests"),
     tests=_cases_in("tests"),
     question=_with_starter("tests", "problem", "question"),
     solution=_first_solution,
   ),
-  Layout(
+  ProblemLayout(
     name="PRIME",
     fits=_has_ground_truth,
     tests=lambda row: Tests(cases=_cases(_ground_truth(row), _GROUND_TRUTH)),

@@ -6,7 +6,7 @@ import pytest
 from small_run import Collected, small_config, small_run, with_section
 
 from grpo_jax.config import Data
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.environments import acting, methods, of_config
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
@@ -128,7 +128,7 @@ def test_a_class_without_methods_and_names_that_clash_are_refused(tmp_path):
 
 
 def test_what_reset_says_is_added_to_the_last_message():
-  prompts = Prompts.__new__(Prompts)
+  prompts = PromptSet.__new__(PromptSet)
   prompts._templates, prompts._data = {}, Data(chat=True, prompt="{question}", system="Be brief.")
   opening = methods.opening_of(" It has a dial.")
   system, user = prompts._conversation({"question": "A safe."}, opening)

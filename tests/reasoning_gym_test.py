@@ -20,7 +20,7 @@ from grpo_jax import calls, gym, rewards
 from grpo_jax.config import Data
 from grpo_jax.console.show_data import drawn
 from grpo_jax.console.show_gym import knob_lines, task_lines
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import reasoning_gym as problems
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
@@ -259,7 +259,7 @@ def test_tasks_are_the_sources_of_a_mixture():
 
 def test_prompts_have_templates_of_their_sources():
   given = data("chain_sum,ab", prompts=("Sum: {question}", "AB: {question}"))
-  prompts = Prompts(tasks.make_task(given).test[:2], QWEN, given)
+  prompts = PromptSet(tasks.make_task(given).test[:2], QWEN, given)
   first, second = prompts.make([0, 1])
   assert first.text.startswith("Sum: ") and second.text.startswith("AB: ")
   with pytest.raises(ConfigError, match="data.prompts has 1 templates"):

@@ -16,7 +16,7 @@ from grpo_jax.config import Config, Environment, Eval
 from grpo_jax.data.files.rows import InMemory
 from grpo_jax.data.images import processor
 from grpo_jax.data.images.processor import Processor
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import exams, tasks
 from grpo_jax.data.tokenizers import chat, tokenizer
 from grpo_jax.environments import Environments, of_config
@@ -112,7 +112,7 @@ class Run:
     with doing(f"reading the data of task {tasks.name_of(self.config.data)}"):
       return tasks.make_task(self.config.data)
 
-  def prompts(self, split: str) -> Prompts:
+  def prompts(self, split: str) -> PromptSet:
     """The prompts of the split "train" or "test": of the latter, the first eval.examples.
 
     Raises:
@@ -124,7 +124,7 @@ class Run:
     if split == "test":
       examples = InMemory(examples, self.config.eval.examples)
     with doing(f"making the {name} prompts"):
-      prompts = Prompts(
+      prompts = PromptSet(
         examples,
         self.tokenizer,
         self.config.data,
@@ -183,7 +183,7 @@ class Run:
     run.config = dataclasses.replace(self.config, eval=settings)
     return run
 
-  def with_exam(self, entry: exams.Entry) -> "tuple[Run, Prompts]":
+  def with_exam(self, entry: exams.Entry) -> "tuple[Run, PromptSet]":
     """The same parts for an exam, which is answered in one turn and without tools.
 
     Returns:

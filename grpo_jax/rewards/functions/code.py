@@ -45,7 +45,7 @@ from grpo_jax.code_tests import MAIN_COLUMNS, TEST_COLUMNS, Tests, Unreadable, l
 from grpo_jax.rewards.answer import NoReward, RewardError
 from grpo_jax.rewards.marks import checked_by, reads_one_of, rows_checked_by
 from grpo_jax.rewards.sandbox import runner
-from grpo_jax.rewards.sandbox.cases import Clock, run_cases
+from grpo_jax.rewards.sandbox.cases import TimeLimits, run_cases
 from grpo_jax.rewards.sandbox.tests import Problem, run_tests
 from grpo_jax.settings import ConfigError, at_least
 
@@ -173,9 +173,9 @@ def code(
     ConfigError: There is no sandbox on this machine.
     RewardError: A sandbox did not start, or a setup fails.
   """
-  judge = _Judge(
+  judge = _ProgramScorer(
     sandbox=runner.find() if sandboxed else runner.NONE,
-    limits=runner.Limits(math.ceil(seconds), int(memory * 2**30), threads=_THREADS),
+    limits=runner.SandboxLimits(math.ceil(seconds), int(memory * 2**30), threads=_THREADS),
     seconds=seconds,
     case_seconds=case_seconds,
     partial=partial or fraction,
@@ -191,11 +191,11 @@ _Problem = tuple[Problem, Tests] | NoReward | None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Judge:
+class _ProgramScorer:
   """Scores completions. The attributes are parameters of `code`, and what follows from them."""
 
   sandbox: str
-  limits: runner.Limits
+  limits: runner.SandboxLimits
   seconds: float
   case_seconds: float
   partial: bool
@@ -206,7 +206,7 @@ class _Judge:
     asserts, tests = problem
     program = _whole(program_of(completion), tests)
     if tests.cases:
-      clock = Clock(self.seconds, self.case_seconds)
+      clock = TimeLimits(self.seconds, self.case_seconds)
       verdict = run_cases(
         program,
         tests.cases,

@@ -39,7 +39,7 @@ class _NotStarted(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Clock:
+class TimeLimits:
   """Limits of time, in seconds.
 
   Attributes:
@@ -54,9 +54,9 @@ class Clock:
 def run_cases(
   program: str,
   cases: Sequence[Case],
-  limits: runner.Limits,
+  limits: runner.SandboxLimits,
   sandbox: str,
-  clock: Clock,
+  clock: TimeLimits,
   place: str,
   *,
   stops: bool = True,

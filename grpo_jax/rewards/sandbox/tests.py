@@ -51,7 +51,7 @@ class Verdict:
 
 
 def run_tests(
-  program: str, problem: Problem, limits: runner.Limits, sandbox: str, seconds: float
+  program: str, problem: Problem, limits: runner.SandboxLimits, sandbox: str, seconds: float
 ) -> Verdict:
   """Runs a program, and the tests on it.
 
