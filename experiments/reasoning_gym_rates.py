@@ -26,13 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import gym, load_config
+from grpo_jax import load_config
 from grpo_jax.config import Config
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.reasoning_gym import Problems
 from grpo_jax.evaluation.evaluator import first_scores
 from grpo_jax.evaluation.policy import Policy, policy_of_config
+from grpo_jax.problems import gym
 from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax import gym, registry
+from grpo_jax import registry
 from grpo_jax.data.files import tfds
 from grpo_jax.data.files.given import OfProgram, give
 from grpo_jax.data.files.rows import Example, Examples, InMemory
@@ -37,6 +37,7 @@ from grpo_jax.data.tasks.reasoning_gym import Problems
 from grpo_jax.data.tasks.seeds import Seeds
 from grpo_jax.data.tasks.word_problems import WordProblems
 from grpo_jax.data.tokenizers import chat
+from grpo_jax.problems import gym
 from grpo_jax.settings import ConfigError
 
 if TYPE_CHECKING:

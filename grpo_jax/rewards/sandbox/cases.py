@@ -15,7 +15,7 @@ import subprocess
 import time
 from typing import Any
 
-from grpo_jax.code_tests import Case
+from grpo_jax.problems.programs import Case
 from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.sandbox import runner
 from grpo_jax.rewards.sandbox.programs.values import encode
