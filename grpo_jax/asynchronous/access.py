@@ -32,7 +32,7 @@ OPEN = Access()  # lets every process join that reaches the port
 
 
 def of_learner(rollout: Rollout, host: str) -> Access:
-  """The access that a learner gives which listens at `host`.
+  """The access that a learner listening at `host` gives.
 
   Raises:
     ConfigError: A file cannot be used, or other machines could join without a secret.

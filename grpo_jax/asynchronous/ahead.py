@@ -465,7 +465,7 @@ class Beside(Ahead):
     if self._changes:
       return self._schedule.versions_from(self._chunk)
     known = self._schedule.known
-    return {version for n in [*known] if n >= self._next for _, version in known[n]}
+    return {version for batch in [*known] if batch >= self._next for _, version in known[batch]}
 
 
 class _Stopwatch:

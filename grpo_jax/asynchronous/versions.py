@@ -65,7 +65,7 @@ class SentVersions:
     }
     self._numbers[weights.version] = weights.numbers
     kept = needed | {weights.version}
-    self._numbers = {v: numbers for v, numbers in self._numbers.items() if v in kept}
+    self._numbers = {version: own for version, own in self._numbers.items() if version in kept}
     fields = {"version": weights.version, "leaves": weights.numbers, "keep": [*self._numbers]}
     return fields, new
 
@@ -118,9 +118,9 @@ class KeptVersions:
       self._numbers[fields["version"]] = numbers
       self._leaves |= {numbers[int(place)]: array for place, array in arrays.items()}
       kept = {*fields["keep"], fields["version"]}
-      self._numbers = {v: own for v, own in self._numbers.items() if v in kept}
+      self._numbers = {version: own for version, own in self._numbers.items() if version in kept}
       needed = {number for own in self._numbers.values() for number in own}
-      self._leaves = {n: leaf for n, leaf in self._leaves.items() if n in needed}
+      self._leaves = {number: leaf for number, leaf in self._leaves.items() if number in needed}
 
   def use(self, version: Any) -> list[jax.Array]:
     """The leaves of a version on the devices. Raises BadMessage if it is not there."""

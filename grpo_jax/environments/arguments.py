@@ -153,7 +153,7 @@ def _names(schemas: Sequence[Schema]) -> set[str]:
     names = names if isinstance(names, list) else [names]
     choices = _choices(one)
     if names == [None]:
-      names = [name for name, kinds in _TYPES.items() for x in choices if type(x) in kinds]
+      names = [name for name, kinds in _TYPES.items() for one in choices if type(one) in kinds]
     found.update(name for name in names if isinstance(name, str) and name in _TYPES)
     if one.get("nullable") is True:
       found.add("null")
@@ -167,8 +167,8 @@ def _choices(schema: Schema) -> list[Any]:
   return [*made, schema["const"]] if "const" in schema else made
 
 
-def _is_same_kind(a: Any, b: Any) -> bool:
-  return isinstance(a, bool) == isinstance(b, bool)  # True == 1
+def _is_same_kind(first: Any, second: Any) -> bool:
+  return isinstance(first, bool) == isinstance(second, bool)  # True == 1
 
 
 def _has_others(schema: Schema) -> bool:
