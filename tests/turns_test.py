@@ -18,7 +18,7 @@ from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.data.tokenizers.replies import Replies
-from grpo_jax.environments import acting, of_config, written_calls
+from grpo_jax.environments import acting, make_environments, written_calls
 from grpo_jax.environments.built_in import calculator
 from grpo_jax.rollouts.talk import Talk
 from grpo_jax.rollouts.turns import from_line
@@ -1149,12 +1149,12 @@ def test_a_prompt_shows_the_tools_of_its_row(tmp_path):
   values = [["b", "a", "b"], [], None, [SCHEMA_OF_B], [{"name": "a"}]]
   config = with_rows(tmp_path, config, values, chat=True, prompt="{question}")
   made = PromptSet(
-    make_task(config.data).train, tokens, config.data, environment=of_config(config, tokens)
+    make_task(config.data).train, tokens, config.data, environment=make_environments(config, tokens)
   ).make(range(5))
   assert [one.text for one in made] == ["b;a;0ab=", "1ab=", "a;b;2ab=", "b;3ab=", "a;4ab="]
   for environment in (
     None,
-    of_config(with_section(config, "environment", tools=(), name="retry"), tokens),
+    make_environments(with_section(config, "environment", tools=(), name="retry"), tokens),
   ):
     made = PromptSet(make_task(config.data).train, tokens, config.data, environment=environment)
     texts = [one.text for one in made.make(range(5))]

@@ -31,7 +31,7 @@ class Access(NamedTuple):
 OPEN = Access()  # lets every process join that reaches the port
 
 
-def of_learner(rollout: Rollout, host: str) -> Access:
+def learner_access(rollout: Rollout, host: str) -> Access:
   """The access that a learner listening at `host` gives.
 
   Raises:
@@ -64,7 +64,7 @@ def of_learner(rollout: Rollout, host: str) -> Access:
   return Access(secret, context)
 
 
-def of_sampler(rollout: Rollout, host: str) -> Access:
+def sampler_access(rollout: Rollout, host: str) -> Access:
   """The access with which a sampler joins a learner at `host`.
 
   Raises:

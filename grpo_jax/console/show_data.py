@@ -17,7 +17,7 @@ from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap,
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.mixture import Mixture, mixture_of
 from grpo_jax.data.tokenizers import chat, tokenizer
-from grpo_jax.environments import of_config
+from grpo_jax.environments import make_environments
 from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
 
@@ -79,7 +79,7 @@ def drawn(config: Config, step: int) -> StepPrompts:
   if not 1 <= step <= last:
     raise ConfigError(f"flag --step={step}: the run has the steps 1 to {last}")
   task, tokens, processor = open_data(config)
-  environment = of_config(config, tokens)
+  environment = make_environments(config, tokens)
   prompts = PromptSet(task.train, tokens, config.data, environment=environment, processor=processor)
   number = step - 1
   if number < warm:
@@ -133,7 +133,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
   task, tokens, processor = open_data(config)
   if not len(task.test):
     raise tasks.no_test_split(config.data.path)
-  environment, found = of_config(config, tokens), dict[str, Statistics]()
+  environment, found = make_environments(config, tokens), dict[str, Statistics]()
   for split, examples in (("training", task.train), ("test", task.test)):
     shares: Mapping[str, float] = {}
     if isinstance(examples, Mixture) and split == "training":

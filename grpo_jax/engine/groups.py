@@ -147,12 +147,12 @@ class EngineGroups:
     reply = None if tokens is None else [*tokens]
     row.turns[-1] = row.turns[-1]._replace(reply=reply)
     if reply is None or len(row.tokens) + len(reply) >= row.limit:
-      self._leave(row)
+      self._end_row(row)
       return
-    self._take(row, reply, [0.0] * len(reply), is_sampled=False)
+    self._append(row, reply, [0.0] * len(reply), is_sampled=False)
     if row.known and self._reply_before(row) != reply:
       row.known = []  # a tool or environment answers otherwise than it did
-    self._go(row)
+    self._start_turn(row)
 
   def cancel(self) -> None:
     if self._rows_of:
@@ -165,16 +165,16 @@ class EngineGroups:
     known, self._known = self._known, []
     for row in known:
       turn = row.known[len(row.turns)]
-      paused += self._drew(row, turn.tokens, turn.logprobs)
+      paused += self._add_turn(row, turn.tokens, turn.logprobs)
     if self._rows_of and not known:
       pauses = any(group.request.pauses for group in self._groups.values())
       for job, drawn in self._hub.servers.next(self._done, _MOMENT if pauses else _WHILE):
         row = self._rows_of.pop(job, None)
         if row is not None:
-          paused += self._drew(row, *self._cut(row, drawn))
+          paused += self._add_turn(row, *self._cut(row, drawn))
     ended, self._ended = self._ended, 0
     finished, self._finished = self._finished, []
-    return News(paused, [self._handed_on(finished)] if finished else [], ended)
+    return News(paused, [self._as_finished(finished)] if finished else [], ended)
 
   def _begin(self) -> None:
     """Begins the groups that wait, unless groups are in flight with other weights."""
@@ -189,7 +189,7 @@ class EngineGroups:
       group = self._opened(request, version)
       self._groups[request.number] = group
       for row in group.rows:
-        self._go(row)
+        self._start_turn(row)
 
   def _opened(self, request: GroupRequest, version: int) -> _Group:
     prompts, G, T = request.prompts, self._members, self._rules.tokens
@@ -210,7 +210,7 @@ class EngineGroups:
       group.rows.append(_Row(group, g, float(temperature_G[g]), int(limits_G[g]), known))
     return group
 
-  def _go(self, row: _Row) -> None:
+  def _start_turn(self, row: _Row) -> None:
     """Starts the next turn of a row."""
     if len(row.turns) < len(row.known):
       self._known.append(row)
@@ -251,20 +251,22 @@ class EngineGroups:
       )
     return tokens, logprobs
 
-  def _drew(self, row: _Row, tokens: list[int], logprobs: list[float]) -> list[StoppedRow]:
+  def _add_turn(self, row: _Row, tokens: list[int], logprobs: list[float]) -> list[StoppedRow]:
     """Adds a turn that a row has drawn. Returns the row if it pauses."""
-    self._take(row, tokens, logprobs, is_sampled=True)
+    self._append(row, tokens, logprobs, is_sampled=True)
     row.turns.append(RecordedTurn(tokens, logprobs))
     is_text = self._rules.end is not None and self._rules.end(tokens, 0) is not None
     row.stopped_by = tokens[-1] if is_text or tokens[-1] in self._rules.stop_ids else -1
     if not row.group.request.pauses:
-      self._leave(row)
+      self._end_row(row)
       return []
     room = row.limit - len(row.tokens)
     number = row.group.request.number
     return [StoppedRow(number, row.member, [*row.tokens], row.stopped_by, room)]
 
-  def _take(self, row: _Row, tokens: list[int], logprobs: list[float], *, is_sampled: bool) -> None:
+  def _append(
+    self, row: _Row, tokens: list[int], logprobs: list[float], *, is_sampled: bool
+  ) -> None:
     row.tokens += tokens
     row.logprobs += logprobs
     row.is_sampled += [is_sampled] * len(tokens)
@@ -274,7 +276,7 @@ class EngineGroups:
     place = len(row.turns) - 1
     return row.known[place].reply if place < len(row.known) else None
 
-  def _leave(self, row: _Row) -> None:
+  def _end_row(self, row: _Row) -> None:
     """Counts a row that has ended. Records its group when all rows have ended."""
     group = row.group
     self._ended, group.left = self._ended + 1, group.left - 1
@@ -285,7 +287,7 @@ class EngineGroups:
         self._hub.record.add(name, Recorded(group.version, group.asked, turns))
       self._finished.append(self._groups.pop(group.request.number))
 
-  def _handed_on(self, groups: Sequence[_Group]) -> Finished:
+  def _as_finished(self, groups: Sequence[_Group]) -> Finished:
     shape = len(groups), self._members, self._rules.tokens
     tokens_PGT, sampled_PGT = np.zeros(shape, np.int32), np.zeros(shape, bool)
     logprobs_PGT, behavior_PGT = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

@@ -310,7 +310,7 @@ class Servers:
     """The tokens that a server draws. None if they are no longer wanted. Raises ServerRefused."""
     lost = refused = 0
     while True:
-      with self._at(job) as place:
+      with self._server_for(job) as place:
         if place is None:
           return None
         returns = place.returns
@@ -346,7 +346,7 @@ class Servers:
       self._changed.wait_for(lambda: self._is_closed or job.is_dropped, seconds)
 
   @contextlib.contextmanager
-  def _at(self, job: RowRequest) -> Iterator[_ServerState | None]:
+  def _server_for(self, job: RowRequest) -> Iterator[_ServerState | None]:
     """Waits for the server of a request. None if the request was dropped."""
     with self._changed:
       self._changed.wait_for(

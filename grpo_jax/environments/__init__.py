@@ -44,7 +44,7 @@ tools, these are answered first, and `step` is not called.
 """
 
 from grpo_jax.environments.acting import Outcome, Request
-from grpo_jax.environments.configured import Environments, of_config
+from grpo_jax.environments.configured import Environments, make_environments
 from grpo_jax.environments.names import ENVIRONMENTS, TOOLS, register_environment, register_tool
 from grpo_jax.environments.workers import Runner
 
@@ -55,7 +55,7 @@ __all__ = [
   "Outcome",
   "Request",
   "Runner",
-  "of_config",
+  "make_environments",
   "register_environment",
   "register_tool",
 ]

@@ -166,7 +166,7 @@ class Environments:
     return all(map(names.is_portable, found))
 
 
-def of_config(config: Config, tokenizer: Tokenizer) -> Environments | None:
+def make_environments(config: Config, tokenizer: Tokenizer) -> Environments | None:
   """The tools and environments of a config, or None if completions have one turn.
 
   Raises:

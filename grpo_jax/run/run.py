@@ -19,7 +19,7 @@ from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import exams, tasks
 from grpo_jax.data.tokenizers import chat, tokenizer
-from grpo_jax.environments import Environments, of_config
+from grpo_jax.environments import Environments, make_environments
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh, split
@@ -164,7 +164,7 @@ class Run:
   @functools.cached_property
   def environments(self) -> Environments | None:
     """The tools and environments, or None if completions have one turn."""
-    return of_config(self.config, self.tokenizer)
+    return make_environments(self.config, self.tokenizer)
 
   @functools.cached_property
   def encode(self) -> Jitted:

@@ -9,7 +9,7 @@ import sys
 import jax
 
 from grpo_jax import config as config_lib
-from grpo_jax.asynchronous.access import Access, of_learner
+from grpo_jax.asynchronous.access import Access, learner_access
 from grpo_jax.asynchronous.ahead import Ahead, Beside, ahead_in_turn, has_drawn_ahead
 from grpo_jax.asynchronous.contents import limits_of
 from grpo_jax.asynchronous.learner import RemoteSampler
@@ -302,7 +302,7 @@ def _access(config: Config) -> Access | None:
       " itself; leave it empty, or start one process"
     )
   host, _ = address_of(rollout.listen, "config key rollout.listen")
-  return of_learner(rollout, host)
+  return learner_access(rollout, host)
 
 
 def _nothing_to_learn_from(steps: int) -> str:
