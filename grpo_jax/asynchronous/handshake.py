@@ -118,9 +118,9 @@ def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
   return channel
 
 
-def _proof(secret: bytes, role: bytes, of_sampler: bytes, of_learner: bytes) -> bytes:
+def _proof(secret: bytes, role: bytes, sampler_nonce: bytes, learner_nonce: bytes) -> bytes:
   """Proves that the side with this role knows the secret, for a connection with these nonces."""
-  return hmac.digest(secret, _MAGIC + role + of_sampler + of_learner, "sha256")
+  return hmac.digest(secret, _MAGIC + role + sampler_nonce + learner_nonce, "sha256")
 
 
 def _nonce(greeting: bytes) -> bytes:
