@@ -8,7 +8,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 FILES = (
-  *("CHANGELOG.md", "colabs/*.ipynb", "configs/**/*.py", "experiments/*.*", "experiments/log/*.md"),
+  "CHANGELOG.md",
+  "colabs/*.ipynb",
+  "configs/**/*.py",
+  "experiments/*.*",
+  "experiments/log/*.md",
   "grpo_jax/**/*.py",
 )
 

@@ -145,9 +145,8 @@ class Flow:
     self._open(count, until, choose)
     for played in self._player.advance():
       self._begin_scores(played)
-    self._policy = VersionedParams(
-      None, policy.version
-    )  # so that a copy of the weights can be freed
+    # Without the weights, so that a copy of them can be freed.
+    self._policy = VersionedParams(None, policy.version)
     if self._config.algo.dynamic_sampling and self._lots:
       self._see_which_differ()
     return self._is_used

@@ -69,7 +69,7 @@ class PickledEnvironment(NamedTuple):
   """An environment after its conversation, for reward functions with an argument `environments`.
 
   Attributes:
-    name: The name of its class, as environment.name has it for the task.
+    name: The name of the environment, as environment.name has it for the task.
     state: The pickled object in base64.
   """
 

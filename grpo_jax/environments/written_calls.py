@@ -1,4 +1,4 @@
-"""Checks that the calls of tools can be read which a chat template tells a model to write."""
+"""Checks whether the calls that a chat template tells a model to write can be read here."""
 
 import json
 import os
