@@ -7,7 +7,14 @@ import subprocess
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-FILES = ("CHANGELOG.md", "colabs/*.ipynb", "configs/**/*.py", "experiments/*.*", "grpo_jax/**/*.py")
+FILES = (
+  "CHANGELOG.md",
+  "colabs/*.ipynb",
+  "configs/**/*.py",
+  "experiments/*.*",
+  "experiments/log/*.md",
+  "grpo_jax/**/*.py",
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -15,7 +15,7 @@ from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.rewards.functions.final_number import strict
-from grpo_jax.rollouts.complete import Rollout, make_rollout
+from grpo_jax.rollouts.complete import Completer, make_rollout
 
 SUMS, DRAWS, ROWS = 512, 64, 32
 
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
   params, prompts = run.parameters.for_sampling(policy.params), run.prompts("test")
   answers = [prompts.example(i)["answer"] for i in range(len(prompts))]
 
-  def draw(rollout: Rollout) -> np.ndarray:
+  def draw(rollout: Completer) -> np.ndarray:
     """Texts [N, G]."""
     return rollout(params, prompt_batch(prompts, np.arange(SUMS)), run.key("evaluate")).texts_PG
 

@@ -59,7 +59,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.asynchronous.ahead import Ahead, Beside, ahead_in_turn
-from grpo_jax.asynchronous.schedule import Schedule
+from grpo_jax.asynchronous.schedule import WeightSchedule
 from grpo_jax.batches.collect import Collector
 from grpo_jax.config import Config, from_dict
 from grpo_jax.configs import default
@@ -207,7 +207,7 @@ def main() -> None:
   if args.sampler:
     schedule = None
     if args.weights != "fixed":
-      schedule = Schedule(workdir, in_flight=args.weights == "in_flight")
+      schedule = WeightSchedule(workdir, in_flight=args.weights == "in_flight")
     ahead = Beside(collector, run.config, schedule)
   elif args.staleness:
     ahead = ahead_in_turn(collector, run.config)

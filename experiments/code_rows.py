@@ -3,8 +3,8 @@
 python experiments/code_rows.py FILE.jsonl [--seconds=10] [--at_once=2]
 python experiments/code_rows.py --speed    judgements a second of made-up programs, without a file
 
-A row is in one of the layouts of `grpo_jax/code_tests.py`, and has a solution. It is usable if its
-own solution passes its tests and a text that is no program does not.
+A row is in one of the layouts of `grpo_jax/problems/layouts.py`, and has a solution. It is usable
+if its own solution passes its tests and a text that is no program does not.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import time
 from typing import Any
 
-from grpo_jax.code_tests import TEST_COLUMNS, layout_of
+from grpo_jax.problems.layouts import TEST_COLUMNS, layout_of
 from grpo_jax.rewards.functions.code import code
 
 _ADD = "a, b = map(int, input().split())\nprint(a + b)"

@@ -18,8 +18,8 @@ import numpy as np
 import grpo_jax
 from grpo_jax.data import loader
 from grpo_jax.engine import command
-from grpo_jax.engine.connect import Engine
-from grpo_jax.rollouts.complete import Rollout, make_rollout
+from grpo_jax.engine.connect import ExternalEngine
+from grpo_jax.rollouts.complete import Completer, make_rollout
 from grpo_jax.run.run import Run
 
 FLAGS = flags.FLAGS
@@ -36,7 +36,7 @@ flags.DEFINE_bool("command", False, "print the command of the server and end")
 
 
 def measured(
-  name: str, rollout: Rollout, params: Any, prompts: loader.PromptBatch, key: jax.Array
+  name: str, rollout: Completer, params: Any, prompts: loader.PromptBatch, key: jax.Array
 ) -> float:
   """Draws all prompts once. Prints and returns tokens a second."""
   began = time.perf_counter()
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
   indices = np.arange(FLAGS.prompts)
   prompts = loader.prompt_batch(run.prompts("train"), indices, run.hosts)
   params = run.parameters.for_sampling(run.initial_params())
-  engine, key = Engine(run, lambda: False), run.key("sample")
+  engine, key = ExternalEngine(run, lambda: False), run.key("sample")
   with tempfile.TemporaryDirectory() as folder:
     engine.open(Path(folder))
     ours = make_rollout(run, FLAGS.members)

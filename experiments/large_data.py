@@ -24,7 +24,7 @@ import numpy as np
 
 from grpo_jax.config import Data
 from grpo_jax.data import loader
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 
@@ -60,7 +60,7 @@ def read(folder: str, tokens: str, count_at_start: int) -> dict[str, float]:
   if any(Path(folder).glob("*.parquet")):
     import pyarrow.parquet  # noqa: F401
   before, wall, cpu = _peak(), time.perf_counter(), time.process_time()
-  prompts = Prompts(tasks.make_task(data).train, codec, data)
+  prompts = PromptSet(tasks.make_task(data).train, codec, data)
   loader.step_indices(0, 0, PROMPTS, len(prompts))
   start = {"start_cpu": time.process_time() - cpu, "start_wall": time.perf_counter() - wall}
   cpu = time.process_time()

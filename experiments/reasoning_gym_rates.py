@@ -26,13 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax import gym, load_config
+from grpo_jax import load_config
 from grpo_jax.config import Config
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.reasoning_gym import Problems
 from grpo_jax.evaluation.evaluator import first_scores
 from grpo_jax.evaluation.policy import Policy, policy_of_config
+from grpo_jax.problems import gym
 from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
@@ -78,7 +79,7 @@ def config_of(args: argparse.Namespace) -> Config:
   )
 
 
-def some_problems(name: str, policy: Policy, count: int) -> Prompts | None:
+def some_problems(name: str, policy: Policy, count: int) -> PromptSet | None:
   """The first prompts of a task that are short enough. None if there are none."""
   problems = Problems(gym.parse(name, "flag --tasks"), "train")
   run, began = policy.run, time.monotonic()
@@ -86,7 +87,7 @@ def some_problems(name: str, policy: Policy, count: int) -> Prompts | None:
   for index in range(MOST):
     example = {**problems[index], "task": name}
     try:
-      Prompts([example], run.tokenizer, run.config.data, count_all=True)
+      PromptSet([example], run.tokenizer, run.config.data, count_all=True)
       fitting.append(example)
     except ConfigError as error:
       if "data.max_prompt_tokens" not in str(error):
@@ -95,7 +96,7 @@ def some_problems(name: str, policy: Policy, count: int) -> Prompts | None:
       break
   if not fitting:
     return None
-  prompts = Prompts(fitting, run.tokenizer, run.config.data, count_all=True)
+  prompts = PromptSet(fitting, run.tokenizer, run.config.data, count_all=True)
   longest = run.config.data.max_prompt_tokens
   power = 1 << (prompts.max_tokens - 1).bit_length()
   prompts.max_tokens = min(longest, max(SHORTEST, power))

@@ -29,7 +29,7 @@ from grpo_jax import load_config, rewards, train
 from grpo_jax.config import Config
 from grpo_jax.rewards.functions.code import code
 from grpo_jax.rewards.functions.symbolic import math
-from grpo_jax.rewards.workers.messages import Call
+from grpo_jax.rewards.workers.messages import WorkerCall
 from grpo_jax.storage.reading import read_metrics
 
 GROUP = 8
@@ -94,7 +94,8 @@ def throughput(count: int, workers: int) -> None:
   pool = rewards.Pool(workers, timeout=30.0, memory=4.0)
   pool.add("math", math, is_named=True)
   calls = [
-    Call("math", "math", {"completions": texts[rows], "answer": golds[rows]}) for rows in groups
+    WorkerCall("math", "math", {"completions": texts[rows], "answer": golds[rows]})
+    for rows in groups
   ]
   cpu = cpu_seconds(resource.RUSAGE_CHILDREN)
   pool.start(calls[:workers]).result()  # starts them
@@ -155,7 +156,9 @@ def programs(count: int, workers: int) -> None:
   pool = rewards.Pool(workers, timeout=120.0, memory=4.0)
   pool.add("code", code, is_named=True)
   calls = [
-    Call("code", "code", {"completions": texts[i : i + GROUP], "test_list": tests[i : i + GROUP]})
+    WorkerCall(
+      "code", "code", {"completions": texts[i : i + GROUP], "test_list": tests[i : i + GROUP]}
+    )
     for i in range(0, count, GROUP)
   ]
   pool.start(calls[:workers]).result()  # starts them
@@ -197,7 +200,9 @@ def in_parts(folder: Path) -> None:
     key = f"{folder}/waiting.py:{name}(seconds={seconds})"
     pool = rewards.Pool(workers, timeout=30.0, memory=4.0)
     pool.add(key, None, is_named=True)
-    calls = [Call(key, name, {"completions": ["a"] * GROUP}, is_async="async" in name)] * count
+    calls = [
+      WorkerCall(key, name, {"completions": ["a"] * GROUP}, is_async="async" in name)
+    ] * count
     pool.start(calls).result()  # starts the workers
     for parts in (1, 2, 4, 8):
       size, times = count // parts, []

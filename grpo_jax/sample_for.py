@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
   from grpo_jax.asynchronous.sampler import sample_for
   from grpo_jax.run.run import Run
 
-  allowed = access.of_sampler(config.rollout, address[0])
+  allowed = access.sampler_access(config.rollout, address[0])
   sample_for(Run(config), address, values.give_up_after, allowed)
 
 

@@ -28,7 +28,7 @@ import turns_test
 
 from grpo_jax import model
 from grpo_jax.asynchronous.ahead import AheadInTurn, Beside, InFlightInTurn
-from grpo_jax.asynchronous.schedule import FromChunk, Schedule
+from grpo_jax.asynchronous.schedule import FromChunk, WeightSchedule
 from grpo_jax.batches.collect import Collected
 from grpo_jax.batches.rollout_metrics import staleness_metrics
 from grpo_jax.batches.scored import Scored, from_arrays, to_arrays
@@ -230,7 +230,7 @@ def test_no_more_than_the_bound_are_drawn_ahead():
 def test_the_newest_weights_draw_and_a_schedule_repeats_what_they_drew(tmp_path):
   def run(folder, pause, replay=""):
     (tmp_path / folder).mkdir()
-    schedule, draws = Schedule(tmp_path / folder, replay, in_flight=False), Draws(pause)
+    schedule, draws = WeightSchedule(tmp_path / folder, replay, in_flight=False), Draws(pause)
     ahead = Beside(draws, config_of(2, "newest"), schedule)
     learned(ahead)
     ahead.close()
@@ -253,7 +253,7 @@ def test_the_newest_weights_draw_and_a_schedule_repeats_what_they_drew(tmp_path)
 def in_flight(folder, draws, bound, replay=""):
   """(what draws ahead, its schedule)."""
   folder.mkdir(exist_ok=True)
-  schedule = Schedule(folder, str(replay))
+  schedule = WeightSchedule(folder, str(replay))
   return Beside(draws, config_of(bound, "in_flight"), schedule), schedule
 
 
@@ -425,7 +425,7 @@ def test_a_process_goes_on_in_flight_with_what_was_drawn(stop, tmp_path):
   schedule.close()
   assert [number for number, _ in first.log + second.log] == [*range(STEPS)]
   assert host["drawn"] == STEPS and "ahead" not in host
-  known, drawn = Schedule(tmp_path), first.drawn + second.drawn
+  known, drawn = WeightSchedule(tmp_path), first.drawn + second.drawn
   for chunk, (version, weights, groups) in enumerate(drawn):
     assert weights == f"w{version}"
     assert known.chunk(chunk) == FromChunk(version, groups)
@@ -565,7 +565,7 @@ def test_a_checkpoint_converts_weights_only_if_a_known_schedule_needs_them(tmp_p
   def converts():
     raise AssertionError("nothing needs them")
 
-  schedule = Schedule(tmp_path, in_flight=False)
+  schedule = WeightSchedule(tmp_path, in_flight=False)
   ahead = Beside(Draws(), config_of(2, "newest"), schedule)
   _, host = learned(ahead, end=3)
   ahead.saved(3, host, converts)
@@ -590,7 +590,7 @@ def test_so_many_versions_of_the_weights_are_held(weights, bound, slow, tmp_path
       return super().put(scored)
 
   config = with_section(config_of(bound, weights), "mesh", sampler=1)
-  schedule = Schedule(tmp_path, in_flight=False) if weights == "newest" else None
+  schedule = WeightSchedule(tmp_path, in_flight=False) if weights == "newest" else None
   pause = 0.02 if slow == "sampler" else 0
   ahead = Beside(Counts(lambda number: time.sleep(pause)), config, schedule)
   learned(ahead)
@@ -614,7 +614,7 @@ def test_a_half_written_line_is_dropped_and_a_damaged_one_is_an_error(changes, l
 
   file = tmp_path / "schedule.jsonl"
   file.write_text(f"{lines[0]}\n{lines[1][:-3]}")
-  schedule = Schedule(tmp_path, in_flight=changes)
+  schedule = WeightSchedule(tmp_path, in_flight=changes)
   first, second = FromChunk(0, 4), FromChunk(1, 8)
   assert known(schedule) == ([first, None, None, None, None] if changes else {0: ((0, 0),)})
   if changes:
@@ -624,13 +624,13 @@ def test_a_half_written_line_is_dropped_and_a_damaged_one_is_an_error(changes, l
     schedule.add(1, ((0, 1),))
   schedule.close()
   assert file.read_text() == "".join(f"{line}\n" for line in lines)
-  after = known(Schedule(tmp_path, in_flight=changes))
+  after = known(WeightSchedule(tmp_path, in_flight=changes))
   assert after == ([first] * 3 + [second, None] if changes else {0: ((0, 0),), 1: ((0, 1),)})
   file.write_text('{"batch": 0, "weights": []}\n')
   with pytest.raises(ConfigError, match="schedule.jsonl line 1 does not say"):
-    Schedule(tmp_path, in_flight=changes)
+    WeightSchedule(tmp_path, in_flight=changes)
   with pytest.raises(ConfigError, match="rollout.replay is 'nowhere'"):
-    Schedule(tmp_path, "nowhere", changes)
+    WeightSchedule(tmp_path, "nowhere", changes)
 
 
 @pytest.mark.parametrize(
@@ -693,7 +693,7 @@ def assert_named(first, line, why, tmp_path, in_flight):
   (tmp_path / "other").mkdir()
   for folder, replay in ((tmp_path, ""), (tmp_path / "other", str(file))):
     with pytest.raises(ConfigError) as error:
-      Schedule(folder, replay, in_flight)
+      WeightSchedule(folder, replay, in_flight)
     message = str(error.value)
     assert f"{file} line 2 does not say" in message and why in message
     assert len(message.splitlines()) == 1 and len(message) < 600
@@ -704,20 +704,20 @@ def test_a_schedule_must_be_a_file_and_whole(tmp_path):
   other = tmp_path / "other.jsonl"
   other.write_text("".join(lines))
   with pytest.raises(ConfigError, match="does not say which weights drew batch 2"):
-    Schedule(tmp_path, str(other), in_flight=False)
+    WeightSchedule(tmp_path, str(other), in_flight=False)
   other.write_text('{"batch": 2, "weights": [[0, 1], [4, 2]]}\n')
   (tmp_path / "schedule.jsonl").write_text(other.read_text())
   with pytest.raises(ConfigError, match="line 1 .* change in flight, and rollout.weights"):
-    Schedule(tmp_path, in_flight=False)
+    WeightSchedule(tmp_path, in_flight=False)
   (tmp_path / "schedule.jsonl").unlink()
   for make in (Path.mkdir, os.mkfifo):
     path = tmp_path / make.__name__ / "schedule.jsonl"
     path.parent.mkdir()
     make(path)
     with pytest.raises(ConfigError, match="cannot be read as a schedule"):
-      Schedule(path.parent)
+      WeightSchedule(path.parent)
     with pytest.raises(ConfigError, match="cannot be read as a schedule"):
-      Schedule(tmp_path, str(path))
+      WeightSchedule(tmp_path, str(path))
 
 
 def test_the_last_line_of_a_batch_or_chunk_counts(tmp_path):
@@ -725,10 +725,10 @@ def test_the_last_line_of_a_batch_or_chunk_counts(tmp_path):
   lines = [[3, 1], [4, 2], [3, 2]]
   text = "".join(json.dumps({"batch": n, "weights": [[0, v]]}) + "\n" for n, v in lines)
   (tmp_path / "schedule.jsonl").write_text(text)
-  assert Schedule(tmp_path, in_flight=False).known == {3: ((0, 2),), 4: ((0, 2),)}
+  assert WeightSchedule(tmp_path, in_flight=False).known == {3: ((0, 2),), 4: ((0, 2),)}
   text = "".join(json.dumps({"chunk": n, "version": v, "groups": 8}) + "\n" for n, v in lines)
   (tmp_path / "schedule.jsonl").write_text(text)
-  known = Schedule(tmp_path)
+  known = WeightSchedule(tmp_path)
   assert [known.chunk(n) for n in (2, 3, 4, 5)] == [None, *[FromChunk(2, 8)] * 2, None]
 
 
@@ -755,7 +755,7 @@ def test_configs_that_cannot_be_run(section, changes, message):
 
 
 def test_weights_of_another_run_are_an_error(tmp_path):
-  schedule = Schedule(tmp_path)
+  schedule = WeightSchedule(tmp_path)
   schedule.known[5] = ((0, 1),)
   ahead = Beside(Draws(), config_of(2, "newest"), schedule)
   with pytest.raises(RunFailed, match="the file is of another run"):

@@ -10,9 +10,9 @@ import zlib
 
 import pytest
 
-from grpo_jax import code_tests
 from grpo_jax.config import Data
 from grpo_jax.data.tasks import tasks
+from grpo_jax.problems import cases, layouts, programs
 from grpo_jax.rewards.functions.code import _check_rows, code
 from grpo_jax.rewards.sandbox import runner
 from grpo_jax.rewards.sandbox.cases import same_output, same_value
@@ -283,8 +283,8 @@ def test_all_tests_must_pass_where_no_share_is_asked_for():
 
 def test_the_columns_of_a_data_set_are_read_as_they_are(examples):
   for name, row in ROWS.items():
-    layout = code_tests.layout_of(row)
-    assert layout.tests(row) == code_tests.layout_of(examples[name]).tests(examples[name])
+    layout = layouts.layout_of(row)
+    assert layout.tests(row) == layouts.layout_of(examples[name]).tests(examples[name])
     assert layout.name in name or name in layout.name
   by_column = {"tests": ROWS["PRIME"]["reward_model"]["ground_truth"]}
   assert scores_of([ADD], [by_column]) == [1]
@@ -370,11 +370,11 @@ def test_compressed_cases_hold_a_text_and_run_nothing(made, error, capsys):
 
 
 def test_compressed_cases_have_a_limit(monkeypatch):
-  monkeypatch.setattr(code_tests, "_MOST_BYTES", 2**20)
+  monkeypatch.setattr(cases, "_MOST_BYTES", 2**20)
   made = base64.b64encode(zlib.compress(pickle.dumps("[" + " " * 2**21))).decode()
   row = ROWS["LiveCodeBench"] | {"private_test_cases": made}
-  with pytest.raises(code_tests.Unreadable, match="more than 1 MiB"):
-    code_tests.layout_of(row).tests(row)
+  with pytest.raises(programs.Unreadable, match="more than 1 MiB"):
+    layouts.layout_of(row).tests(row)
 
 
 @pytest.mark.parametrize("text", ["-" * 10**6 + "1", "(" * 10**4, "x = [" + "1," * 10**7 + "]"])
@@ -427,7 +427,7 @@ def test_outputs_are_compared_by_lines_and_numbers(expected, found, same):
   ],
 )
 def test_values_are_compared_as_plain_data(expected, found, boxed, same):
-  case = code_tests.Case([], expected, "f", boxed)
+  case = programs.Case([], expected, "f", boxed)
   assert same_value(case, found.encode()) is same
 
 
@@ -512,7 +512,7 @@ def test_single(f_of):
 
 def test_a_file_for_pytest_keeps_its_helpers():
   row = {"test": PYTEST}
-  assert len(code_tests.layout_of(row).tests(row).asserts) == 7
+  assert len(layouts.layout_of(row).tests(row).asserts) == 7
   forged = "def f(x): return 5\ndef test_helper(x): return 5\ndef test_cases(): return [(0, 5)]"
   programs = ["def f(x): return 2 * x", forged, "def g(x): return 2 * x"]
   assert scores_of(programs, [row] * 3, partial=True) == [1, 0, 0]

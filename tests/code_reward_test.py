@@ -9,10 +9,11 @@ import time
 import pytest
 from small_run import small_config, small_run, with_section
 
-from grpo_jax import code_tests, rewards, train
+from grpo_jax import rewards, train
 from grpo_jax.batches.collect import Collector
 from grpo_jax.config import Data
 from grpo_jax.data.tasks import tasks
+from grpo_jax.problems.layouts import layout_of
 from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.functions import code as code_lib
 from grpo_jax.rewards.functions.code import program_of
@@ -632,7 +633,7 @@ def test_the_task_reads_the_layout_of_sanitized_mbpp(tmp_path):
   for split in ("train", "test"):
     (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
   first, second = tasks.make_task(Data(task="code", path=str(tmp_path))).train
-  setups = [code_tests.layout_of(row).tests(row).setup for row in (first, second)]
+  setups = [layout_of(row).tests(row).setup for row in (first, second)]
   assert setups == ["import math\nimport re", "import x"]
   assert first["solution"] == first["answer"] == first["code"] == ""
 

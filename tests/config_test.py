@@ -30,7 +30,7 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection.select import select
 from grpo_jax.config import Config, check_key, completed, from_dict, to_dict
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import Evaluator
@@ -553,7 +553,7 @@ def test_a_whole_run_reads_every_key(tmp_path, reads):
     Run(with_adapters(config, tmp_path / "hf"))
     with_chat_template = tokenizer.load(ROOT / "tests/golden/tokenizers/qwen")
     conversations = dataclasses.replace(config.data, chat=True, max_prompt_tokens=99)
-    Prompts([{"question": "1+1="}], with_chat_template, conversations)
+    PromptSet([{"question": "1+1="}], with_chat_template, conversations)
     for _, _, changes in variants():
       trace_step(dataclasses.replace(config.algo, **changes))
   finally:

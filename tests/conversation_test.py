@@ -13,7 +13,7 @@ from small_run import small_config, with_reward, with_section
 
 from grpo_jax import read_metrics, rewards, train
 from grpo_jax.config import Data, Mesh
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
@@ -346,7 +346,7 @@ def test_a_function_of_one_task_sees_an_example_of_it():
   caller = rewards.Caller(None)
   hosts = Hosts(make_mesh(Mesh(), jax.devices()[:1]))
   scorer = Scorer([Weighted(words, tasks="words")], hosts, qwen.decode, caller)
-  scorer.check_arguments(Prompts(examples, qwen, Data(chat=True)), "reward.functions")
+  scorer.check_arguments(PromptSet(examples, qwen, Data(chat=True)), "reward.functions")
   assert caller._conversational == [(words, True)]
 
 
@@ -364,7 +364,7 @@ def test_a_function_that_compares_members_or_wants_a_column_is_seen_to_read():
   for split in (examples, examples[:1] + examples[31:], examples[30:32]):
     caller = rewards.Caller(None)
     scorer = Scorer([Weighted(members, tasks="words")], hosts, qwen.decode, caller)
-    scorer.check_arguments(Prompts(split, qwen, Data(chat=True)), "reward.functions")
+    scorer.check_arguments(PromptSet(split, qwen, Data(chat=True)), "reward.functions")
     assert caller.reads_messages(members)
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 MANUAL = [README, ROOT / "CONTRIBUTING.md", *DOCS]
-LINKED = [*MANUAL, *sorted((ROOT / "experiments").glob("*.md"))]
+LINKED = [*MANUAL, *sorted((ROOT / "experiments").rglob("*.md"))]
 SECTIONS = [
   field.name for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.type)
 ]

@@ -7,7 +7,7 @@ from grpo_jax.data.images.source import Drawing
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.drawn import canvas, clocks, count_shapes, odd_one_out
 from grpo_jax.rewards import call
-from grpo_jax.rewards.answer import Log
+from grpo_jax.rewards.answer import CallLog
 from grpo_jax.settings import ConfigError
 
 NAMES = ("count_shapes", "clocks", "odd_one_out")
@@ -51,7 +51,7 @@ def test_an_image_is_drawn_once_for_the_completions_of_its_prompt():
 
   first, second = (Drawing(draw, scene, 8, 8) for scene in ("first", "second"))
   given = {"images": [[first], [first], [second]]}
-  images = call.arguments(lambda **columns: None, given, step=1, log=Log(3))["images"]
+  images = call.arguments(lambda **columns: None, given, step=1, log=CallLog(3))["images"]
   images[0][0].putpixel((0, 0), (1, 1, 1))
   assert images[1][0].getpixel((0, 0)) == (0, 0, 0)
   assert drawn == ["first", "second"]

@@ -14,7 +14,7 @@ FLOORS = [
   {"lazy"},
   {"settings", "files", "foreign", "timing", "types", "masked", "pending"},
   {"registry", "calls", "gguf_file", "progress"},
-  {"algo", "plain_values", "gym", "code_tests", "compiling"},
+  {"algo", "plain_values", "problems", "compiling"},
   {"config"},
   {"model", "rewards", "data"},
   {"parallel"},

@@ -12,7 +12,7 @@ from grpo_jax.asynchronous.ahead import AheadInTurn
 from grpo_jax.batches import flow as flow_lib
 from grpo_jax.batches.collect import Collector
 from grpo_jax.batches.curriculum import PassRateCurriculum
-from grpo_jax.batches.flow import Policy
+from grpo_jax.batches.flow import VersionedParams
 from grpo_jax.batches.groups import ScoredGroups
 from grpo_jax.pending import Pending
 from grpo_jax.rollouts.player import Played
@@ -90,7 +90,7 @@ def drawn_anyhow(collector, monkeypatch, seed, differs, steps, ahead):
   drawn, learned = [], []
   for step in range(steps):
     while not flow.is_drawn:
-      flow.advance(Policy(None, 0), min(step + ahead, steps - 1), None)
+      flow.advance(VersionedParams(None, 0), min(step + ahead, steps - 1), None)
       # Never more than the steps that are begun may have.
       assert flow.next - flow.first <= (1 + ROUNDS) * P * (1 + ahead)
     groups = flow.take().result()

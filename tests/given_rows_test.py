@@ -10,7 +10,7 @@ from small_run import small_config, with_section
 import grpo_jax
 from grpo_jax.config import Data
 from grpo_jax.data.files.given import give
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers.tokenizer import characters
 from grpo_jax.training import loop
@@ -43,7 +43,7 @@ def test_rows_of_a_registered_task_are_read_by_their_number():
   rows = ByNumber(10**6)
   task = registered(rows, count_at_start=500)
   assert len(task.train) == 10**6 and len(rows.read) < 4
-  prompts = Prompts(task.train, characters("0123456789+="), Data(count_at_start=500))
+  prompts = PromptSet(task.train, characters("0123456789+="), Data(count_at_start=500))
   assert len({*rows.read}) < 300
   assert prompts.make([999_999])[0].text == f"{999_999 % 9}+1="
 

@@ -14,7 +14,7 @@ import pytest
 from configs import gsm8k
 from grpo_jax import model
 from grpo_jax.config import from_dict
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.run.run import Run
@@ -234,8 +234,8 @@ def test_real_problems_train_and_fit(tmp_path):
   corpus = [example["question"] + example["solution"] for example in task.train[:2000]]
   checkpoint = make_checkpoint(tmp_path / "hf", corpus)
   data, tokens = gsm8k_config(checkpoint, GSM8K).data, tokenizer.load(checkpoint)
-  assert len(Prompts(task.test, tokens, data)) == 1319
-  assert Prompts(task.train[:500], tokens, data).dropped == 0
+  assert len(PromptSet(task.test, tokens, data)) == 1319
+  assert PromptSet(task.train[:500], tokens, data).dropped == 0
   rows = train(tmp_path / "run", checkpoint, GSM8K)
   assert [row["step"] for row in rows] == [0, 1, 2]
   assert np.isfinite(rows[2]["loss"]) and np.isfinite(rows[2]["kl"])

@@ -19,7 +19,7 @@ from grpo_jax.config import Data
 from grpo_jax.data.images import processor as processors
 from grpo_jax.data.images import source
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers import tokenizer as tokenizers
 from grpo_jax.settings import ConfigError, RunFailed
@@ -170,7 +170,7 @@ def run(tmp_path, seeing, rows, **settings):
   settings = {"prompt": "{question}", "max_prompt_tokens": 10_000} | settings
   data = Data(task="columns", path=str(tmp_path), chat=True, **settings)
   tokenizer, processor = seeing
-  prompts = Prompts(make_task(data).train, tokenizer, data, processor=processor)
+  prompts = PromptSet(make_task(data).train, tokenizer, data, processor=processor)
   return prompt_batch(prompts, np.arange(len(prompts))).images
 
 
@@ -408,7 +408,7 @@ def test_a_header_is_enough_at_the_start(tmp_path, seeing):
   )
   data = Data(task="columns", path=str(tmp_path), chat=True, max_prompt_tokens=10_000)
   tokenizer, processor = seeing
-  prompts = Prompts(make_task(data).train, tokenizer, data, processor=processor)
+  prompts = PromptSet(make_task(data).train, tokenizer, data, processor=processor)
   assert len(prompts) == 2
   assert prompt_batch(prompts, np.array([0])).images is not None
   with pytest.raises(RunFailed, match="line 2: image is a damaged PNG"):

@@ -20,7 +20,7 @@ from grpo_jax.data.images import processor as processors
 from grpo_jax.data.images.batches import padded_sizes
 from grpo_jax.data.images.source import source_of
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers import tokenizer as tokenizers
 from grpo_jax.settings import ConfigError
@@ -51,7 +51,7 @@ def prompts_of(tmp_path, seeing, rows, **settings):
   tokenizer, processor = seeing
   settings = {"chat": True, "max_prompt_tokens": 5000, "task": "columns"} | settings
   data = Data(path=str(tmp_path), **settings)
-  return Prompts(make_task(data).train, tokenizer, data, processor=processor)
+  return PromptSet(make_task(data).train, tokenizer, data, processor=processor)
 
 
 def code(name):
@@ -211,7 +211,7 @@ def test_parquet_as_datasets_stores_images(tmp_path, qwen):
     data = Data(
       task="columns", path=str(folder), chat=True, prompt="{problem}", max_prompt_tokens=5000
     )
-    prompts = Prompts(make_task(data).train, qwen[0], data, processor=qwen[1])
+    prompts = PromptSet(make_task(data).train, qwen[0], data, processor=qwen[1])
     batch = prompt_batch(prompts, np.arange(4))
     counts.append((batch.images.places_PIN2[..., 0] >= 0).sum((1, 2)))
     sizes = [made.images[0].size() for made in prompts.make(range(4))]
@@ -256,7 +256,7 @@ def test_images_of_a_program(qwen):
   examples = [{"question": "?", "image": image} for image in given]
   tokenizer, processor = qwen
   data = Data(chat=True, max_prompt_tokens=500)
-  batch = prompt_batch(Prompts(examples, tokenizer, data, processor=processor), np.arange(3))
+  batch = prompt_batch(PromptSet(examples, tokenizer, data, processor=processor), np.arange(3))
   assert (batch.images.patches_PINC == batch.images.patches_PINC[:1]).all()
   assert (batch.columns["image"][0].pixels() == pixels).all()
 

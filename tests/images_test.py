@@ -12,7 +12,7 @@ import pytest
 
 from grpo_jax.data.images import processor as processors
 from grpo_jax.data.images.resize import resize
-from grpo_jax.data.images.source import Source
+from grpo_jax.data.images.source import ImageSource
 from grpo_jax.data.tokenizers import tokenizer as tokenizers
 
 GOLDEN = Path(__file__).parent / "golden/images"
@@ -69,7 +69,7 @@ def test_prompts_and_pixels_are_those_of_transformers(family, case):
   if f"{case}/ids" not in expected:
     assert (case, name[:4]) == ("line.png", "qwen")  # transformers refuses it, and so do we
     pytest.skip("this family does not see lines")
-  images = [Source(file, path=str(GOLDEN / "files" / file)) for file in case.split("+")]
+  images = [ImageSource(file, path=str(GOLDEN / "files" / file)) for file in case.split("+")]
   layouts = [processor.layout(image) for image in images]
   text = tokenizer.render(conversation(images))
   ids = tokenizer.encode(processor.expand(text, layouts, case))
@@ -89,7 +89,7 @@ def test_places_of_visual_tokens(family, case):
   name, processor, tokenizer, expected = family
   if f"{case}/ids" not in expected:
     return
-  images = [Source(file, path=str(GOLDEN / "files" / file)) for file in case.split("+")]
+  images = [ImageSource(file, path=str(GOLDEN / "files" / file)) for file in case.split("+")]
   layouts = [processor.layout(image) for image in images]
   placed = processor.place(expected[f"{case}/ids"].tolist(), layouts, case)
   grids = [grid for layout in layouts for grid in layout.tokens]
@@ -120,7 +120,7 @@ def test_texts_without_images(family):
 def test_the_patches_of_a_token_follow_each_other():
   """Qwen's first four patches are the two rows and columns of the first visual token."""
   processor = processors.load(GOLDEN / "qwen3_vl", tokenizers.load(GOLDEN / "qwen3_vl"))
-  (picture,) = processor.pictures(Source("rgb", path=str(GOLDEN / "files/rgb.png")))
+  (picture,) = processor.pictures(ImageSource("rgb", path=str(GOLDEN / "files/rgb.png")))
   assert picture.places_N2[:4].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
   assert picture.places_N2[4:6].tolist() == [[0, 2], [0, 3]]
 

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_jax.config import Data
 from grpo_jax.data import loader
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
@@ -37,12 +37,12 @@ CHAT = dataclasses.replace(DATA, prompt="{question}", chat=True, max_prompt_toke
 def make_prompts(max_tokens=3, template="{question}?"):
   """The prompts of SPLIT."""
   data = dataclasses.replace(DATA, prompt=template, max_prompt_tokens=max_tokens)
-  return Prompts(SPLIT, TOKENIZER, data)
+  return PromptSet(SPLIT, TOKENIZER, data)
 
 
 def make_chats(tokens, examples, **changes):
   """The prompts of `examples` with data.chat, and with other changes to the config."""
-  return Prompts(examples, tokens, dataclasses.replace(CHAT, **changes))
+  return PromptSet(examples, tokens, dataclasses.replace(CHAT, **changes))
 
 
 def all_of(prompts, name):
@@ -195,7 +195,7 @@ def test_arithmetic_prompts_are_made_quickly():
   task = tasks.arithmetic("")
   start = time.process_time()
   data = dataclasses.replace(DATA, prompt="{question}", max_prompt_tokens=64)
-  made = Prompts(task.train, tokenizer.characters(task.alphabet), data)
+  made = PromptSet(task.train, tokenizer.characters(task.alphabet), data)
   assert len(made) == 20_000 and made.dropped == 0
   assert time.process_time() - start < 8  # about 0.5 s when the machine is free
   batch = loader.prompt_batch(made, loader.step_indices(0, 5, 32, len(made)))
@@ -207,12 +207,12 @@ def test_prompts_are_padded_to_the_longest_one_that_was_counted():
   split = [{"question": "a" * n} for n in (3, 17, 33, 70)]
   for most, width in ((80, 80), (76, 76), (71, 71), (70, 48), (40, 40), (32, 32), (20, 20)):
     data = dataclasses.replace(DATA, max_prompt_tokens=most)
-    made = Prompts(split, TOKENIZER, data)
+    made = PromptSet(split, TOKENIZER, data)
     assert made.max_tokens == width, most  # a question mark follows the question
     assert max(len(prompt.ids) for prompt in made.make(range(len(made)))) <= width
     assert loader.prompt_batch(made, np.array([0])).prompts_PS.shape == (1, width)
   # Where rows are read later, a longer one may come.
-  later = Prompts(
+  later = PromptSet(
     split, TOKENIZER, dataclasses.replace(DATA, max_prompt_tokens=99, count_at_start=1)
   )
   assert later.max_tokens == 99
@@ -254,7 +254,7 @@ def opened(count, max_tokens, *sizes, tokens=None):
   tokens.codec._engine = engine = Counting(tokens.codec._engine)
   data = dataclasses.replace(DATA, prompt="", max_prompt_tokens=max_tokens)
   split = [{"question": "", "place": place} for place in range(count)]
-  return Prompts(split, tokens, data, environment=Opens(*sizes)), engine.seen
+  return PromptSet(split, tokens, data, environment=Opens(*sizes)), engine.seen
 
 
 def test_of_prompts_that_are_far_too_long_only_the_beginning_is_tokenized():
@@ -276,13 +276,13 @@ def test_a_long_text_of_few_tokens_is_tokenized_whole():
   whole = len(tokens.encode(split[0]["question"] + "?"))
   assert whole == 91  # of 1,171 characters
   data = dataclasses.replace(DATA, prompt="{question}?", max_prompt_tokens=whole)
-  made = Prompts(split, tokens, data)
+  made = PromptSet(split, tokens, data)
   assert (len(made), made.dropped) == (1, 1) and len(made.make([0])[0].ids) == whole
   for most, length in ((90, "91"), (14, "91"), (13, "about 91")):
     with pytest.raises(
       ConfigError, match=f"drops all 2 prompts; the shortest one has {length} tok"
     ):
-      Prompts(split, tokens, dataclasses.replace(data, max_prompt_tokens=most))
+      PromptSet(split, tokens, dataclasses.replace(data, max_prompt_tokens=most))
 
 
 # Conversations.
@@ -294,13 +294,13 @@ EXAMPLE = {"question": "2 pens?", "solution": "two", "answer": "2"}
 def test_a_plain_prompt_begins_with_the_prefix():
   for name, prefix in (("llama3", "<|begin_of_text|>"), ("llama2", "<s>"), ("qwen", "")):
     tokens = family(name)
-    made = Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=20))
+    made = PromptSet([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=20))
     (prompt,) = made.make([0])
     assert prompt.text == "2 pens??" and prompt.messages is None
     assert prompt.ids == tokens.encode(prefix) + tokens.encode("2 pens??")
     n = len(prompt.ids)  # the prefix counts
     with pytest.raises(ConfigError, match=f"the shortest one has {n} tokens"):
-      Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=n - 1))
+      PromptSet([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=n - 1))
     # A solution has no prefix, no added space before it, and one stop token after it.
     batch = loader.supervised_batch(made, np.array([0]), tokens, 9)
     ids = batch.completions_PT[0, batch.mask_PT[0] > 0].tolist()
@@ -383,4 +383,4 @@ def test_a_tokenizer_without_a_chat_template_is_named():
   with pytest.raises(
     ConfigError, match="data.tokenizer: no chat template .* or set data.chat=False"
   ):
-    Prompts(SPLIT, TOKENIZER, dataclasses.replace(DATA, chat=True))
+    PromptSet(SPLIT, TOKENIZER, dataclasses.replace(DATA, chat=True))

@@ -6,8 +6,8 @@ import pytest
 from small_run import Collected, small_config, small_run, with_section
 
 from grpo_jax.config import Data
-from grpo_jax.data.prompts import Prompts
-from grpo_jax.environments import acting, methods, of_config
+from grpo_jax.data.prompts import PromptSet
+from grpo_jax.environments import acting, make_environments, methods
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 
@@ -117,18 +117,18 @@ def test_parameters_and_schemas(tmp_path):
 
 def test_a_class_without_methods_and_names_that_clash_are_refused(tmp_path):
   with pytest.raises(ConfigError, match="Silent has no method step, and no public method"):
-    of_config(config_of(tmp_path, "Silent"), None)
+    make_environments(config_of(tmp_path, "Silent"), None)
   (tmp_path / "tool.py").write_text(
     'def dial(x: str):\n  """Dials.\n\n  Args:\n    x: What.\n  """\n  return x\n'
   )
   config = config_of(tmp_path, "Safe")
   config = with_section(config, "environment", tools=(f"{tmp_path}/tool.py:dial",))
   with pytest.raises(ConfigError, match="a tool and a method of .*Safe are both called dial"):
-    of_config(config, None)
+    make_environments(config, None)
 
 
 def test_what_reset_says_is_added_to_the_last_message():
-  prompts = Prompts.__new__(Prompts)
+  prompts = PromptSet.__new__(PromptSet)
   prompts._templates, prompts._data = {}, Data(chat=True, prompt="{question}", system="Be brief.")
   opening = methods.opening_of(" It has a dial.")
   system, user = prompts._conversation({"question": "A safe."}, opening)

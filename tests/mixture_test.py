@@ -19,7 +19,7 @@ from grpo_jax.config import Config, Data, Eval, Reward
 from grpo_jax.console.show_data import drawn
 from grpo_jax.data import loader
 from grpo_jax.data.images.of_prompts import has_images
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import countdown, mixture, tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import first_scores
@@ -122,7 +122,7 @@ def test_columns_get_other_names_and_templates(tmp_path):
     {**rows[0], "answer": "2", "question": "Ann has 2. How many?"},
     {**rows[1], "tags": None, "answer": "7", "question": "B C"},
   ]
-  prompts = Prompts(tasks.make_task(data).train, QWEN, data)
+  prompts = PromptSet(tasks.make_task(data).train, QWEN, data)
   assert prompts.make([0])[0].text == "Ann has 2. How many?"
 
 
@@ -183,7 +183,7 @@ def test_a_missing_column_is_named(tmp_path, columns, prompt, words):
   path = str(folder(tmp_path, [{"a": "x", "b": "y"}, {"a": "z"}], [{"a": "x", "b": "y"}]))
   data = Data(task="columns", path=path, columns=columns, prompt=prompt)
   with pytest.raises(ConfigError, match=words.replace("{", r"\{")) as error:
-    Prompts(tasks.make_task(data).train, QWEN, data)
+    PromptSet(tasks.make_task(data).train, QWEN, data)
   assert "\n" not in str(error.value)
 
 
@@ -202,12 +202,14 @@ def test_a_field_inside_a_column_is_named_with_a_dot(tmp_path):
   data = Data(task="columns", path=path, columns=columns, prompt="Q: {extra_info.question}")
   task = tasks.make_task(data)
   assert task.train == [{**VERL, "answer": "2", "solution": "Well: #### 2"}]
-  assert Prompts(task.train, QWEN, data).make([0])[0].text == "Q: 1+1?"
+  assert PromptSet(task.train, QWEN, data).make([0])[0].text == "Q: 1+1?"
   inner = {"extra_info": {"turns": VERL["prompt"]}}  # messages inside a column
   data = dataclasses.replace(data, chat=True, prompt="{extra_info.turns}")
-  assert Prompts([inner], QWEN, data).make([0])[0].messages == VERL["prompt"]
+  assert PromptSet([inner], QWEN, data).make([0])[0].messages == VERL["prompt"]
   dotted = {"extra_info.question": "whole", "extra_info": {"question": "inner"}}
-  assert Prompts([dotted], QWEN, Data(prompt="{extra_info.question}")).make([0])[0].text == "whole"
+  assert (
+    PromptSet([dotted], QWEN, Data(prompt="{extra_info.question}")).make([0])[0].text == "whole"
+  )
 
 
 @pytest.mark.parametrize(
@@ -224,14 +226,14 @@ def test_a_field_that_is_not_in_a_column_is_named(tmp_path, changes, prompt, wor
   columns = ("answer=reward_model.ground_truth",)
   data = Data(task="columns", path=path, columns=columns, prompt=prompt)
   with pytest.raises(ConfigError, match=words.replace("{", r"\{")):
-    Prompts(tasks.make_task(data).train, QWEN, data)
+    PromptSet(tasks.make_task(data).train, QWEN, data)
 
 
 def test_a_prompt_of_nothing_is_named(sources):
   """Before, the prompt was the word None."""
   data = Data(mixture=sources, max_prompt_tokens=9)
   with pytest.raises(ConfigError, match="an example of own has no value in question"):
-    Prompts(tasks.make_task(data).train, QWEN, data)
+    PromptSet(tasks.make_task(data).train, QWEN, data)
 
 
 def test_an_entry_may_be_for_one_source(tmp_path):
@@ -310,7 +312,7 @@ def test_an_epoch_of_many_places_is_not_walked(sources):
   start = time.process_time()
   task = tasks.make_task(data)
   letters = tokenizer.characters(tasks.characters(data, task) + "own")
-  prompts = Prompts(task.train, letters, data)
+  prompts = PromptSet(task.train, letters, data)
   indices = loader.step_indices(0, 0, 64, len(prompts))
   batch = loader.prompt_batch(prompts, indices)
   assert time.process_time() - start < 2  # reading each place would take minutes
@@ -332,7 +334,7 @@ def test_a_mixture_of_files(sources):
   }
   # The sources take turns in the test, so that its first problems have all of them.
   assert [example["task"] for example in task.test] == ["math", "own", "math", "math"]
-  batch = loader.prompt_batch(Prompts(task.train, QWEN, data), [0, 4])
+  batch = loader.prompt_batch(PromptSet(task.train, QWEN, data), [0, 4])
   assert batch.columns["prompts"] == ["M m0", "O o1 1"] and batch.columns["task"] == ["math", "own"]
 
 
@@ -369,7 +371,7 @@ def test_a_mixture_that_cannot_be_made_is_named(sources, changes, words):
 def test_few_shot_examples_follow_the_system_message():
   data = Data(chat=True, system="Count.", few_shot=("1+1?", "2"), max_prompt_tokens=99)
   messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-  prompts = Prompts([{"question": "2+2?"}, {"question": messages}], QWEN, data)
+  prompts = PromptSet([{"question": "2+2?"}, {"question": messages}], QWEN, data)
   asked, dialogue = prompts.make([0, 1])
   assert [message["content"] for message in asked.messages] == ["Count.", "1+1?", "2", "2+2?"]
   assert [message["role"] for message in asked.messages] == ["system", "user", "assistant", "user"]
@@ -379,9 +381,9 @@ def test_few_shot_examples_follow_the_system_message():
 def test_few_shot_examples_follow_a_system_message_of_the_row():
   data = Data(chat=True, system="Count.", few_shot=("1+1?", "2"), max_prompt_tokens=99)
   row = [{"role": "system", "content": "Own."}, {"role": "user", "content": "2+2?"}]
-  (asked,) = Prompts([{"question": row}], QWEN, data).make([0])
+  (asked,) = PromptSet([{"question": row}], QWEN, data).make([0])
   assert [message["content"] for message in asked.messages] == ["Own.", "1+1?", "2", "2+2?"]
-  (alone,) = Prompts([{"question": row[:1]}], QWEN, data).make([0])
+  (alone,) = PromptSet([{"question": row[:1]}], QWEN, data).make([0])
   assert alone.messages == row[:1]
 
 

@@ -22,16 +22,16 @@ import pytest
 from small_run import G, P, small_config, with_reward, with_section
 
 from grpo_jax import model
-from grpo_jax.asynchronous.learner import Closed
+from grpo_jax.asynchronous.learner import SamplingClosed
 from grpo_jax.engine import client, command, keep, weights
 from grpo_jax.engine import servers as servers_lib
-from grpo_jax.engine.client import Client, Gone, Refused
+from grpo_jax.engine.client import Client, ServerGone, ServerRefused
 from grpo_jax.engine.connect import check_facts
-from grpo_jax.engine.drawn import Asked, DrawnFile
+from grpo_jax.engine.drawn import DrawnFile, GroupTerms
 from grpo_jax.engine.groups import EngineGroups, Rules
-from grpo_jax.engine.proof import what_is_wrong
+from grpo_jax.engine.proof import mismatch
 from grpo_jax.engine.servers import Servers
-from grpo_jax.engine.vllm import Ask, Drawn, Facts, VllmServer
+from grpo_jax.engine.vllm import Ask, DrawnTokens, Facts, VllmServer
 from grpo_jax.engine.weights import Folders, Written
 from grpo_jax.run.checks import check_config, corrected
 from grpo_jax.sampler.flight import Prompts
@@ -200,7 +200,7 @@ def test_adapters_of_others_are_not_taken_for_those_of_a_run(server):
     return answer(path, body)
 
   server.answer, server.adapters = refuse, {"a": "others"}
-  with pytest.raises(Refused, match="already been loaded"):
+  with pytest.raises(ServerRefused, match="already been loaded"):
     vllm.add_adapters("a", "own")
   vllm.add_adapters("b", "own")
   vllm.add_adapters("b", "own")  # its answer was lost
@@ -222,7 +222,7 @@ class Stub:
 
   def is_there(self):
     if not self.is_up:
-      raise Gone(f"{self.url} does not answer")
+      raise ServerGone(f"{self.url} does not answer")
 
   def drop(self, ask=None):
     self.draws.set()
@@ -240,7 +240,7 @@ class Stub:
     tokens = [2 + (ask.seed + n) % 7 for n in range(ask.most)]
     stop = next((n for n, token in enumerate(tokens) if token in ask.stop_ids), None)
     kept = tokens if stop is None else tokens[: stop + 1]
-    return Drawn(kept, [-0.5] * len(kept), stop is not None)
+    return DrawnTokens(kept, [-0.5] * len(kept), stop is not None)
 
 
 class Bring:
@@ -449,7 +449,7 @@ def test_a_damaged_record_is_one_line(tmp_path):
     DrawnFile(tmp_path / "d")
   (tmp_path / "d").write_text('{"group": "a", "version": 0, "rows": [[{"tokens": [1]}]]}\n')
   with pytest.raises(RunFailed, match="move the file away"):
-    DrawnFile(tmp_path / "d").find("a", 0, Asked([1], [1.0], [1], 0, (), (), 9))
+    DrawnFile(tmp_path / "d").find("a", 0, GroupTerms([1], [1.0], [1], 0, (), (), 9))
   with pytest.raises(ConfigError, match="rollout.replay is 'nowhere': there is no such file"):
     DrawnFile(tmp_path / "e", "nowhere")
 
@@ -546,10 +546,10 @@ def test_rows_of_a_server_that_dies_are_drawn_elsewhere(tmp_path, capfd):
 
 
 def test_what_a_server_refuses_stops_the_run(tmp_path):
-  with sharing(Stub(answers=Refused("http://a answers 400: too long", 400))) as servers:
+  with sharing(Stub(answers=ServerRefused("http://a answers 400: too long", 400))) as servers:
     with pytest.raises(RunFailed, match="too long"):
       played(groups_of(servers, tmp_path / "d"), [request(0)])
-  with sharing(Stub(answers=Gone("http://a did not answer within 9 seconds"))) as servers:
+  with sharing(Stub(answers=ServerGone("http://a did not answer within 9 seconds"))) as servers:
     with pytest.raises(RunFailed, match="5 servers went away while they drew a row.*9 seconds"):
       played(groups_of(servers, tmp_path / "e"), [request(0)])
 
@@ -559,10 +559,10 @@ def test_a_server_that_fails_has_time_to_recover(server, tmp_path, monkeypatch):
     raise Refusal(503, "starting")
 
   server.answer = fail
-  with pytest.raises(Gone, match="answers /health with 503: starting"):
+  with pytest.raises(ServerGone, match="answers /health with 503: starting"):
     client_of(server).is_there()
   monkeypatch.setattr(servers_lib, "_BEAT", 0.4)
-  stub = Stub(answers=Refused("http://a answers 500: starting", 500))
+  stub = Stub(answers=ServerRefused("http://a answers 500: starting", 500))
   with sharing(stub) as servers:
     threading.Timer(1.2, setattr, (stub, "answers", True)).start()
     found = played(groups_of(servers, tmp_path / "d"), [request(0)])
@@ -581,13 +581,13 @@ def test_a_server_without_the_weights_is_noticed(tmp_path):
       servers.use(written("second", -1e-6))
 
 
-def test_what_is_wrong_with_weights():
+def test_a_mismatch_of_weights_is_found():
   ours, theirs = np.array([[-1.0, -2.0]]), [[-1.0, -2.0]]
-  assert what_is_wrong(ours, theirs, None, 1e-3) == ""
-  assert what_is_wrong(ours, theirs, (ours, theirs), 1e-3) == ""  # the same weights again
-  assert what_is_wrong(ours, [[-1.0, -2.0001]], (ours - 1, theirs), 1e-3) == ""
-  assert "0.5 on average" in what_is_wrong(ours, [[-2.0, -2.0]], None, 1e-3)
-  assert "nan" in what_is_wrong(ours, [[np.nan, -2.0]], None, 1e-3)
+  assert mismatch(ours, theirs, None, 1e-3) == ""
+  assert mismatch(ours, theirs, (ours, theirs), 1e-3) == ""  # the same weights again
+  assert mismatch(ours, [[-1.0, -2.0001]], (ours - 1, theirs), 1e-3) == ""
+  assert "0.5 on average" in mismatch(ours, [[-2.0, -2.0]], None, 1e-3)
+  assert "nan" in mismatch(ours, [[np.nan, -2.0]], None, 1e-3)
 
 
 def test_a_run_says_that_it_waits_for_servers_until_it_is_asked_to_stop(
@@ -608,7 +608,7 @@ def test_a_run_says_that_it_waits_for_servers_until_it_is_asked_to_stop(
       said += capfd.readouterr().err
     assert "waiting for a server of the engine at http://a: python -m grpo_jax.engine" in said
     stops.append(True)
-    with pytest.raises(Closed, match="no server of the engine is there"):
+    with pytest.raises(SamplingClosed, match="no server of the engine is there"):
       groups.advance()
 
 
@@ -668,7 +668,7 @@ def test_an_answer_that_cannot_be_right_is_refused(server, monkeypatch, change, 
     "finish_reason": "length",
   }
   monkeypatch.setattr(server, "completions", lambda body: {"choices": [good | change]})
-  with pytest.raises(Refused, match=reason):
+  with pytest.raises(ServerRefused, match=reason):
     client_of(server).draw(ASK)
 
 
@@ -677,20 +677,22 @@ def test_what_goes_wrong_with_http_is_one_line(server):
     raise Refusal(500, "out of memory\nin 7 lines")
 
   server.before = fail
-  with pytest.raises(Refused, match="answers /v1/completions with 500: out of memory in 7 lines"):
+  with pytest.raises(
+    ServerRefused, match="answers /v1/completions with 500: out of memory in 7 lines"
+  ):
     client_of(server).draw(ASK)
   server.before = lambda body: time.sleep(2)
-  with pytest.raises(Gone, match="did not answer /v1/completions within 0.1 seconds"):
+  with pytest.raises(ServerGone, match="did not answer /v1/completions within 0.1 seconds"):
     client_of(server, 0.1).draw(ASK)
   vllm = client_of(server)
   threading.Timer(0.2, vllm.drop).start()
-  with pytest.raises(Gone, match="does not answer"):
+  with pytest.raises(ServerGone, match="does not answer"):
     vllm.draw(ASK)
   server.loads = "nothing"
-  with pytest.raises(Gone, match="did not answer /collective_rpc within 0.1 seconds"):
+  with pytest.raises(ServerGone, match="did not answer /collective_rpc within 0.1 seconds"):
     client_of(server, 0.1).load("anywhere")
   server.stop()
-  with pytest.raises(Gone, match="does not answer"):
+  with pytest.raises(ServerGone, match="does not answer"):
     vllm.is_there()
 
 
@@ -711,7 +713,7 @@ def test_an_answer_that_comes_too_slowly_is_none(begins):
   thread.start()
   threading.Timer(3, ends.set).start()
   began = time.monotonic()
-  with listener, pytest.raises(Gone, match="did not answer /health within 0.3 seconds"):
+  with listener, pytest.raises(ServerGone, match="did not answer /health within 0.3 seconds"):
     Client(f"http://127.0.0.1:{listener.getsockname()[1]}").call("/health", seconds=0.3)
   assert time.monotonic() - began < 2
   ends.set()
@@ -720,7 +722,7 @@ def test_an_answer_that_comes_too_slowly_is_none(begins):
 
 def test_an_answer_that_is_too_long_is_refused(server, monkeypatch):
   monkeypatch.setattr(client, "_MOST_BYTES", 20)
-  with pytest.raises(Refused, match="answers /v1/models with more than 20 bytes"):
+  with pytest.raises(ServerRefused, match="answers /v1/models with more than 20 bytes"):
     client_of(server).folder()
 
 
@@ -736,7 +738,7 @@ def test_a_server_with_other_settings_is_refused(folder, change, reason):
   facts = Facts("float32", 18, "processed_logprobs", False, "")
   config = config_for(folder)
   check_facts("http://a", facts, config)
-  with pytest.raises(Refused, match=reason):
+  with pytest.raises(ServerRefused, match=reason):
     check_facts("http://a", facts._replace(**change), config)
 
 

@@ -12,7 +12,7 @@ from small_run import small_config, with_section
 from grpo_jax.config import to_dict
 from grpo_jax.parallel import chips
 from grpo_jax.planning import plan, split
-from grpo_jax.planning.overlap import Job, best, seconds_on, simulate, splits
+from grpo_jax.planning.overlap import Workload, best, seconds_on, simulate, splits
 from grpo_jax.settings import ConfigError
 
 
@@ -20,7 +20,7 @@ def job(*lengths, **changes):
   """Batches of one group. Groups have these lengths in turn."""
   given = np.array(lengths)
   values = dict(prompts=1, lengths_NG=given, seats=given.shape[1], chunk=8) | changes
-  return Job(**values)
+  return Workload(**values)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_run_on_a_clock_takes_as_long(bound, reward_seconds, update_seconds):
   """Lengths with a long tail, and either side may be the longer one."""
   rng = np.random.default_rng(1)
   lengths = np.minimum(40, rng.lognormal(2, 0.8, (20, 4)).astype(int) + 1)
-  given = Job(2, lengths, seats=6, chunk=8, reward_seconds=reward_seconds, steps=14, warm_up=4)
+  given = Workload(2, lengths, seats=6, chunk=8, reward_seconds=reward_seconds, steps=14, warm_up=4)
   predicted = simulate(given, 0.008, update_seconds, bound)
   seconds = TwoSides(given, 0.008, update_seconds, bound).run()
   assert seconds == pytest.approx(predicted.step_seconds, rel=1e-9)

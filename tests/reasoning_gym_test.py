@@ -16,15 +16,16 @@ from small_run import small_config, with_section
 
 from experiments import reasoning_gym_rates
 import grpo_jax
-from grpo_jax import calls, gym, rewards
+from grpo_jax import calls, rewards
 from grpo_jax.config import Data
 from grpo_jax.console.show_data import drawn
 from grpo_jax.console.show_gym import knob_lines, task_lines
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import reasoning_gym as problems
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.problems import gym
 from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.rewards.functions.reasoning_gym import answer_of, readings
 from grpo_jax.settings import ConfigError
@@ -96,8 +97,9 @@ def test_problems_do_not_depend_on_the_generators_of_the_process():
 def test_problems_are_those_of_other_processes():
   """A process has hashes of its own, and so another order of its sets."""
   code = (
-    "import json, sys; from grpo_jax import gym; from grpo_jax.data.tasks.reasoning_gym import"
-    " Problems; print(json.dumps([[Problems(gym.parse(name, 'k'), split)[i]['question']"
+    "import json, sys; from grpo_jax.problems import gym;"
+    " from grpo_jax.data.tasks.reasoning_gym import Problems;"
+    " print(json.dumps([[Problems(gym.parse(name, 'k'), split)[i]['question']"
     " for i in (5, 0)] for name in sys.argv[1:] for split in ('train', 'test')]))"
   )
   found = []
@@ -259,7 +261,7 @@ def test_tasks_are_the_sources_of_a_mixture():
 
 def test_prompts_have_templates_of_their_sources():
   given = data("chain_sum,ab", prompts=("Sum: {question}", "AB: {question}"))
-  prompts = Prompts(tasks.make_task(given).test[:2], QWEN, given)
+  prompts = PromptSet(tasks.make_task(given).test[:2], QWEN, given)
   first, second = prompts.make([0, 1])
   assert first.text.startswith("Sum: ") and second.text.startswith("AB: ")
   with pytest.raises(ConfigError, match="data.prompts has 1 templates"):
@@ -425,9 +427,10 @@ def test_a_task_accepts_its_own_answers_and_no_others(name):
 @pytest.mark.slow
 def test_every_task_makes_the_same_problems_in_every_process():
   code = (
-    "import json, sys; from grpo_jax import gym; from grpo_jax.data.tasks.reasoning_gym import"
-    " Problems; order = int(sys.argv[1]); print(json.dumps({name: [Problems(gym.parse(name, 'k'),"
-    " 'train')[i]['question'] for i in range(3)[::order]][::order] for name in sys.argv[2:]}))"
+    "import json, sys; from grpo_jax.problems import gym;"
+    " from grpo_jax.data.tasks.reasoning_gym import Problems; order = int(sys.argv[1]);"
+    " print(json.dumps({name: [Problems(gym.parse(name, 'k'), 'train')[i]['question']"
+    " for i in range(3)[::order]][::order] for name in sys.argv[2:]}))"
   )
   names = [name for name in every_task() if name not in SLOW]
   found = []

@@ -38,8 +38,8 @@ from small_vision import vision_config
 
 from grpo_jax.asynchronous import contents, handshake, learner, messages, sampler
 from grpo_jax.asynchronous.access import OPEN
-from grpo_jax.asynchronous.contents import Limits, limits_of
-from grpo_jax.asynchronous.learner import Closed, RemoteSampler, given
+from grpo_jax.asynchronous.contents import CompletionLimits, limits_of
+from grpo_jax.asynchronous.learner import RemoteSampler, SamplingClosed, given
 from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
 from grpo_jax.asynchronous.parts import DrawnPart
 from grpo_jax.asynchronous.remote_groups import RemoteGroups
@@ -58,7 +58,7 @@ from grpo_jax.training.loop import run_steps
 from grpo_jax.types import Completions
 
 TERMS = {"config key seed": 1}
-LIMITS = Limits(vocabulary=100, tokens=T)
+LIMITS = CompletionLimits(vocabulary=100, tokens=T)
 REWARD = """
 def reward(completion_ids, **_):
   return [float(sum(ids) % 7) for ids in completion_ids]
@@ -379,7 +379,7 @@ def test_rows_that_end_before_the_limit_are_taken():
     for name, x in given(completions.replace(tokens_PGT=tokens_PGT)).items()
   }
   short |= {"lengths_PG": np.full((2, G), 3, np.int32), "stopped_by_PG": np.zeros((2, G), np.int32)}
-  part = contents.Part(P, T, G, longest=T, keeps_experts=False)
+  part = contents.PartRequest(P, T, G, longest=T, keeps_experts=False)
   made = contents.completions(short, part, LIMITS)
   assert (made.lengths_PG == 3).all()
   for name in ("tokens_PGT", "logprobs_PGT", "behavior_logprobs_PGT"):
@@ -395,7 +395,7 @@ def test_rows_that_end_before_the_limit_are_taken():
 
 def test_experts_are_those_of_the_model():
   limits = LIMITS._replace(experts=4, experts_in_all=2)
-  part = contents.Part(P, 6, G, longest=T, keeps_experts=True)
+  part = contents.PartRequest(P, 6, G, longest=T, keeps_experts=True)
   arrays = given(some_completions(P)) | {
     "experts_PGTY": np.full((P, G, T, 2), 3, np.int8),
     "prompt_experts_PSY": np.full((P, 6, 2), -1, np.int8),
@@ -700,7 +700,7 @@ def test_while_nobody_samples_it_says_so_and_a_close_ends_the_wait(hub, capfd, m
   failed = []
 
   def wait():
-    with pytest.raises(Closed):
+    with pytest.raises(SamplingClosed):
       next(call(hub))
     failed.append(True)
 
@@ -1321,7 +1321,10 @@ def test_a_reply_that_comes_late_is_sent_once_the_new_process_has_paused():
   ],
 )
 def test_rows_that_cannot_pause_are_no_message(rows, why):
-  part, limits = contents.Part(2, 6, 2, 4, False, True), Limits(vocabulary=8, tokens=4)
+  part, limits = (
+    contents.PartRequest(2, 6, 2, 4, False, True),
+    CompletionLimits(vocabulary=8, tokens=4),
+  )
   fields, arrays = {"rows": rows}, {"tokens_RT": np.ones((len(rows), 4), np.int32)}
   shapes = {"tokens_RT": (arrays["tokens_RT"].dtype, arrays["tokens_RT"].shape)}
   with pytest.raises(BadMessage, match=why):
@@ -1342,7 +1345,10 @@ def test_a_process_cannot_ask_for_replies_that_no_row_needs():
 
 
 def test_a_row_is_not_believed_that_ends_before_it_is_told_to():
-  part, limits = contents.Part(1, 6, 1, 4, False, True), Limits(vocabulary=8, tokens=4)
+  part, limits = (
+    contents.PartRequest(1, 6, 1, 4, False, True),
+    CompletionLimits(vocabulary=8, tokens=4),
+  )
   ones, is_token = np.ones((1, 1), np.int32), np.arange(4) < 1
   arrays = {
     "tokens_PGT": np.where(is_token, 3, 0)[None, None].astype(np.int32),

@@ -16,13 +16,13 @@ from grpo_jax.batches.rollout_metrics import (
 )
 from grpo_jax.config import Data, Mesh
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rollouts import rollout
-from grpo_jax.rollouts.complete import Rollout, whole_batches
+from grpo_jax.rollouts.complete import Completer, whole_batches
 from grpo_jax.rollouts.player import Opened, PolicyPlayer
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take, texts_of
 from grpo_jax.sampler.logits import RowSettings
@@ -36,7 +36,7 @@ NAN = float("nan")
 TOKENS = tokenizer.characters("0123456789+=# ")
 EOS = TOKENS.stop_ids[0]
 EXAMPLES = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 6))]
-SPLIT = Prompts(EXAMPLES, TOKENS, Data(max_prompt_tokens=8))
+SPLIT = PromptSet(EXAMPLES, TOKENS, Data(max_prompt_tokens=8))
 PROMPTS, PROMPTS_MADE = prompt_batch(SPLIT, np.arange(3)), SPLIT.make(range(3))
 HOSTS = Hosts(make_mesh(Mesh(), jax.devices()[:1]))
 
@@ -151,7 +151,7 @@ def played_by(fake, at_once=0):
     asked.append((feed(), prompts, changes))
     return PolicyPlayer(fake, lambda batch: ("for", batch), RowSettings, 2, TOKENS.decode, HOSTS)
 
-  return Rollout(player, TOKENS.decode, at_once), asked
+  return Completer(player, TOKENS.decode, at_once), asked
 
 
 @pytest.mark.parametrize("at_once", [0, 2, 9])
@@ -238,7 +238,7 @@ def test_the_column_task_chooses_the_function(capsys):
   """As in a file of verl with data.columns=('task=data_source',)."""
   sources = ("openai/gsm8k", "aime", "olympiad")
   examples = [{**example, "task": source} for example, source in zip(EXAMPLES, sources)]
-  prompts = Prompts(examples, TOKENS, Data(max_prompt_tokens=8))
+  prompts = PromptSet(examples, TOKENS, Data(max_prompt_tokens=8))
   texts = [["#### 3", "3"], ["#### 7", "7"], ["#### 11", "11"]]
 
   def scorer_for(*names):

@@ -20,7 +20,7 @@ from grpo_jax.data import loader
 from grpo_jax.data.files import rows
 from grpo_jax.data.files.parquet import Parquet
 from grpo_jax.data.files.splits import hold_out
-from grpo_jax.data.prompts import OneProcess, Prompts
+from grpo_jax.data.prompts import OneProcess, PromptSet
 from grpo_jax.data.tasks import examples, tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model.huggingface import folders
@@ -57,7 +57,7 @@ def questions(count, longest=6):
 def prompts_of(split, **changes):
   """Prompts with data.count_at_start=10."""
   data = Data(max_prompt_tokens=4, count_at_start=10)
-  return Prompts(split, TOKENIZER, dataclasses.replace(data, **changes))
+  return PromptSet(split, TOKENIZER, dataclasses.replace(data, **changes))
 
 
 @given(LINES, st.booleans(), st.integers(1, 40))
@@ -121,7 +121,7 @@ def test_a_large_file_gives_the_batches_of_a_small_one(tmp_path):
   write(tmp_path / "test.jsonl", questions(3))
   data = Data(task="math", path=str(tmp_path), max_prompt_tokens=4)
   read, indexed = (
-    Prompts(tasks.make_task(each).train, TOKENIZER, each)
+    PromptSet(tasks.make_task(each).train, TOKENIZER, each)
     for each in (data, dataclasses.replace(data, count_at_start=20))
   )
   assert isinstance(tasks.make_task(data).train, list)
@@ -328,7 +328,7 @@ def test_a_bad_row_of_a_large_file_is_named_when_it_is_read(tmp_path, line, word
   data = Data(task="math", path=str(tmp_path), max_prompt_tokens=9, count_at_start=100)
   with pytest.raises(ConfigError, match=words):
     tasks.make_task(dataclasses.replace(data, count_at_start=1001))
-  prompts = Prompts(tasks.make_task(data).train, TOKENIZER, data)
+  prompts = PromptSet(tasks.make_task(data).train, TOKENIZER, data)
   with pytest.raises(RunFailed, match=words) as error:
     prompts.make([29, 31])
   assert str(path) in str(error.value) and "\n" not in str(error.value)
@@ -411,7 +411,7 @@ def test_a_process_reads_only_its_rows(tmp_path):
 
   data = Data(task="math", path=str(tmp_path), max_prompt_tokens=4, count_at_start=10)
   split = rows.Examples(Counted(tmp_path / "train.jsonl"), examples.math)
-  prompts = Prompts(split, TOKENIZER, data, Second())
+  prompts = PromptSet(split, TOKENIZER, data, Second())
   assert len(read) < 150  # half of a sample of 256, and the first row
   read.clear()
   indices = loader.step_indices(0, 0, 16, 2000)
@@ -491,7 +491,7 @@ def prompts_with_calls(file, tokens):
   data = Data(task="columns", path=str(file), prompt="{prompt}", chat=True, max_prompt_tokens=400)
   task = tasks.make_task(dataclasses.replace(data, held_out=0.5))
   examples = sorted([*task.train, *task.test], key=lambda one: len(one["prompt"]))
-  made = Prompts(examples, tokens, data).make(range(len(examples)))
+  made = PromptSet(examples, tokens, data).make(range(len(examples)))
   return [prompt.text for prompt in made], [prompt.messages for prompt in made]
 
 
@@ -504,7 +504,7 @@ def test_calls_in_parquet_are_as_they_were_written(start, tmp_path, calls_tokeni
   texts = []
   for index in range(2):
     data = Data(prompt="{prompt}", chat=True, max_prompt_tokens=400)
-    (made,) = Prompts([read[index]], calls_tokenizer, data).make([0])
+    (made,) = PromptSet([read[index]], calls_tokenizer, data).make([0])
     texts.append(made.text)
   add = '{"name": "add", "arguments": {"x": 0, "y": 2}}'
   weather = f'{{"name": "weather", "arguments": {rain}}}'
@@ -568,7 +568,7 @@ def test_templates_write_dates_of_tools_and_of_messages(calls_tokenizer, tmp_pat
     "tools": [{"type": "function", "function": {"name": "f", "made": date}}],
   }
   data = Data(prompt="{prompt}", chat=True, max_prompt_tokens=400)
-  (made,) = Prompts([row], tokenizer.load(tmp_path), data).make([0])
+  (made,) = PromptSet([row], tokenizer.load(tmp_path), data).make([0])
   assert made.text.startswith("2020-01-02 2020-01-02 [{")
 
 

@@ -46,7 +46,9 @@ def run(kind, program, wait=10.0, stdout=subprocess.PIPE, **limits):
   marker = uuid.uuid4().hex
   program = f"# {marker}\nimport os, sys\n{textwrap.dedent(program)}"
   streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": subprocess.STDOUT}
-  process = runner.start(program, runner.Limits(**({"seconds": 5} | limits)), kind, **streams)
+  process = runner.start(
+    program, runner.SandboxLimits(**({"seconds": 5} | limits)), kind, **streams
+  )
   try:
     printed = process.communicate(timeout=wait)[0] or b""
   except subprocess.TimeoutExpired as error:
@@ -342,7 +344,7 @@ def test_it_ends_with_the_program_that_started_it(kind, tmp_path):
 import subprocess, time
 from grpo_jax.rewards.sandbox import runner
 runner.start("# {marker}\\nimport time; print('up', flush=True); time.sleep(1000)",
-              runner.Limits(), "{kind}", stdin=subprocess.DEVNULL)
+              runner.SandboxLimits(), "{kind}", stdin=subprocess.DEVNULL)
 time.sleep(1000)
 """
   parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

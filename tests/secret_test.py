@@ -206,7 +206,7 @@ def test_a_truncated_handshake_ends_with_a_line(sent):
 def test_a_peer_that_says_nothing_more_is_not_waited_for(monkeypatch, certificates, allowed, sent):
   monkeypatch.setattr(handshake, "_SECONDS", 0.2)
   if sent.startswith(b"\x16"):
-    allowed = access.of_learner(certificates("own"), "127.0.0.1")
+    allowed = access.learner_access(certificates("own"), "127.0.0.1")
   with accepting(allowed) as (address, outcomes), raw(address) as connected:
     connected.sendall(sent)
     started = time.monotonic()
@@ -220,7 +220,7 @@ def test_a_peer_that_says_nothing_more_is_not_waited_for(monkeypatch, certificat
 def test_a_handshake_that_comes_byte_by_byte_is_not_waited_for(monkeypatch, certificates, begin):
   monkeypatch.setattr(handshake, "_SECONDS", 0.3)
   encrypts = begin != MAGIC
-  allowed = access.of_learner(certificates("own"), "127.0.0.1") if encrypts else SECRET
+  allowed = access.learner_access(certificates("own"), "127.0.0.1") if encrypts else SECRET
   with accepting(allowed) as (address, outcomes):
     with raw(address) as connected, contextlib.suppress(OSError):
       for byte in begin + bytes(NONCE) * 2:
@@ -301,7 +301,7 @@ def test_the_secret_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):
   monkeypatch.delenv("GRPO_JAX_SECRET", raising=False)
   file = written(tmp_path / "secret", b"  of a file\n")
   in_file = Rollout(secret_file=file)
-  for side in (access.of_learner, access.of_sampler):
+  for side in (access.learner_access, access.sampler_access):
     assert side(Rollout(), "127.0.0.1") == OPEN
     assert side(in_file, "10.0.0.7").secret == b"of a file"
     monkeypatch.setenv("GRPO_JAX_SECRET", "of the environment\n")
@@ -313,7 +313,7 @@ def test_the_secret_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("GRPO_JAX_SECRET")
 
 
-@pytest.mark.parametrize("side", [access.of_learner, access.of_sampler])
+@pytest.mark.parametrize("side", [access.learner_access, access.sampler_access])
 def test_a_file_that_cannot_be_the_secret_is_named(tmp_path, side):
   for content, mode, why in (
     (b" \n", 0o600, "it is empty"),
@@ -332,15 +332,15 @@ def test_a_file_that_cannot_be_the_secret_is_named(tmp_path, side):
 def test_without_a_secret_only_this_machine_may_join(host, monkeypatch):
   monkeypatch.delenv("GRPO_JAX_SECRET", raising=False)
   with pytest.raises(ConfigError, match="rollout.listen is .* Give both sides a secret"):
-    access.of_learner(Rollout(listen=f"{host}:1"), host)
+    access.learner_access(Rollout(listen=f"{host}:1"), host)
   with pytest.raises(ConfigError, match="not this machine: set rollout.secret_file or GRPO_JAX"):
-    access.of_sampler(Rollout(), host)
+    access.sampler_access(Rollout(), host)
   for here in ("127.0.0.1", "::1", "localhost", "127.3.2.1"):
-    assert access.of_learner(Rollout(), here) == access.of_sampler(Rollout(), here) == OPEN
+    assert access.learner_access(Rollout(), here) == access.sampler_access(Rollout(), here) == OPEN
 
 
 def test_an_address_that_others_reach_has_a_remark_unless_it_encrypts(capfd, certificates):
-  encrypted = access.of_learner(certificates("own"), "127.0.0.1")
+  encrypted = access.learner_access(certificates("own"), "127.0.0.1")
   for allowed, remarks in ((SECRET, 1), (encrypted, 0)):
     RemoteSampler(("0.0.0.0", 0), TERMS, LIMITS, access=allowed).close()
     assert capfd.readouterr().err.count("the weights travel unencrypted") == remarks
@@ -383,8 +383,8 @@ def certificates(tmp_path_factory):
 def secured(certificates, learner, sampler):
   """The access of both sides with the secret and these certificates."""
   return (
-    access.of_learner(certificates(learner), "127.0.0.1")._replace(secret=SECRET.secret),
-    access.of_sampler(certificates(sampler), "127.0.0.1")._replace(secret=SECRET.secret),
+    access.learner_access(certificates(learner), "127.0.0.1")._replace(secret=SECRET.secret),
+    access.sampler_access(certificates(sampler), "127.0.0.1")._replace(secret=SECRET.secret),
   )
 
 
@@ -515,13 +515,13 @@ def test_files_that_cannot_encrypt_are_named(certificates, tmp_path, changes, wh
   if changes == {"key_file": ""}:
     own = dataclasses.replace(own, certificate_file=closed)
   with pytest.raises(ConfigError, match=why):
-    access.of_learner(dataclasses.replace(own, **changes), "127.0.0.1")
+    access.learner_access(dataclasses.replace(own, **changes), "127.0.0.1")
   with pytest.raises(ConfigError, match="rollout.key_file=.*: other users may read it"):
-    access.of_learner(dataclasses.replace(own, key_file=readable), "127.0.0.1")
+    access.learner_access(dataclasses.replace(own, key_file=readable), "127.0.0.1")
   for content in (b"", b"text", b"-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"):
     file = written(tmp_path / "wrong.pem", content)
     with pytest.raises(ConfigError, match=f"{file}: it must be the certificate of the learner"):
-      access.of_sampler(Rollout(certificate_file=file), "127.0.0.1")
+      access.sampler_access(Rollout(certificate_file=file), "127.0.0.1")
 
 
 def test_a_key_with_a_password_is_refused_and_nobody_is_asked(certificates, tmp_path):
@@ -533,7 +533,7 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked(certificates, tmp_
   )
   file.chmod(0o600)
   with pytest.raises(ConfigError, match="without a password"):
-    access.of_learner(dataclasses.replace(own, key_file=str(file)), "127.0.0.1")
+    access.learner_access(dataclasses.replace(own, key_file=str(file)), "127.0.0.1")
 
 
 def test_the_names_in_a_certificate():
@@ -659,7 +659,7 @@ def test_a_run_that_encrypts_has_the_same_numbers(tmp_path, certificates):
     "key_file": own.key_file,
   }
   config = config_of(tmp_path, max_staleness=1, listen=f"127.0.0.1:{address[1]}", **files)
-  with sampling_for(small_run(config), address, access.of_sampler(config.rollout, address[0])):
+  with sampling_for(small_run(config), address, access.sampler_access(config.rollout, address[0])):
     there = trained(config, tmp_path / "there")
   jax.tree.map(np.testing.assert_array_equal, here, there)
   saved = (tmp_path / "there/config.json").read_text()

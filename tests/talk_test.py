@@ -11,7 +11,7 @@ from turns_test import talk_of
 
 from grpo_jax.pending import Pending, there
 from grpo_jax.rollouts.talk import Talk
-from grpo_jax.sampler.requests import Ended
+from grpo_jax.sampler.requests import StoppedRow
 from grpo_jax.settings import RunFailed
 
 
@@ -49,7 +49,7 @@ def late(made):
   for group, (prompts, place) in talk._prompts.items():
     fresh.begin(group, prompts, place)
   stop = tokens.stop_ids[0]
-  rows = [Ended(group, member, [5, stop], stop, 500) for group in (0, 1) for member in (0, 1)]
+  rows = [StoppedRow(group, member, [5, stop], stop, 500) for group in (0, 1) for member in (0, 1)]
   return fresh, runner, rows, tokens
 
 

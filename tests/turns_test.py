@@ -14,15 +14,15 @@ from small_qwen import trained_tokenizer
 from small_run import Collected, P, grpo_step, small_config, small_run, with_reward, with_section
 
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.data.tokenizers.replies import Replies
-from grpo_jax.environments import acting, of_config, written_calls
+from grpo_jax.environments import acting, make_environments, written_calls
 from grpo_jax.environments.built_in import calculator
 from grpo_jax.rollouts.talk import Talk
 from grpo_jax.rollouts.turns import from_line
-from grpo_jax.sampler.requests import Ended
+from grpo_jax.sampler.requests import StoppedRow
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.training.trainer import check_gap, largest_gap
@@ -374,7 +374,7 @@ def answered(talk, rows):
 def test_tools_get_what_the_family_writes_as_their_hints_say(template, text, tmp_path):
   talk, tokens = talk_of(tmp_path, template)
   (stop, *_) = tokens.stop_ids
-  row = Ended(0, 0, [*tokens.encode_batch_after([text])[0], stop], stop, 500)
+  row = StoppedRow(0, 0, [*tokens.encode_batch_after([text])[0], stop], stop, 500)
   (ids,) = answered(talk, [row])
   assert "('12345', True, 5, None)" in tokens.decode(ids)
   assert talk._conversations[0, 0].calls == 1 and talk._conversations[0, 0].failures == 0
@@ -391,7 +391,7 @@ def test_a_call_between_special_tokens_is_seen_and_no_other_special_token(calls,
   ids = tokens.encode_batch_after([f"Hm. <tool_call>{written}</tool_call>"])[0]
   assert "<tool_call>" not in tokens.decode(ids)
   (stop, *_) = tokens.stop_ids
-  (answer,) = answered(talk, [Ended(0, 0, [*ids, stop], stop, 500)])
+  (answer,) = answered(talk, [StoppedRow(0, 0, [*ids, stop], stop, 500)])
   assert "('12345', True, 5, None)" in tokens.decode(answer)
   conversation = talk._conversations[0, 0]
   assert (conversation.calls, conversation.failures) == (1, 0)
@@ -412,7 +412,7 @@ def two_turns(tmp_path):
   row, replies = [], []
   for text in (first, second, "Done."):
     row += [*tokens.encode_batch_after([text])[0], stop]
-    (ids,) = answered(talk, [Ended(0, 0, list(row), stop, 500)])
+    (ids,) = answered(talk, [StoppedRow(0, 0, list(row), stop, 500)])
     replies.append(ids)
     row += ids or []
   return talk._conversations[0, 0], replies, tokens
@@ -490,7 +490,7 @@ def test_the_answer_to_a_turn_shows_the_tools_of_its_row(tmp_path):
   talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, name="Says", calls="hermes")
   prompts, _ = talk._prompts[0]
   prompts.columns["tools"] = [["set"], [], None, json.dumps(["set"])]
-  rows = [Ended(p, 0, [5, tokens.stop_ids[0]], tokens.stop_ids[0], 500) for p in range(P)]
+  rows = [StoppedRow(p, 0, [5, tokens.stop_ids[0]], tokens.stop_ids[0], 500) for p in range(P)]
   texts = [tokens.decode(ids) for ids in answered(talk, rows)]
   assert texts == ["tools setAgain.", "Again.", "tools setAgain.", "tools setAgain."]
 
@@ -873,7 +873,9 @@ def refusing(folder):
     section = dict(max_prompt_tokens=99, prompt="{question}") | data
     section = dataclasses.replace(config.data, **section)
     split = [{"question": one} for one in questions]
-    return Prompts(split, run.tokenizer, section, count_all=count_all, environment=run.environments)
+    return PromptSet(
+      split, run.tokenizer, section, count_all=count_all, environment=run.environments
+    )
 
   return run, prompts_of
 
@@ -1146,14 +1148,14 @@ def test_a_prompt_shows_the_tools_of_its_row(tmp_path):
   config = config_of(tmp_path, ROW_TOOLS, tools=tools)
   values = [["b", "a", "b"], [], None, [SCHEMA_OF_B], [{"name": "a"}]]
   config = with_rows(tmp_path, config, values, chat=True, prompt="{question}")
-  made = Prompts(
-    make_task(config.data).train, tokens, config.data, environment=of_config(config, tokens)
+  made = PromptSet(
+    make_task(config.data).train, tokens, config.data, environment=make_environments(config, tokens)
   ).make(range(5))
   assert [one.text for one in made] == ["b;a;0ab=", "1ab=", "a;b;2ab=", "b;3ab=", "a;4ab="]
   for environment in (
     None,
-    of_config(with_section(config, "environment", tools=(), name="retry"), tokens),
+    make_environments(with_section(config, "environment", tools=(), name="retry"), tokens),
   ):
-    made = Prompts(make_task(config.data).train, tokens, config.data, environment=environment)
+    made = PromptSet(make_task(config.data).train, tokens, config.data, environment=environment)
     texts = [one.text for one in made.make(range(5))]
     assert texts == ["0ab=", "1ab=", "2ab=", "b;3ab=", "4ab="]

@@ -28,8 +28,8 @@ from grpo_jax.rewards import names
 from grpo_jax.rewards.answer import Answer, Failure, joined
 from grpo_jax.rewards.call import call_in_parts
 from grpo_jax.rewards.workers import messages, processes, worker
-from grpo_jax.rewards.workers.job import Job
-from grpo_jax.rewards.workers.messages import Call, answer_from_json, answer_to_json
+from grpo_jax.rewards.workers.job import CallBatch
+from grpo_jax.rewards.workers.messages import WorkerCall, answer_from_json, answer_to_json
 from grpo_jax.settings import ConfigError, RunFailed, check_ranges
 from grpo_jax.storage.reading import read_completions, read_metrics
 from grpo_jax.storage.saved_config import check_same_run
@@ -52,7 +52,7 @@ def answers(pool, name, groups, **options):
   """What a function of hostile_rewards.py says of groups of completions."""
   key = f"{FILE}:{name}"
   pool.add(key, None, is_named=True)
-  calls = [Call(key, name, {"completions": group}, step=7, **options) for group in groups]
+  calls = [WorkerCall(key, name, {"completions": group}, step=7, **options) for group in groups]
   return pool.start(calls).result(timeout=60)
 
 
@@ -140,7 +140,7 @@ def test_the_calls_behind_one_that_fails_are_not_split(pool):
 
 def test_where_an_error_stops_a_run_the_first_one_ends_all_calls(pool):
   pool.add(f"{FILE}:lengths", None, is_named=True)
-  call = Call(f"{FILE}:lengths", "lengths", {"completions": ["a", "raise", "sleep"]})
+  call = WorkerCall(f"{FILE}:lengths", "lengths", {"completions": ["a", "raise", "sleep"]})
   start = time.monotonic()
   with pytest.raises(rewards.RewardError, match="lengths raised ValueError: no luck"):
     pool.start([call] * 100, stops_on_error=True).result()
@@ -181,10 +181,10 @@ def test_what_a_function_leaves_behind_ends_with_its_worker():
 SCRIPT = f"""
 import os, sys, time
 from grpo_jax import rewards
-from grpo_jax.rewards.workers.messages import Call
+from grpo_jax.rewards.workers.messages import WorkerCall
 pool = rewards.Pool(2, 600.0)
 pool.add("{FILE}:lengths", None, True)
-pool.start([Call("{FILE}:lengths", "lengths", {{"completions": ["daemon", "loop"]}})] * 2)
+pool.start([WorkerCall("{FILE}:lengths", "lengths", {{"completions": ["daemon", "loop"]}})] * 2)
 print(pool._processes.forkers[-1]._process.pid, flush=True)
 time.sleep(600)
 """
@@ -274,7 +274,7 @@ def test_a_run_survives_the_end_of_the_process_that_starts_workers():
 def test_close_does_not_wait_for_a_call():
   pool = rewards.Pool(1, 600.0)
   pool.add(f"{FILE}:lengths", None, is_named=True)
-  future = pool.start([Call(f"{FILE}:lengths", "lengths", {"completions": ["loop"]})])
+  future = pool.start([WorkerCall(f"{FILE}:lengths", "lengths", {"completions": ["loop"]})])
   start = time.monotonic()
   pool.close()
   with pytest.raises(rewards.RewardError, match="are closed"):
@@ -328,10 +328,12 @@ def test_a_call_of_another_function_may_come_before_the_async_ones_have_ended():
     return [1.0]
 
   functions = {"waits": waits, "plain": lambda completions, **_: [2.0]}
-  calls = [Call(name, name, {"completions": ["a"]}, is_async=name == "waits") for name in functions]
+  calls = [
+    WorkerCall(name, name, {"completions": ["a"]}, is_async=name == "waits") for name in functions
+  ]
   asyncio.run(worker._answer_side_by_side(there, functions, [*enumerate(calls)], 5.0))
   there.close()
-  found = messages.Lines(here).read()
+  found = messages.LineReader(here).read()
   assert {one["number"]: one["answer"]["steps"] for one in found} == {
     0: [[[1, 1.0]]],
     1: [[[1, 2.0]]],
@@ -342,7 +344,7 @@ def in_parts(pool, name, calls, parts, **options):
   """The answers of calls that are started in parts, as sampling.parts does."""
   key = f"{FILE}:{name}"
   pool.add(key, None, is_named=True)
-  made = [Call(key, name, {"completions": [text]}, **options) for text in calls]
+  made = [WorkerCall(key, name, {"completions": [text]}, **options) for text in calls]
   begun = [pool.start(list(part)) for part in np.array_split(np.array(made, object), parts)]
   return [answer for future in begun for answer in future.result(timeout=60)]
 
@@ -381,8 +383,10 @@ def test_workers_that_are_free_make_the_calls_of_the_next_part(tmp_path):
 def test_a_job_that_ends_early_costs_the_other_jobs_nothing(pool):
   key = f"{FILE}:lengths"
   pool.add(key, None, is_named=True)
-  bad = [Call(key, "lengths", {"completions": [text]}) for text in ("sleep", "raise", "sleep")]
-  good = [Call(key, "lengths", {"completions": ["sleep", "a"]})] * 6
+  bad = [
+    WorkerCall(key, "lengths", {"completions": [text]}) for text in ("sleep", "raise", "sleep")
+  ]
+  good = [WorkerCall(key, "lengths", {"completions": ["sleep", "a"]})] * 6
   futures = [pool.start(calls, stops_on_error=calls is bad) for calls in (good, bad, good)]
   with pytest.raises(rewards.RewardError, match="no luck"):
     futures[1].result(timeout=60)
@@ -393,10 +397,10 @@ def test_a_job_that_ends_early_costs_the_other_jobs_nothing(pool):
 
 
 def test_what_was_logged_is_in_the_order_of_the_rows_whichever_answer_comes_first():
-  call = Call("f", "f", {"completions": ["a", "b", "c"]})
+  call = WorkerCall("f", "f", {"completions": ["a", "b", "c"]})
   answers = []
   for order in ([0, 1, 2], [2, 0, 1]):
-    job = Job([call], stops_on_error=False)
+    job = CallBatch([call], stops_on_error=False)
     tasks = job.failed(*job.tasks(), "crash", "", 1)
     for row in order:
       job.answer(tasks[row], Answer([[(1, 1.0)]], [], [("m", float(row))]))
@@ -419,7 +423,7 @@ def test_math_verify_that_never_ends_is_stopped():
   pool = rewards.Pool(1, 1.0)
   pool.add("math", None, is_named=True)
   texts, golds = [r"\boxed{5^{5^{5^{5^5}}}}", r"\boxed{\frac12}"], ["5", "0.5"]
-  call = Call("math", "math", {"completions": texts, "answer": golds})
+  call = WorkerCall("math", "math", {"completions": texts, "answer": golds})
   (answer,) = pool.start([call]).result()
   pool.close()
   assert scores(answer) == [None, 1] and answer.failures[0].kind == "timeout"
@@ -488,7 +492,7 @@ def test_a_module_that_starts_a_thread_is_loaded_by_each_worker(tmp_path):
   )
   pool, key = rewards.Pool(1, 5.0), f"{tmp_path}/threads.py:reward"
   pool.add(key, None, is_named=True)
-  (answer,) = pool.start([Call(key, "reward", {"completions": ["a"]})]).result()
+  (answer,) = pool.start([WorkerCall(key, "reward", {"completions": ["a"]})]).result()
   pool.close()
   assert scores(answer) == [2]  # the worker has the thread, which a fork would have lost
 
@@ -504,7 +508,7 @@ def test_arguments_that_cannot_be_sent_name_the_function(pool):
   pool.add(f"{FILE}:lengths", None, is_named=True)
   columns = {"completions": ["a"], "open": [socket.socket()]}
   with pytest.raises(rewards.RewardError, match="lengths: its arguments cannot be sent"):
-    pool.start([Call(f"{FILE}:lengths", "lengths", columns)]).result()
+    pool.start([WorkerCall(f"{FILE}:lengths", "lengths", columns)]).result()
   assert not any(worker.pending for worker in pool._processes.workers)
   assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
 
@@ -577,7 +581,7 @@ def test_answers_for_parts_are_put_together():
 def test_lines_that_are_no_objects_are_refused(data):
   ours, theirs = socket.socketpair()
   with ours, theirs:
-    lines = messages.Lines(ours)
+    lines = messages.LineReader(ours)
     theirs.sendall(b'{"a": 1}\n{"b"')
     assert lines.read() == [{"a": 1}]
     theirs.sendall(b": 2}\n")

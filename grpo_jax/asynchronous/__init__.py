@@ -1,8 +1,8 @@
 """Groups drawn before the step that learns from them, by this process or by sampler processes.
 
-`learner.py` is the run's side of a sampler process and `sampler.py` the other one. `access.py`
-reads their secret and certificates, `handshake.py` proves that both know it, and `encryption.py` is
-TLS. `messages.py` is what they send each other, `contents.py` what these may hold, `versions.py`
-which weights, and `terms.py` what both must have in common. It may import batches/ and what lies
-below them.
+`learner.py` is the run's side of a sampler process and `sampler.py` the other side. `access.py`
+reads their secret and certificates, `handshake.py` proves that both know the secret, and
+`encryption.py` is TLS. `messages.py` sends messages between them, and `contents.py` checks the
+fields and arrays in these. `versions.py` says which weights a process has, and `terms.py` what both
+sides must agree on. It may import batches/ and the folders below it.
 """

@@ -15,11 +15,11 @@ _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE---
 
 
 class Access(NamedTuple):
-  """How one side lets the other one in.
+  """The secret and certificates with which one side lets the other in.
 
   Attributes:
-    secret: Both sides have the same one. Empty if nobody has any.
-    tls: Encrypts, or None.
+    secret: The secret, the same on both sides. Empty for none.
+    tls: The context that encrypts, or None.
     trusted: The certificates that a sampler trusts, as bytes (DER).
   """
 
@@ -28,14 +28,14 @@ class Access(NamedTuple):
   trusted: tuple[bytes, ...] = ()
 
 
-OPEN = Access()  # whoever reaches the port may join
+OPEN = Access()  # lets every process join that reaches the port
 
 
-def of_learner(rollout: Rollout, host: str) -> Access:
-  """How a learner that listens at `host` lets samplers in.
+def learner_access(rollout: Rollout, host: str) -> Access:
+  """The access that a learner listening at `host` gives.
 
   Raises:
-    ConfigError: A file cannot be used, or others than this machine could join without a secret.
+    ConfigError: A file cannot be used, or other machines could join without a secret.
   """
   secret = _secret(rollout.secret_file)
   if not secret and not is_loopback(host):
@@ -64,8 +64,8 @@ def of_learner(rollout: Rollout, host: str) -> Access:
   return Access(secret, context)
 
 
-def of_sampler(rollout: Rollout, host: str) -> Access:
-  """How a sampler joins a learner at `host`.
+def sampler_access(rollout: Rollout, host: str) -> Access:
+  """The access with which a sampler joins a learner at `host`.
 
   Raises:
     ConfigError: A file cannot be used, or the learner is another machine and there is no secret.
@@ -94,7 +94,7 @@ def of_sampler(rollout: Rollout, host: str) -> Access:
 
 
 def _secret(file: str) -> bytes:
-  """The secret in a file, or that of the environment if no file is named. Empty for none."""
+  """The secret from a file, or from the environment if no file is named. Empty for none."""
   if file:
     name, secret = f"config key rollout.secret_file={file}", _content("secret_file", file, True)
   elif _VARIABLE in os.environ:

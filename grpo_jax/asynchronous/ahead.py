@@ -7,11 +7,11 @@ with which a thread samples while the others learn. All draw at most max_stalene
 nothing piles up.
 
 With rollout.weights=fixed, the policy after step k - max_staleness draws batch k. So a run's
-numbers depend on its config alone, as they do in turn. Beside, with newest and in_flight, they also
-depend on when weights arrived, and the run's schedule says when that was. A run that finds a batch
-in there waits for the same weights, and draws the same.
+numbers depend on its config alone, as they do in turn. In `Beside`, with newest and in_flight, they
+also depend on when weights arrived, and the run's schedule records when that was. A run that finds
+a batch in its schedule waits for the same weights, and draws the same batch.
 
-What has been drawn and not been learned is saved with a checkpoint.
+A checkpoint saves the batches that were drawn and not learned yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ import jax
 import numpy as np
 
 from grpo_jax.algo.metrics import disjoint
-from grpo_jax.asynchronous.learner import Closed
-from grpo_jax.asynchronous.schedule import FromChunk, Schedule
+from grpo_jax.asynchronous.learner import SamplingClosed
+from grpo_jax.asynchronous.schedule import FromChunk, WeightSchedule
 from grpo_jax.batches.collect import Collected, Collector, HostState
-from grpo_jax.batches.flow import Policy
+from grpo_jax.batches.flow import VersionedParams
 from grpo_jax.batches.rollout_metrics import staleness_metrics
 from grpo_jax.batches.scored import Scored, from_arrays, to_arrays
 from grpo_jax.config import Config
@@ -51,11 +51,11 @@ class Ahead:
   """The batches that are drawn and not learned yet.
 
   Attributes:
-    devices: Makes what is held by who else samples on the devices that draw.
+    devices: Makes a context. An evaluation holds it while it samples on the devices that draw.
   """
 
   def __init__(self, collector: Collector, config: Config):
-    """`collector` draws."""
+    """`collector` draws the batches."""
     self._collector, self._steps = collector, config.steps
     self._bound = config.rollout.max_staleness
     self._drawn: dict[int, Pending[Scored]] = {}  # by their numbers, without gaps
@@ -68,8 +68,8 @@ class Ahead:
     Args:
       params: The policy before the step's update, as `Parameters.for_sampling` returns it.
       index: The number of the GRPO step, from 0.
-      host: The host state before the step. Before the first step of a process, it is what a
-        checkpoint kept.
+      host: The host state before the step. Before the first step of a process, it is the state in
+        the checkpoint.
       clock: Counts the time of the step.
     """
     raise NotImplementedError
@@ -77,7 +77,7 @@ class Ahead:
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
     """The host state before GRPO step `index`, with the batches for it and for later steps.
 
-    It waits for those that only the weights until now can draw.
+    Waits for the batches that the weights until now can draw.
 
     Args:
       index: The number of the next GRPO step.
@@ -97,10 +97,10 @@ class Ahead:
     return without | ({_AHEAD: kept} if kept else {})
 
   def close(self) -> None:
-    """Ends what samples."""
+    """Ends sampling."""
 
   def _restore(self, index: int, host: HostState) -> None:
-    """Begins with GRPO step `index`, and with what a checkpoint kept."""
+    """Begins with GRPO step `index` and the batches in a checkpoint."""
     kept = host.get(_AHEAD, {})
     self._collector.restart(index, {key: x for key, x in host.items() if key != _AHEAD})
     self._next = index
@@ -110,12 +110,12 @@ class Ahead:
       self._drawn[self._next] = there(scored)
       self._next += 1
 
-  def _draw(self, policy: Policy) -> Pending[Scored]:
+  def _draw(self, policy: VersionedParams) -> Pending[Scored]:
     """Draws the next batch, which workers begin to score."""
     clock = Clock()
     return self._collector.draw(policy, clock).then(functools.partial(_with_times, clock))
 
-  def _take(self, policy: Policy, clock: Clock) -> Pending[Scored]:
+  def _take(self, policy: VersionedParams, clock: Clock) -> Pending[Scored]:
     """The next batch, whose groups are drawn. `clock` has counted the time of sampling."""
     return self._collector.take(policy, clock).then(functools.partial(_with_times, clock))
 
@@ -125,7 +125,7 @@ class Ahead:
       del self._drawn[number]
 
   def _collected(self, index: int, clock: Clock) -> Collected:
-    """The batch of a step on the mesh, with how old it is."""
+    """The batch of a step on the mesh, with metrics of its staleness."""
     with doing("scoring"):
       scored = self._drawn[index].result()
     clock.lap("wait")
@@ -159,7 +159,7 @@ class AheadInTurn(Ahead):
       self._restore(index, host)
     self._drop_learned(index)
     while self._next < min(index + self._bound + 1, self._steps):
-      self._drawn[self._next] = self._draw(Policy(params, index))
+      self._drawn[self._next] = self._draw(VersionedParams(params, index))
       self._next += 1
     clock.lap("ahead")
     return self._collected(index, clock)
@@ -181,7 +181,7 @@ class InFlightInTurn(Ahead):
       self._restore(index, host)
     self._drop_learned(index)
     last = min(index + self._bound, self._steps - 1)
-    self._draw_until(index + 1, Policy(params, index), last)
+    self._draw_until(index + 1, VersionedParams(params, index), last)
     clock.lap("ahead")
     return self._collected(index, clock)
 
@@ -191,10 +191,10 @@ class InFlightInTurn(Ahead):
       # A checkpoint has no rows in flight, so what was begun is drawn to the end of its step.
       last = flow.step_of(flow.next - 1)
       with contextlib.suppress(Exception):  # the step that learns from it says why
-        self._draw_until(last + 1, Policy(params(), index), last)
+        self._draw_until(last + 1, VersionedParams(params(), index), last)
     return super().saved(index, host, params)
 
-  def _draw_until(self, end: int, policy: Policy, last: int) -> None:
+  def _draw_until(self, end: int, policy: VersionedParams, last: int) -> None:
     """Draws the batches before number `end`, and opens no groups after those of step `last`."""
     self._clock.restart()
     while self._next < end:
@@ -207,16 +207,16 @@ class InFlightInTurn(Ahead):
 
 
 def ahead_in_turn(collector: Collector, config: Config) -> Ahead:
-  """What draws ahead on the devices that also learn, as rollout.weights says."""
+  """Draws ahead on the devices that also learn, as rollout.weights says."""
   in_turn = InFlightInTurn if config.rollout.weights == "in_flight" else AheadInTurn
   return in_turn(collector, config)
 
 
 class KeepsWeights(Protocol):
-  """What a collector samples with beside the devices of the run."""
+  """A sampler outside the devices of the run. A collector samples with it."""
 
   def weights(self, params: Any) -> Any:
-    """A copy of weights, which stays when an update takes the arrays."""
+    """A copy of weights, which stays valid when an update donates the arrays."""
 
 
 class Beside(Ahead):
@@ -226,16 +226,16 @@ class Beside(Ahead):
     self,
     collector: Collector,
     config: Config,
-    schedule: Schedule | None,
+    schedule: WeightSchedule | None,
     remote: KeepsWeights | None = None,
   ):
     """Draws ahead.
 
     Args:
-      collector: Draws.
-      config: Of the run.
-      schedule: Says, or is told, which weights drew what. None: they are fixed.
-      remote: What the collector samples with, if not with devices of this process.
+      collector: Draws the batches.
+      config: The config of the run.
+      schedule: The record of which weights drew which batch. None if the weights are fixed.
+      remote: The sampler that the collector uses. None for devices of this process.
     """
     super().__init__(collector, config)
     # An update takes the arrays on the devices that learn.
@@ -306,7 +306,7 @@ class Beside(Ahead):
     if self._thread is not None:
       self._thread.join()
 
-  def take(self, version: int | None) -> Policy:
+  def take(self, version: int | None) -> VersionedParams:
     """The weights of a version, or the newest, and their version. It waits for them.
 
     While a checkpoint or the step of the newest weights waits for what is in flight, newer weights
@@ -314,7 +314,7 @@ class Beside(Ahead):
 
     Raises:
       RunFailed: They are older than all of this process.
-      Closed: The run has ended.
+      SamplingClosed: The run has ended.
     """
     with self._changed:
       if version is None:
@@ -333,10 +333,10 @@ class Beside(Ahead):
         )
       )
       if self._is_closed:
-        raise Closed("the run has ended")
+        raise SamplingClosed("the run has ended")
       if version not in self._weights:
         version = max(self._weights)
-      return Policy(self._weights[version], version)
+      return VersionedParams(self._weights[version], version)
 
   def _run(self, draw: Callable[[], None]) -> None:
     """Draws until the run has ended. This is the thread."""
@@ -365,7 +365,7 @@ class Beside(Ahead):
       self._add(pending)
 
   def _stream(self) -> None:
-    """Draws group after group: whoever is in flight goes on with the newest weights."""
+    """Draws group after group. Rows in flight go on with the newest weights."""
     flow, clock = self._collector.flow, Clock()
     while self._next < self._steps:
       with self._changed, self._idle.running():
@@ -394,7 +394,7 @@ class Beside(Ahead):
     self._schedule.end(self._chunk - 1)
 
   def _may_go_on(self) -> bool:
-    """Whether there is something to draw, or the run has ended. Says where there is not."""
+    """Whether there is a group to draw, or the run has ended. Tells waiting threads of a pause."""
     flow = self._collector.flow
     if self._is_closed:
       return True
@@ -410,7 +410,7 @@ class Beside(Ahead):
     return has_begun or flow.step <= max(self._weights) + self._bound
 
   def _add(self, pending: Pending[Scored]) -> None:
-    """A batch is drawn."""
+    """Adds a batch that is drawn."""
     with self._changed:
       self._drawn[self._next] = pending
       self._next, self._is_drawing = self._next + 1, self._changes
@@ -419,7 +419,7 @@ class Beside(Ahead):
 
   @contextlib.contextmanager
   def _all_drawn(self) -> Iterator[None]:
-    """Waits until the thread has drawn all that the weights until now can."""
+    """Waits until the thread has drawn all batches that the weights until now can draw."""
     with self._changed:
       self._changed.wait_for(
         lambda: (
@@ -432,7 +432,7 @@ class Beside(Ahead):
     yield
 
   def _fail_with_others(self) -> None:
-    """Raises what ended the thread in a run of several processes: the others wait for this one."""
+    """Raises the error that ended the thread, if other processes wait for this one."""
     if self._error is not None and jax.process_count() > 1:
       raise self._error
 
@@ -465,11 +465,11 @@ class Beside(Ahead):
     if self._changes:
       return self._schedule.versions_from(self._chunk)
     known = self._schedule.known
-    return {version for n in [*known] if n >= self._next for _, version in known[n]}
+    return {version for batch in [*known] if batch >= self._next for _, version in known[batch]}
 
 
 class _Stopwatch:
-  """Which share of the time a thread has waited."""
+  """Measures the share of time that a thread waits."""
 
   def __init__(self) -> None:
     self._since = self._last = time.perf_counter()

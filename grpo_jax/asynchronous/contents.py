@@ -1,7 +1,7 @@
 """Checks every field and array of the messages, on both sides.
 
-The learner knows what a good answer looks like, to the shape of each array. A sampler knows the
-weights of its config. So nothing larger is allocated, and nothing else is believed.
+The learner knows the shape of each array in a good answer. A sampler knows the shapes of the
+weights of its config. So neither side allocates more memory, or accepts other values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,24 +14,24 @@ import numpy as np
 from grpo_jax.asynchronous.messages import BadMessage, Shapes, bytes_of
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.requests import Ended
+from grpo_jax.sampler.requests import StoppedRow
 from grpo_jax.settings import shown
 from grpo_jax.types import Completions, Images
 
-IMAGES = "images."  # what the names of their arrays begin with
-_ROUNDING = 1e-3  # that a log-prob may lie above 0
-_MOST = 2**31  # of a number in a field
+IMAGES = "images."  # the names of image arrays begin with this
+_ROUNDING = 1e-3  # a log-prob may lie above 0 by this much
+_MOST = 2**31  # numbers in a field are below it
 
 
-class Limits(NamedTuple):
-  """What the completions of a run can be.
+class CompletionLimits(NamedTuple):
+  """The sizes that completions of a run can have.
 
   Attributes:
     vocabulary: Token ids are below it.
     tokens: T, the longest completion.
-    experts: X, how many there are.
-    experts_in_all: Y, those that a token uses in all layers.
-    experts_dtype: Of their numbers.
+    experts: X, the number of experts of a layer.
+    experts_in_all: Y, how many experts a token uses in all layers together.
+    experts_dtype: The dtype of the experts' numbers.
   """
 
   vocabulary: int
@@ -41,14 +41,14 @@ class Limits(NamedTuple):
   experts_dtype: str = "int8"
 
 
-class Part(NamedTuple):
-  """What a process was asked for.
+class PartRequest(NamedTuple):
+  """The sizes of a request to a process.
 
   Attributes:
-    prompts: How many.
+    prompts: How many prompts it has.
     prompt_tokens: S.
     members: G.
-    longest: The longest completion of these rows, at most `Limits.tokens`.
+    longest: The longest completion of these rows, at most `CompletionLimits.tokens`.
     keeps_experts: Whether completions have the experts of each token.
     pauses: Whether rows that have ended wait for a reply.
   """
@@ -61,10 +61,10 @@ class Part(NamedTuple):
   pauses: bool = False
 
 
-def limits_of(run: Run) -> Limits:
-  """What the completions of a run can be."""
+def limits_of(run: Run) -> CompletionLimits:
+  """The sizes that completions of a run can have."""
   shape = run.parameters.sampling.model
-  return Limits(
+  return CompletionLimits(
     vocabulary=shape.vocab_size,
     tokens=run.config.sampling.max_tokens,
     experts=shape.num_experts,
@@ -73,19 +73,21 @@ def limits_of(run: Run) -> Limits:
   )
 
 
-def answer_bytes(part: Part, limits: Limits) -> int:
+def answer_bytes(part: PartRequest, limits: CompletionLimits) -> int:
   """The bytes of the arrays that answer all of a part."""
   return bytes_of(_answer(part.prompts, part, limits))
 
 
-def check_answer(fields: Mapping[str, Any], shapes: Shapes, part: Part, limits: Limits) -> None:
-  """Checks what a process says that it has drawn, before its arrays are read.
+def check_answer(
+  fields: Mapping[str, Any], shapes: Shapes, part: PartRequest, limits: CompletionLimits
+) -> None:
+  """Checks an answer of a process before its arrays are read.
 
   Args:
     fields: The fields of its message.
-    shapes: Of its arrays.
-    part: What it was asked for.
-    limits: What the completions of the run can be.
+    shapes: The shapes of its arrays.
+    part: The request that it answers.
+    limits: The sizes that completions of the run can have.
 
   Raises:
     BadMessage: It names the field or the array.
@@ -98,7 +100,9 @@ def check_answer(fields: Mapping[str, Any], shapes: Shapes, part: Part, limits: 
   _check_shapes(shapes, _answer(len(numbers), part, limits), "completions")
 
 
-def check_paused(fields: Mapping[str, Any], shapes: Shapes, part: Part, limits: Limits) -> None:
+def check_paused(
+  fields: Mapping[str, Any], shapes: Shapes, part: PartRequest, limits: CompletionLimits
+) -> None:
   """Checks which rows pause, before their tokens are read. Raises BadMessage, which says why."""
   rows = fields.get("rows")
   if not part.pauses or not isinstance(rows, list) or not rows:
@@ -109,8 +113,11 @@ def check_paused(fields: Mapping[str, Any], shapes: Shapes, part: Part, limits: 
 
 
 def paused(
-  fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], part: Part, limits: Limits
-) -> list[Ended]:
+  fields: Mapping[str, Any],
+  arrays: Mapping[str, np.ndarray],
+  part: PartRequest,
+  limits: CompletionLimits,
+) -> list[StoppedRow]:
   """The rows that pause, whose shapes `check_paused` has looked at. Raises BadMessage."""
   found = []
   for (prompt, member, length, stopped_by), tokens_T in zip(fields["rows"], arrays["tokens_RT"]):
@@ -120,7 +127,7 @@ def paused(
     tokens = tokens_T[:length].tolist()
     if stopped_by not in (-1, tokens[-1]):
       raise BadMessage("it sent a row that pauses after another token than its last one")
-    found.append(Ended(prompt, member, tokens, stopped_by, part.longest - length))
+    found.append(StoppedRow(prompt, member, tokens, stopped_by, part.longest - length))
   return found
 
 
@@ -130,7 +137,7 @@ def _is_row(row: Any) -> bool:
   )
 
 
-def check_replies(fields: Mapping[str, Any], part: Part, limits: Limits) -> None:
+def check_replies(fields: Mapping[str, Any], part: PartRequest, limits: CompletionLimits) -> None:
   """Checks replies to rows that pause. Raises BadMessage, which says why."""
   rows = fields.get("rows")
   if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 3 for row in rows):
@@ -145,13 +152,13 @@ def check_replies(fields: Mapping[str, Any], part: Part, limits: Limits) -> None
       raise BadMessage("it sent a reply that is no list of tokens")
 
 
-Replies = list[tuple[int, list[int] | None]]  # to a row: its length before, and the tokens
+Replies = list[tuple[int, list[int] | None]]  # of a row: its length before, and the tokens
 
 
 def completions(
   arrays: Mapping[str, np.ndarray],
-  part: Part,
-  limits: Limits,
+  part: PartRequest,
+  limits: CompletionLimits,
   replies: Sequence[Sequence[Replies]] = (),
 ) -> Completions:
   """The completions of some groups of a part, whose shapes `check_answer` has looked at.
@@ -200,8 +207,10 @@ def are_finite(arrays: list[np.ndarray]) -> bool:
   return all(np.isfinite(x.astype(np.float32)).all() for x in floats)
 
 
-def check_draw(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], limits: Limits) -> None:
-  """Checks what a sampler is to draw. Raises BadMessage, which names the field or the array."""
+def check_draw(
+  fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], limits: CompletionLimits
+) -> None:
+  """Checks a request to draw. Raises BadMessage, which names the field or the array."""
   _check_field(fields, "members", lambda x: _is_whole(x) and x > 0)
   _check_field(fields, "first_prompt", _is_whole)
   _check_field(fields, "keeps_experts", lambda x: isinstance(x, bool))
@@ -229,7 +238,7 @@ def check_draw(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], limi
   _check_range("prompt_lengths_P", lengths, 1, S)
 
 
-def _answer(groups: int, part: Part, limits: Limits) -> Shapes:
+def _answer(groups: int, part: PartRequest, limits: CompletionLimits) -> Shapes:
   """The arrays of so many groups of a part."""
   PG, PGT = (groups, part.members), (groups, part.members, limits.tokens)
   wanted: Shapes = {

@@ -14,11 +14,11 @@ class NotEncrypted(ConnectionError):
 
 
 class Encrypted:
-  """Has the methods of a socket that connections use.
+  """An encrypted socket, with the methods of a socket that connections use.
 
   An `ssl.SSLSocket` must not send and receive at once: before Python 3.13 it may crash, and some
-  later versions wait with its lock in hand. Here TLS works in memory. A lock is held only
-  meanwhile, and never while the socket waits.
+  later versions wait while they hold its lock. Here TLS works in memory. A lock is held only while
+  it does, and never while the socket waits.
   """
 
   def __init__(
@@ -32,12 +32,12 @@ class Encrypted:
 
     Args:
       connected: A TCP socket.
-      context: Of a server or of a client.
+      context: The TLS context of a server or of a client.
       until: When they must have agreed, in seconds of `time.monotonic`.
       name: A client tells the server that it has connected to this host.
 
     Raises:
-      NotEncrypted: The other side sent something else than TLS.
+      NotEncrypted: The other side did not send TLS.
       ssl.SSLError, OSError: They do not agree, or the other side has gone.
     """
     self._socket, self._working = connected, threading.Lock()

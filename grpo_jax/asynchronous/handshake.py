@@ -5,8 +5,8 @@
     sampler -> learner   HMAC-SHA256(secret, "sampler", both nonces)
     learner -> sampler   HMAC-SHA256(secret, "learner", both nonces), or zeros
 
-So the secret does not travel. A proof is of no use for another connection, or for the other side.
-Until then, each side reads 72 bytes and interprets none. With a certificate, all of that is
+So the secret is never sent. A proof is of no use on another connection, or to the other side.
+Before the proofs, each side reads 72 bytes and interprets none. With a certificate, all of this is
 encrypted, too.
 """
 
@@ -24,25 +24,25 @@ from grpo_jax.asynchronous.encryption import Encrypted, NotEncrypted
 from grpo_jax.asynchronous.messages import BadMessage
 from grpo_jax.settings import ConfigError
 
-_SECONDS = 10.0  # in which all of it must happen
+_SECONDS = 10.0  # for the whole handshake
 _MAGIC, _NEEDS_TLS = b"grpojax2", b"grpo_tls"
 _NONCE = 32
 _HANDSHAKE_OF_TLS = b"\x16"  # its first byte
 
 
 def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypted:
-  """Lets a sampler prove itself, and does so, too.
+  """The learner's side: checks that a sampler knows the secret, and proves that it knows it, too.
 
   Args:
     connected: A TCP socket, which the caller closes.
-    access: Of the learner.
+    access: The access of the learner.
 
   Returns:
-    What carries the messages.
+    The channel for messages.
 
   Raises:
-    BadMessage: It does not know the secret, or only one side encrypts.
-    OSError: It has gone, or is silent.
+    BadMessage: The sampler does not know the secret, or only one side encrypts.
+    OSError: The sampler has gone, or is silent.
   """
   until = time.monotonic() + _SECONDS
   connected.settimeout(_SECONDS)
@@ -84,15 +84,15 @@ def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
 
   Args:
     address: Host and port of the learner.
-    access: Of the sampler.
+    access: The access of the sampler.
 
   Returns:
-    What carries the messages.
+    The channel for messages.
 
   Raises:
     ConfigError: They have different secrets or certificates, so that trying again is of no use.
     BadMessage: Something else listens there.
-    OSError: Nobody is there, or does not answer.
+    OSError: No learner is there, or it does not answer.
   """
   until = time.monotonic() + _SECONDS
   connected = socket.create_connection(address, timeout=_SECONDS)
@@ -118,9 +118,9 @@ def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
   return channel
 
 
-def _proof(secret: bytes, role: bytes, of_sampler: bytes, of_learner: bytes) -> bytes:
-  """Shows that who has the role in a connection with these nonces knows the secret."""
-  return hmac.digest(secret, _MAGIC + role + of_sampler + of_learner, "sha256")
+def _proof(secret: bytes, role: bytes, sampler_nonce: bytes, learner_nonce: bytes) -> bytes:
+  """Proves that the side with this role knows the secret, for a connection with these nonces."""
+  return hmac.digest(secret, _MAGIC + role + sampler_nonce + learner_nonce, "sha256")
 
 
 def _nonce(greeting: bytes) -> bytes:
@@ -130,7 +130,7 @@ def _nonce(greeting: bytes) -> bytes:
 
 
 def _compare(access: Access) -> str:
-  """What to do about different secrets."""
+  """Advice to the user about different secrets."""
   own = "" if access.secret else ", and this side has none"
   return f"compare {SECRETS} of both sides{own}"
 

@@ -1,8 +1,8 @@
 """The learner's side: gives the prompts of a call to sampler processes, and gets completions.
 
 A process asks for nothing: it joins, and the learner gives it one part of a call after another. If
-it goes away, another one, or the same when it is back, draws that part again. What has arrived of
-it is handed on once.
+it goes away, another process, or the same one when it is back, draws that part again. Groups that
+have arrived are handed on once.
 
 Each process has two threads here. One receives. The other one sends parts, and new weights as soon
 as a step has made them, also while the process draws with older ones.
@@ -26,7 +26,7 @@ import numpy as np
 
 from grpo_jax.asynchronous import contents, handshake
 from grpo_jax.asynchronous.access import OPEN, Access
-from grpo_jax.asynchronous.contents import IMAGES, Limits
+from grpo_jax.asynchronous.contents import IMAGES, CompletionLimits
 from grpo_jax.asynchronous.messages import (
   BEAT,
   BadMessage,
@@ -38,7 +38,7 @@ from grpo_jax.asynchronous.messages import (
 from grpo_jax.asynchronous.parts import Arrivals, DrawnPart, RemoteCall, RowOfPart
 from grpo_jax.asynchronous.terms import difference
 from grpo_jax.asynchronous.versions import Leaf, SentVersions, Weights
-from grpo_jax.sampler.requests import Ended, Finished
+from grpo_jax.sampler.requests import Finished, StoppedRow
 from grpo_jax.sampler.sampling import Draws
 from grpo_jax.settings import ConfigError, RunFailed, is_loopback
 from grpo_jax.types import Images
@@ -50,21 +50,22 @@ _MOST_STRANGERS = 10  # that failed to join, and are all named. After that, one 
 _MOST_REFUSED = 3  # samplers that may draw a part wrongly, before it is the part's fault
 
 
-class Closed(Exception):
+class SamplingClosed(Exception):
   """The run has ended, or it was asked to stop while no process samples."""
 
 
 @dataclasses.dataclass(eq=False)
-class _Process:
+class _JoinedProcess:
   """A process that has joined.
 
   Attributes:
-    connection, name: Where it is.
-    part: What it draws, or None.
+    connection: The connection to it.
+    name: Its address, as HOST:PORT.
+    part: The part that it draws, or None.
     coming: The prompts of the part that it has not sent, as numbers in the part.
-    is_asked: Whether it knows of the part.
+    is_asked: Whether the part was sent to it.
     sent: The weights that it has.
-    is_gone: Nothing more comes from it.
+    is_gone: Whether its connection has ended.
   """
 
   connection: Connection
@@ -87,7 +88,7 @@ class RemoteSampler:
     self,
     address: tuple[str, int],
     terms: dict[str, Any],
-    limits: Limits,
+    limits: CompletionLimits,
     parts: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
     access: Access = OPEN,
@@ -96,11 +97,11 @@ class RemoteSampler:
 
     Args:
       address: The host and the port, 0 for a free one.
-      terms: What processes must have in common with the run.
-      limits: What the completions of the run can be.
+      terms: The terms on which processes must agree with the run.
+      limits: The sizes that completions of the run can have.
       parts: Into how many parts the prompts of a call are split.
       should_stop: Whether the run was asked to stop.
-      access: Whom it lets in.
+      access: The secret and certificates of the run.
 
     Raises:
       ConfigError: It cannot listen there.
@@ -109,7 +110,7 @@ class RemoteSampler:
     self._parts, self._should_stop, self._access = parts, should_stop, access
     self._changed = threading.Condition()
     self._waiting = deque[DrawnPart]()  # parts that no process draws
-    self._joined: set[_Process] = set()
+    self._joined: set[_JoinedProcess] = set()
     self._threads: set[threading.Thread] = set()
     self._is_closed = self._has_ended = False
     self._numbers = itertools.count()
@@ -134,13 +135,13 @@ class RemoteSampler:
     self._accepting.start()
 
   def weights(self, params: Any) -> Weights:
-    """A copy on the host, which stays when an update takes the arrays.
+    """A copy on the host, which stays valid when an update donates the arrays.
 
-    All processes begin to get it. Nobody waits for that.
+    Threads begin to send it to all processes. The caller does not wait for that.
 
     Args:
-      params: As `Parameters.for_sampling` returns them. Arrays that were in the last ones, such as
-        those of a frozen base, are not copied again.
+      params: Weights as `Parameters.for_sampling` returns them. Arrays that were in the last ones,
+        such as those of a frozen base, are not copied again.
     """
     leaves = jax.tree.leaves(params)
     known = [copy if before() is x else None for x, (before, copy) in zip(leaves, self._last)]
@@ -173,16 +174,16 @@ class RemoteSampler:
   ) -> RemoteCall:
     """Lets processes complete each prompt `members` times.
 
-    The arguments are those of `Sampler`, but for `draws.end`, which each process makes of its
-    config, and `draws.reply`.
+    The arguments are those of `Sampler`. `draws.reply` is not used, and neither is `draws.end`,
+    which each process makes from its config.
 
     Args:
-      params: As `Parameters.for_sampling` returns them, or their `Weights`.
+      params: Weights as `Parameters.for_sampling` returns them, or their `Weights`.
       prompts_PS: int32, right-padded.
-      prompt_lengths_P: int32, their tokens.
+      prompt_lengths_P: int32, how many tokens each prompt has.
       members: G.
       draws: How rows draw.
-      images: Of the prompts, or None.
+      images: The images of the prompts, or None.
       keeps_experts: Whether completions have the experts of each token.
       pauses: Whether a row that has ended waits for a reply.
     """
@@ -207,7 +208,7 @@ class RemoteSampler:
       }
       own = {name: np.asarray(x)[prompts] for name, x in arrays.items()} | {"key": key}
       size = len(prompts), prompts_PS.shape[1]
-      answer = contents.Part(*size, members, longest, keeps_experts, pauses)
+      answer = contents.PartRequest(*size, members, longest, keeps_experts, pauses)
       numbers = set(range(len(prompts)))
       parts.append(DrawnPart(prompts.tolist(), weights, fields, own, answer, call, numbers))
     with self._changed:
@@ -216,7 +217,7 @@ class RemoteSampler:
     return RemoteCall(self, call, parts)
 
   def say_ended(self) -> None:
-    """From here on, processes that are told to leave need not come back."""
+    """Says that the run has ended. Processes that are told to leave then need not come back."""
     self._has_ended = True
 
   def close(self) -> None:
@@ -231,7 +232,7 @@ class RemoteSampler:
     self._server.close()
 
   def drop(self, parts: Sequence[DrawnPart]) -> None:
-    """Nobody waits for these parts any more, so nobody need draw them."""
+    """Drops parts: no caller waits for them any more."""
     with self._changed:
       for part in parts:
         part.missing.clear()
@@ -243,17 +244,17 @@ class RemoteSampler:
       part.reply(row, tokens)
       self._changed.notify_all()
 
-  def next(self, call: Arrivals, seconds: float) -> Finished | list[Ended] | None:
-    """Waits so long for groups of a call that have ended, or for rows that pause."""
+  def next(self, call: Arrivals, seconds: float) -> Finished | list[StoppedRow] | None:
+    """Waits up to `seconds` for groups of a call that have ended, or for rows that pause."""
     told_at, until = -math.inf, time.monotonic() + seconds
     with self._changed:
       while not call:
         if self._is_closed:
-          raise Closed("the run has ended")
+          raise SamplingClosed("the run has ended")
         if not self._joined:
           if self._should_stop():
             _say("no sampler is there: batches that are not drawn yet will have newer weights")
-            raise Closed("the run was asked to stop, and no sampler is there")
+            raise SamplingClosed("the run was asked to stop, and no sampler is there")
           if time.monotonic() - max(told_at, self._told_of_none) >= _TELL:
             told_at = self._told_of_none = time.monotonic()
             _say(
@@ -300,8 +301,8 @@ class RemoteSampler:
       with self._changed:
         self._threads.discard(threading.current_thread())
 
-  def _greeted(self, connected: socket.socket, name: str) -> _Process | None:
-    """Lets a process join that knows the secret and would sample as this run does."""
+  def _greeted(self, connected: socket.socket, name: str) -> _JoinedProcess | None:
+    """Lets a process join if it knows the secret and would sample as this run does."""
     why = ""
     try:
       connection = Connection(handshake.accept(connected, self._access))
@@ -313,7 +314,7 @@ class RemoteSampler:
         if why:
           raise BadMessage(why)
         connection.send("welcome")
-        return _Process(connection, name)
+        return _JoinedProcess(connection, name)
       except BadMessage as error:
         with contextlib.suppress(OSError):
           connection.send("refused", {"why": str(error)})
@@ -326,7 +327,7 @@ class RemoteSampler:
     return None
 
   def _say_of_stranger(self, line: str) -> None:
-    """Says why a process did not join. Thousands must not fill a disk."""
+    """Prints why a process did not join, at a limited rate: thousands must not fill a disk."""
     with self._changed:
       self._strangers += 1
       if self._strangers > _MOST_STRANGERS:
@@ -336,7 +337,7 @@ class RemoteSampler:
       self._told_of_strangers = time.monotonic()
     _say(line)
 
-  def _serve(self, process: _Process) -> None:
+  def _serve(self, process: _JoinedProcess) -> None:
     """Receives from a process that has joined, until it has gone."""
     connection, why = process.connection, ""
     _say(f"a sampler has joined from {process.name}")
@@ -368,8 +369,8 @@ class RemoteSampler:
       sender.join()
       connection.close()
 
-  def _refuse(self, process: _Process, why: str) -> None:
-    """Notes that a process is sent away, and fails a call whose fault it seems to be."""
+  def _refuse(self, process: _JoinedProcess, why: str) -> None:
+    """Counts a process that is sent away. Fails the call if the call seems to be at fault."""
     _say(f"the process at {process.name} was sent away: {why}")
     part = process.part
     if part is None:
@@ -383,8 +384,8 @@ class RemoteSampler:
         RunFailed(f"{part.refused} samplers were sent away for what they drew of a batch: {why}")
       )
 
-  def _receive(self, process: _Process) -> None:
-    """Hands on what a process has drawn. Raises OSError or BadMessage in the end."""
+  def _receive(self, process: _JoinedProcess) -> None:
+    """Hands on the groups and rows that a process sends. Ends with OSError or BadMessage."""
 
     def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
       if kind == "finished" and process.part is not None:
@@ -407,8 +408,8 @@ class RemoteSampler:
             process.part = None
             self._changed.notify_all()
 
-  def _send(self, process: _Process) -> None:
-    """Sends what a process needs, until it has gone or the run has ended. This is a thread."""
+  def _send(self, process: _JoinedProcess) -> None:
+    """Sends parts, weights and replies to a process until it or the run has ended. A thread."""
     connection = process.connection
     try:
       while (message := self._next_message(process)) is not None:
@@ -426,9 +427,9 @@ class RemoteSampler:
     connection.end()
 
   def _next_message(
-    self, process: _Process
+    self, process: _JoinedProcess
   ) -> tuple[str, dict[str, Any], dict[str, np.ndarray]] | None:
-    """Waits for something to send, and for a sign of life. None if nothing more will be."""
+    """Waits for a message to send: after `BEAT` seconds a sign of life. None at the end."""
     until = time.monotonic() + BEAT
     with self._changed:
       while not (self._is_closed or process.is_gone):
@@ -456,8 +457,8 @@ class RemoteSampler:
     return None
 
   def _paused(self, message: Message, part: DrawnPart) -> None:
-    """Rows wait for a reply: a known one, or one that is asked for now."""
-    asked: list[Ended] = []
+    """Takes rows that pause. Those without a known reply are handed on to ask for one."""
+    asked: list[StoppedRow] = []
     rows = contents.paused(message.fields, message.arrays, part.answer, self._limits)
     with self._changed:
       for row in rows:

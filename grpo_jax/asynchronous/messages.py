@@ -1,7 +1,7 @@
 """Messages between a learner and its sampler processes: a header in JSON, then raw arrays.
 
-Nothing that arrives is executed. What is too long or makes no sense is a `BadMessage`. The length
-of the header, the header and each array are followed by a checksum.
+Nothing that arrives is executed. Bytes that are too long or make no sense raise `BadMessage`. The
+length of the header, the header and each array are followed by a checksum.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ import numpy as np
 from grpo_jax.asynchronous.encryption import Encrypted
 
 BEAT = 2.0  # seconds between two signs of life
-_SILENCE = 60.0  # whoever is silent for so many seconds is taken for dead
+_SILENCE = 60.0  # a side that is silent for so many seconds counts as dead
 _LENGTH = struct.Struct("!I")  # of the header
 _CHECKSUM = struct.Struct("!I")
 _LONGEST_HEADER = 2**22
@@ -34,7 +34,7 @@ _MOST_AXES, _MOST_BYTES = 8, 2**50  # of an array. numpy counts axes of length 0
 
 
 class BadMessage(Exception):
-  """Bytes that are no message, or a message that has no place here."""
+  """The bytes are not a message, or the message is not allowed here."""
 
 
 class DamagedMessage(BadMessage):
@@ -49,9 +49,9 @@ class Message(NamedTuple):
   """A message.
 
   Attributes:
-    kind: What it is about.
-    fields: Plain values, as JSON holds them.
-    arrays: By name.
+    kind: The kind of message, such as "draw".
+    fields: Plain values, as JSON has them.
+    arrays: The arrays by name.
   """
 
   kind: str
@@ -63,7 +63,7 @@ class Connection:
   """A socket that carries messages. One thread receives. Any thread may send."""
 
   def __init__(self, connected: socket.socket | Encrypted):
-    """`connected` is a TCP socket, or what encrypts one."""
+    """`connected` is a TCP socket, or an encrypted one."""
     connected.settimeout(_SILENCE)  # of each block, not of a message
     self._socket, self._sending = connected, threading.Lock()
 
@@ -94,12 +94,12 @@ class Connection:
     """Waits for a message.
 
     Args:
-      most_bytes: What its arrays may take. Without it, `check` must allow no more than makes sense.
+      most_bytes: The most bytes of its arrays. Without it, `check` must limit them.
       check: Gets the kind, the fields and the shapes of the arrays before these are read. It raises
-        BadMessage for those that have no place here.
+        BadMessage for a message that is not allowed here.
 
     Raises:
-      BadMessage: These bytes are no message, or a longer one.
+      BadMessage: The bytes are not a message, or the message is too long.
       DamagedMessage: A checksum is wrong. It names the array.
       OSError: The other side is gone or silent.
     """
@@ -125,7 +125,7 @@ class Connection:
     return Message(kind, fields, arrays)
 
   def end(self) -> None:
-    """Ends what other threads do with it."""
+    """Ends the calls of other threads that wait on it."""
     with contextlib.suppress(OSError):  # it has ended already
       self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -10,10 +10,10 @@ import numpy as np
 from grpo_jax.asynchronous import contents
 from grpo_jax.asynchronous.messages import BadMessage
 from grpo_jax.asynchronous.versions import Weights
-from grpo_jax.sampler.requests import Ended, Finished
+from grpo_jax.sampler.requests import Finished, StoppedRow
 from grpo_jax.settings import RunFailed
 
-Arrivals = deque[Finished | list[Ended] | RunFailed]
+Arrivals = deque[Finished | list[StoppedRow] | RunFailed]
 RowOfPart = tuple[int, int]  # the prompt in its part, and the member
 
 
@@ -23,24 +23,25 @@ class DrawnPart:
 
   Attributes:
     prompts: Their numbers in the call.
-    weights: What draws them.
-    fields, arrays: The message.
-    answer: What the message asks for.
-    call: Gets what has been drawn, or why nothing will be.
-    missing: Those of the part that have not arrived, as numbers in the part.
-    refused: How many processes were sent away for what they drew of it.
-    replies: How each row went on so far, so that another process can draw it again: its length
-      before, and the tokens that followed, or None.
-    asked: The lengths of rows that wait for a reply, which was asked for.
-    turns: How many replies each row has needed of the process that draws now.
-    answers: Replies that this process has not got, as [prompt, member, tokens].
+    weights: The weights that draw them.
+    fields: The fields of the message that asks for the part.
+    arrays: The arrays of this message.
+    answer: The sizes that the answer must have.
+    call: Gets the groups that were drawn, or the error that ended the call.
+    missing: The prompts that have not arrived, as numbers in the part.
+    refused: How many processes were sent away for bad answers to this part.
+    replies: For each row, (its length before, the tokens of the reply or None) of its replies so
+      far, so that another process can draw it again.
+    asked: The lengths of the rows whose reply was asked for and has not come.
+    turns: How many times each row has paused in the process that draws now.
+    answers: Replies that were not sent to this process yet, as [prompt, member, tokens].
   """
 
   prompts: list[int]
   weights: Weights
   fields: dict[str, Any]
   arrays: dict[str, np.ndarray]
-  answer: contents.Part
+  answer: contents.PartRequest
   call: Arrivals
   missing: set[int]
   refused: int = 0
@@ -52,10 +53,10 @@ class DrawnPart:
   answers: list[list[Any]] = dataclasses.field(default_factory=list)
 
   def paused(self, row: RowOfPart, length: int) -> bool:
-    """A row waits for a reply.
+    """Takes note that a row waits for a reply.
 
     Returns:
-      Whether that must be asked for.
+      Whether the reply must be asked for. A known reply is sent again.
 
     Raises:
       BadMessage: The row cannot pause there.
@@ -76,47 +77,47 @@ class DrawnPart:
     return is_new
 
   def reply(self, row: RowOfPart, tokens: Sequence[int] | None) -> None:
-    """A row goes on."""
+    """Takes the reply with which a row goes on."""
     known = self.replies[row]
     known.append((self.asked.pop(row), None if tokens is None else [*tokens]))
     if self.turns.get(row, 0) == len(known):
       self.answers.append([*row, known[-1][1]])
 
   def begin_again(self) -> None:
-    """Another process draws it."""
+    """Lets another process draw the part from its start."""
     self.turns, self.answers = {}, []
 
 
-class Hub(Protocol):
+class GivesParts(Protocol):
   """Gives parts to processes. `learner.RemoteSampler` is one."""
 
-  def next(self, call: Arrivals, seconds: float) -> Finished | list[Ended] | None:
-    """Waits so long for groups of a call that have ended, or for rows that pause."""
+  def next(self, call: Arrivals, seconds: float) -> Finished | list[StoppedRow] | None:
+    """Waits up to `seconds` for groups of a call that have ended, or for rows that pause."""
 
   def reply(self, part: DrawnPart, row: RowOfPart, tokens: Sequence[int] | None) -> None:
     """A row of a part goes on with these tokens, or has ended."""
 
   def drop(self, parts: Sequence[DrawnPart]) -> None:
-    """Nobody waits for these parts any more."""
+    """Drops parts: no caller waits for them any more."""
 
 
 class RemoteCall:
   """Prompts that processes complete together.
 
   Attributes:
-    left: How many have not arrived.
+    left: How many prompts have not arrived.
   """
 
-  def __init__(self, hub: Hub, call: Arrivals, parts: Sequence[DrawnPart]):
-    """`call` gets what `parts` have drawn."""
+  def __init__(self, hub: GivesParts, call: Arrivals, parts: Sequence[DrawnPart]):
+    """`call` gets the groups and rows of `parts`."""
     self._hub, self._call, self._parts = hub, call, parts
     self.left = sum(len(part.prompts) for part in parts)
 
-  def next(self, seconds: float) -> Finished | list[Ended] | None:
-    """Waits so long for groups that have ended, or for rows that pause.
+  def next(self, seconds: float) -> Finished | list[StoppedRow] | None:
+    """Waits up to `seconds` for groups that have ended, or for rows that pause.
 
     Raises:
-      Closed: Nothing will come.
+      SamplingClosed: Nothing will come.
       RunFailed: The weights are not finite, so that nothing can be drawn with them.
     """
     arrived = self._hub.next(self._call, seconds)
@@ -130,5 +131,5 @@ class RemoteCall:
     self._hub.reply(part, (part.prompts.index(prompt), member), tokens)
 
   def close(self) -> None:
-    """Nobody waits for what has not arrived."""
+    """Drops the prompts that have not arrived."""
     self._hub.drop(self._parts)

@@ -1,4 +1,4 @@
-"""Groups drawn by sampler processes, as the rest of the run asks for them."""
+"""A `GroupSampler` whose groups sampler processes draw."""
 
 from collections.abc import Sequence
 import math
@@ -22,7 +22,7 @@ class RemoteGroups:
     """Draws nothing yet.
 
     Args:
-      hub: What the processes have joined.
+      hub: The server that the processes have joined.
       feed: The weights, and their version.
       members: G.
       keeps_experts: Whether completions have the experts of each token.
@@ -68,7 +68,7 @@ class RemoteGroups:
     return News([row._replace(prompt=self._drawn[row.prompt].number) for row in arrived])
 
   def _begin(self) -> None:
-    """Lets the processes draw the groups that can be asked for in one call."""
+    """Sends the waiting groups that fit into one call to the processes."""
     first = self._waiting[0]
     own = [
       request

@@ -1,6 +1,6 @@
-"""A sampler process: joins a learner, draws what it gets, and comes back when the learner does.
+"""A sampler process joins a learner, draws the parts that it gets, and rejoins a new learner.
 
-It keeps nothing but weights, so it can be killed and started again at any time. A thread receives
+It keeps only weights, so it can be killed and started again at any time. A thread receives
 newer weights while others draw.
 """
 
@@ -24,13 +24,13 @@ from grpo_jax.asynchronous.versions import KeptVersions
 from grpo_jax.pending import SOON
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.requests import Ended, Finished
+from grpo_jax.sampler.requests import Finished, StoppedRow
 from grpo_jax.sampler.sampling import Draws, requests_of
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.types import Images
 
-_MOST_BYTES = 2**34  # of prompts and their images
+_MOST_BYTES = 2**34  # the most bytes of prompts and their images
 _PAUSE = 1.0  # seconds between two attempts to join
 _MOST_BAD = 5  # messages in a row that cannot be drawn
 
@@ -41,16 +41,16 @@ def sample_for(
   """Draws for the run that listens at an address, until the run has ended.
 
   Args:
-    run: The parts of the same config, on the devices of this process.
+    run: A run with the learner's config, on the devices of this process.
     address: Host and port.
-    give_up_after: For so many seconds, it tries to find a learner that is not there.
-    access: What it proves to the learner, and wants to be proven.
+    give_up_after: How many seconds it tries to reach a learner that is not there.
+    access: The secret and certificates of this side.
 
   Raises:
-    ConfigError: The learner has another secret or certificate, or it refuses this process, because
+    ConfigError: The learner has another secret or certificate, or it refuses this process because
       its config would give other numbers.
-    RunFailed: No learner was there for so long, one sent this process away, or it sends what cannot
-      be drawn.
+    RunFailed: No learner was there for so long, the learner sent this process away, or its messages
+      cannot be drawn.
   """
   config = run.config
   part = config.batch.prompts // config.rollout.samplers
@@ -86,11 +86,11 @@ def sample_for(
 
 
 class Drawer:
-  """Draws with weights that come as arrays of the host.
+  """Draws with weights that arrive as host arrays.
 
   Attributes:
-    weights: The versions that it can draw with, of one learner.
-    most_bytes: What the arrays of a message may take.
+    weights: The versions of one learner's weights that it can draw with.
+    most_bytes: The most bytes of the arrays of a message.
     drawn: How many parts it has drawn.
   """
 
@@ -115,19 +115,19 @@ class Drawer:
     asked: Message,
     is_gone: threading.Event,
     replies: "queue.SimpleQueue[Message] | None" = None,
-  ) -> Iterator[Finished | list[Ended]]:
+  ) -> Iterator[Finished | list[StoppedRow]]:
     """Completes prompts.
 
     Args:
       asked: The message of kind draw.
-      is_gone: Set when nobody waits for them any more.
+      is_gone: Set when the learner no longer waits for them.
       replies: Gets the messages of kind go_on.
 
     Yields:
       Groups that have ended, and rows that pause.
 
     Raises:
-      BadMessage: It cannot be drawn.
+      BadMessage: The request cannot be drawn.
     """
     contents.check_draw(asked.fields, asked.arrays, self._limits)
     replies = replies or queue.SimpleQueue()
@@ -150,7 +150,7 @@ class Drawer:
     images = Images(**seen) if seen else None
     prompts = sampler.prompts(arrays["prompts_PS"], arrays["prompt_lengths_P"], images)
     left, members = len(prompts.lengths_n), fields["members"]
-    part = contents.Part(left, prompts.tokens_nS.shape[1], members, 0, False)
+    part = contents.PartRequest(left, prompts.tokens_nS.shape[1], members, 0, False)
     stream = sampler.stream(feed, left, members, self._end)
     stream.submit(
       [one._replace(pauses=fields["pauses"]) for one in requests_of(prompts, members, draws)]
@@ -168,7 +168,7 @@ class Drawer:
         yield finished
     self.drawn += 1
 
-  def paused(self, rows: Sequence[Ended]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  def paused(self, rows: Sequence[StoppedRow]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The fields and arrays of a message that says which rows pause."""
     tokens_RT = np.zeros((len(rows), self._limits.tokens), np.int32)
     for place, row in enumerate(rows):
@@ -179,12 +179,12 @@ class Drawer:
   def _replies(
     self,
     replies: "queue.SimpleQueue[Message]",
-    part: contents.Part,
+    part: contents.PartRequest,
     paused: set[tuple[int, int]],
     draws: bool,
     is_gone: threading.Event,
   ) -> Iterator[tuple[tuple[int, int], list[int] | None]]:
-    """Waits for replies to rows that pause: for a moment, or for one if no row draws."""
+    """Waits a moment for replies to rows that pause. Waits for one if no row draws."""
     until, found = time.monotonic() + SOON, False
     while paused:
       left = until - time.monotonic()
@@ -225,7 +225,7 @@ def _joined(
 
 
 def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
-  """Draws what comes. Returns when the learner says that its run has ended."""
+  """Draws the parts that arrive. Returns when the learner says that its run has ended."""
   # It holds few messages: a learner waits for what it asked for before it asks again.
   came, is_gone = queue.SimpleQueue[Message | Exception](), threading.Event()
   drawer.forget_weights()
@@ -291,7 +291,7 @@ def _receive(
 
 
 def _beat(connection: Connection, is_gone: threading.Event) -> None:
-  """Shows that this process lives, also while it gets weights or draws. This is a thread."""
+  """Sends signs of life, also while the process gets weights or draws. This is a thread."""
   with contextlib.suppress(OSError):  # the receiver says why
     while not is_gone.wait(BEAT):
       connection.send("alive")

@@ -1,4 +1,4 @@
-"""schedule.jsonl: which weights drew what, in a run whose sampler does not wait for them."""
+"""schedule.jsonl records which weights drew which batch or chunk, where sampling does not wait."""
 
 import bisect
 import json
@@ -9,7 +9,7 @@ from grpo_jax import files
 from grpo_jax.settings import ConfigError, shown
 from grpo_jax.storage.json_files import AppendedFile, json_line, replace_file
 
-# (chunk, version): from this chunk of a sampling call on, these weights drew.
+# (chunk, version): these weights drew from this chunk of a sampling call on.
 Weights = tuple[tuple[int, int], ...]
 
 
@@ -17,29 +17,29 @@ class FromChunk(NamedTuple):
   """The weights and groups from a chunk on, where weights change in flight.
 
   Attributes:
-    version: Of the weights.
-    groups: So many groups of the run were opened.
+    version: The version of the weights.
+    groups: How many groups of the run were opened.
   """
 
   version: int
   groups: int
 
 
-_BOUND = 2**31  # of numbers
+_BOUND = 2**31  # numbers are below it
 
 
-class Schedule:
-  """Which weights drew. It grows while the run samples.
+class WeightSchedule:
+  """The record of which weights drew. It grows while the run samples.
 
   With rollout.weights=newest it has a line for each batch. With in_flight it has one for each chunk
   of the run from which on other weights draw, or before which groups were opened, and for the last.
 
   Attributes:
-    known: With newest, by the number of a batch: what drew it, or what is to draw it.
+    known: With newest, by the number of a batch, the weights that drew it or are to draw it.
   """
 
   def __init__(self, workdir: Path, replay: str = "", in_flight: bool = True):
-    """Reads what an earlier part of the run wrote, and what is to be replayed.
+    """Reads the record of an earlier part of the run, and the one to replay.
 
     Args:
       workdir: The folder of the run.
@@ -47,7 +47,7 @@ class Schedule:
       in_flight: Whether weights may change while rows are drawn.
 
     Raises:
-      ConfigError: A file is damaged, or says what cannot be, or that of `replay` does not exist.
+      ConfigError: A file is damaged or contradicts itself, or that of `replay` does not exist.
     """
     path, other = workdir / "schedule.jsonl", Path(replay).expanduser()
     if replay and not other.exists():
@@ -70,19 +70,19 @@ class Schedule:
     self._file = AppendedFile(path)
 
   def add(self, batch: int, weights: Weights) -> None:
-    """Writes what drew a batch, unless the file says so already. The last line for it counts."""
+    """Writes which weights drew a batch, unless the file has it. The last line for it counts."""
     self.known[batch] = weights
     if self._written.get(batch) != weights:
       self._written[batch] = weights
       self._file.append(json_line({"batch": batch, "weights": weights}))
 
   def add_chunk(self, chunk: int, now: FromChunk) -> None:
-    """Writes what holds from a chunk on, unless that held before. The last line for it counts."""
+    """Writes the weights and groups from a chunk on, if they changed. The last line counts."""
     if _in_force(self._written, chunk) != now:
       self._append(chunk, now)
 
   def end(self, chunk: int) -> None:
-    """Writes what holds for the last chunk of a run, so that newer weights never draw it."""
+    """Writes the weights of the last chunk of a run, so that newer weights never draw it."""
     now = _in_force(self._written, chunk)
     if now is not None and chunk not in self._written:
       self._append(chunk, now)
@@ -92,7 +92,7 @@ class Schedule:
     self._file.append(json_line({"chunk": chunk} | now._asdict()))
 
   def chunk(self, number: int) -> FromChunk | None:
-    """Returns what is known to hold for a chunk of the run, or None."""
+    """The weights and groups that are known for a chunk of the run, or None."""
     if number > max(self._chunks, default=-1):
       return None
     return _in_force(self._chunks, number)
@@ -124,7 +124,7 @@ def _content(path: Path) -> bytes:
 
 
 def _read(path: Path, content: bytes, parse: Any) -> tuple[dict[int, Any], bytes]:
-  """What a file says, and its whole lines. SIGKILL may have cut the last one off."""
+  """(the entries of a file, its whole lines). SIGKILL may have cut the last line off."""
   found: dict[int, Any] = {}
   whole = content[: content.rfind(b"\n") + 1]
   for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
@@ -140,7 +140,7 @@ def _read(path: Path, content: bytes, parse: Any) -> tuple[dict[int, Any], bytes
 
 
 def _parsed_chunk(line: bytes) -> tuple[int, FromChunk]:
-  """The chunk of a line and what holds from it on. Raises ValueError, which says what is wrong."""
+  """(a line's chunk, its weights and groups). Raises ValueError, which says what is wrong."""
   row = json.loads(line)
   keys = ("chunk", "version", "groups")
   if isinstance(row, dict) and row.keys() == {"batch", "weights"}:

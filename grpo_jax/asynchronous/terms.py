@@ -1,6 +1,7 @@
-"""What a learner and its sampler processes must have in common, so that completions are the same.
+"""The terms that a learner and its sampler processes must share, so that completions are the same.
 
-Devices may differ, and how sampling is split over them. So may folders: a model may lie elsewhere.
+Devices may differ, and so may the split of sampling over them. Folders may differ, too: a model may
+lie elsewhere.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from grpo_jax.storage.saved_config import as_json, flat
 
 _SECTIONS = ("model.", "lora.", "sampling.", "batch.group_size", "batch.prompts", "seed")
 _MAY_DIFFER = ("model.path", "lora.path", "sampling.tensor", "sampling.rows")
-_MOST_IDS = 4096  # of which the text is compared
+_MOST_IDS = 4096  # token ids whose texts are compared
 _VERSION = 2  # of the messages
 
 
@@ -27,7 +28,7 @@ def abstract_weights(run: Run) -> Any:
 
 
 def terms_of(run: Run) -> dict[str, Any]:
-  """What the other side compares with its own: plain values by name."""
+  """The terms that the other side compares with its own: plain values by name."""
   keys = flat(as_json(to_dict(run.config)))
   terms = {
     f"config key {key}": value

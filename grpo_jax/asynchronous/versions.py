@@ -1,7 +1,7 @@
-"""The versions of the weights that a learner has made and a sampler process still needs.
+"""Keeps track of the versions of a learner's weights that a sampler process has and still needs.
 
-The learner sends each version once, beside what the process draws: the leaves that it has not, and
-the numbers of all. It also says which versions stay.
+The learner sends each version once, while the process draws: the numbers of all leaves, and the
+arrays of the leaves that the process lacks. It also says which versions stay.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-  """The weights of a policy on the host. They are needed as long as somebody has this object.
+  """The weights of a policy on the host. They are needed as long as this object is referenced.
 
   Attributes:
     version: Its number among all that this learner made.
@@ -42,7 +42,7 @@ class Weights:
 
 
 class SentVersions:
-  """Which versions a learner has sent to one process, and thus which leaves that process has."""
+  """The versions that a learner has sent to one process, and so the leaves that it has."""
 
   def __init__(self) -> None:
     self._numbers: dict[int, list[int]] = {}  # of the leaves, by version
@@ -65,7 +65,7 @@ class SentVersions:
     }
     self._numbers[weights.version] = weights.numbers
     kept = needed | {weights.version}
-    self._numbers = {v: numbers for v, numbers in self._numbers.items() if v in kept}
+    self._numbers = {version: own for version, own in self._numbers.items() if version in kept}
     fields = {"version": weights.version, "leaves": weights.numbers, "keep": [*self._numbers]}
     return fields, new
 
@@ -112,15 +112,15 @@ class KeptVersions:
         )
 
   def take(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Adds a version that `check` has looked at, and drops those that nobody needs any more."""
+    """Adds a version that passed `check`, and drops versions that are no longer needed."""
     numbers = fields["leaves"]
     with self._lock:
       self._numbers[fields["version"]] = numbers
       self._leaves |= {numbers[int(place)]: array for place, array in arrays.items()}
       kept = {*fields["keep"], fields["version"]}
-      self._numbers = {v: own for v, own in self._numbers.items() if v in kept}
+      self._numbers = {version: own for version, own in self._numbers.items() if version in kept}
       needed = {number for own in self._numbers.values() for number in own}
-      self._leaves = {n: leaf for n, leaf in self._leaves.items() if n in needed}
+      self._leaves = {number: leaf for number, leaf in self._leaves.items() if number in needed}
 
   def use(self, version: Any) -> list[jax.Array]:
     """The leaves of a version on the devices. Raises BadMessage if it is not there."""

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.metrics import disjoint
 from grpo_jax.batches.curriculum import PassRateCurriculum
-from grpo_jax.batches.flow import DrawnGroups, Flow, Policy
+from grpo_jax.batches.flow import DrawnGroups, Flow, VersionedParams
 from grpo_jax.batches.groups import ScoredGroups, choose
 from grpo_jax.batches.own_metrics import OWN_METRICS, own_metrics
 from grpo_jax.batches.rollout_metrics import (
@@ -26,7 +26,7 @@ from grpo_jax.data import loader
 from grpo_jax.pending import Pending, there
 from grpo_jax.progress import doing
 from grpo_jax.rollouts.complete import Remote, make_rollout
-from grpo_jax.rollouts.rollout import Asked, Rollouts, last_turns, texts_of
+from grpo_jax.rollouts.rollout import HarnessPrompts, Rollouts, last_turns, texts_of
 from grpo_jax.run.run import Run
 from grpo_jax.run.seen import with_images
 from grpo_jax.scoring.scorers import Scorers
@@ -131,7 +131,7 @@ class Collector:
       clock: Counts the time of sampling and of rewards.
     """
     self.restart(index, host)
-    pending = self.draw(Policy(params, index), clock)
+    pending = self.draw(VersionedParams(params, index), clock)
     with doing("scoring"):
       collected = self.put(pending.result())
     clock.lap("reward")
@@ -160,7 +160,7 @@ class Collector:
     self.flow.restart(step + 1, first)
     self._hosts[step] = there(scored.host)
 
-  def draw(self, policy: Policy, clock: Clock) -> Pending[Scored]:
+  def draw(self, policy: VersionedParams, clock: Clock) -> Pending[Scored]:
     """Draws the batch of the next GRPO step, which workers begin to score.
 
     Args:
@@ -175,7 +175,7 @@ class Collector:
     clock.lap("sample")
     return self.take(policy, clock)
 
-  def advance(self, policy: Policy, until: int, limit: int | None = None) -> bool:
+  def advance(self, policy: VersionedParams, until: int, limit: int | None = None) -> bool:
     """Draws on for a short while.
 
     Args:
@@ -190,7 +190,7 @@ class Collector:
       until = self.flow.step  # it chooses by what earlier steps have drawn
     return self.flow.advance(policy, until, self._choose, limit)
 
-  def take(self, policy: Policy, clock: Clock) -> Pending[Scored]:
+  def take(self, policy: VersionedParams, clock: Clock) -> Pending[Scored]:
     """The batch of the next GRPO step, whose groups are drawn.
 
     Args:
@@ -256,7 +256,7 @@ class Collector:
       batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
     return Collected(batch, rewards, scored.rows, scored.metrics, scored.host, scored.why_unscored)
 
-  def _choice(self, drawn: DrawnGroups) -> "_Choice":
+  def _choice(self, drawn: DrawnGroups) -> "_LearnedGroups":
     """The groups that a step learns from, of those that were drawn for it."""
     P, chosen = self._config.batch.prompts, drawn.groups
     live_P, prompts = np.ones(P, np.float32), drawn.prompts
@@ -264,11 +264,11 @@ class Collector:
       chosen, live_P = choose(drawn.groups, P)
       if not np.array_equal(chosen.indices_P, drawn.groups.indices_P):
         prompts = None
-    return _Choice(chosen, live_P, prompts or self._prompts(chosen.indices_P))
+    return _LearnedGroups(chosen, live_P, prompts or self._prompts(chosen.indices_P))
 
   def _scored(
     self,
-    choice: "_Choice",
+    choice: "_LearnedGroups",
     drawn: DrawnGroups,
     index: int,
     before: HostState,
@@ -343,7 +343,7 @@ class Collector:
   def _prompts(self, indices_P: np.ndarray) -> loader.PromptBatch:
     return loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
 
-  def _prompt_tokens(self, choice: "_Choice", sampled: ScoredGroups) -> int:
+  def _prompt_tokens(self, choice: "_LearnedGroups", sampled: ScoredGroups) -> int:
     """The tokens of the prompts that were sampled from, once for each of their completions."""
     if sampled.rollouts.asked is not None:
       return int(sampled.rollouts.asked.lengths_P.sum()) * self._config.batch.group_size
@@ -390,7 +390,7 @@ class Collector:
     return with_overlong(rewards, rollouts.completions, max_tokens, fraction)
 
   def _begin_greedy(
-    self, policy: Policy, prompts: loader.PromptBatch, index: int, clock: Clock
+    self, policy: VersionedParams, prompts: loader.PromptBatch, index: int, clock: Clock
   ) -> Callable[[Rewards], Rewards]:
     """Samples each prompt's greedy completion.
 
@@ -414,7 +414,7 @@ class Collector:
     Groups that only fill up the batch count as not scored, so that they stay out of every mean.
     """
     live_P, completions, rewards = scored.live_P, scored.completions, scored.rewards
-    asked = Asked(prompts.prompts_PS, prompts.prompt_lengths_P)
+    asked = HarnessPrompts(prompts.prompts_PS, prompts.prompt_lengths_P)
     if scored.asked is not None:
       width = asked.prompts_PS.shape[1]
       asked = scored.asked
@@ -462,7 +462,7 @@ class Collector:
     return rollouts.replace(texts_PG=texts_PG)
 
 
-class _Choice(NamedTuple):
+class _LearnedGroups(NamedTuple):
   """The groups that a step learns from.
 
   Attributes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_jax.batches.groups import ScoredGroups
 from grpo_jax.data import loader
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.pending import SOON, Pending, wait_for_all
 from grpo_jax.rollouts.complete import Remote, make_rollout
 from grpo_jax.rollouts.player import Opened, Played
@@ -32,7 +32,7 @@ from grpo_jax.settings import RunFailed
 Choose = Callable[[int, int], np.ndarray]
 
 
-class Policy(NamedTuple):
+class VersionedParams(NamedTuple):
   """The weights that draw.
 
   Attributes:
@@ -83,7 +83,7 @@ class Flow:
     `remote` samples. None means that the run does.
     """
     self._run, self._config, self._score = run, run.config, scorers.training
-    self.prompts: Prompts = run.prompts("train")
+    self.prompts: PromptSet = run.prompts("train")
     self._score.check_arguments(self.prompts, "reward.functions")
     self._check = scorers.evaluation if run.config.eval.check_training else None
     if self._check is not None:
@@ -97,12 +97,12 @@ class Flow:
     )
     config = run.config
     changes = config.rollout.weights == "in_flight"
-    self._policy, self._is_used = Policy(None, 0), False
+    self._policy, self._is_used = VersionedParams(None, 0), False
     self._player = self._rollout.player(self._use, config.batch.prompts, changes=changes)
     self._seat_rounds = SeatRounds()
     self.restart(0, 0)
 
-  def _use(self) -> Policy:
+  def _use(self) -> VersionedParams:
     self._is_used = True
     return self._policy
 
@@ -124,7 +124,9 @@ class Flow:
     """Whether all groups of the next step have ended. With dynamic sampling, they have scores."""
     return self._last() is not None
 
-  def advance(self, policy: Policy, until: int, choose: Choose, limit: int | None = None) -> bool:
+  def advance(
+    self, policy: VersionedParams, until: int, choose: Choose, limit: int | None = None
+  ) -> bool:
     """Opens groups for the steps up to `until`, and plays on for a short while.
 
     Args:
@@ -143,7 +145,8 @@ class Flow:
     self._open(count, until, choose)
     for played in self._player.advance():
       self._begin_scores(played)
-    self._policy = Policy(None, policy.version)  # so that a copy of the weights can be freed
+    # Without the weights, so that a copy of them can be freed.
+    self._policy = VersionedParams(None, policy.version)
     if self._config.algo.dynamic_sampling and self._lots:
       self._see_which_differ()
     return self._is_used

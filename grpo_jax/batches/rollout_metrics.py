@@ -1,4 +1,4 @@
-"""What a rollout reports: metrics under TRL's names, and a row per completion for completions/."""
+"""The metrics of a rollout under TRL's names, and the rows of its completions for completions/."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,13 +21,13 @@ def rollout_metrics(
   A length counts the tokens that the policy sampled, and not those of an environment.
   `reward_std` is over all completions and not within groups, as in TRL. `frac_reward_zero_std` is
   the fraction of groups whose scored rewards do not differ, or that have none.
-  `sampler/filter_gap_mean` is how much likelier a token was drawn than the policy has it: 0 without
-  top-k, top-p and min-p.
+  `sampler/filter_gap_mean` is the mean of log q - log p over tokens: q draws them with top-k, top-p
+  and min-p, and p without. It is 0 if none of these is on.
 
   Args:
-    completions: As numpy arrays.
-    rewards: Of the reward functions, without the penalty for length.
-    names: Of the functions.
+    completions: The completions, as numpy arrays.
+    rewards: The scores of the reward functions, without the penalty for length.
+    names: The names of the functions.
   """
   rewards_PG = host_scores(rewards)
   scored = rewards_PG[~np.isnan(rewards_PG)]
@@ -50,13 +50,13 @@ def rollout_metrics(
 
 
 def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
-  """Metrics of conversations. Those of tools have TRL's names.
+  """Metrics of conversations. The metrics of tools have TRL's names.
 
   `tools/call_frequency` is the mean number of calls of a completion. `tools/failure_frequency` is
   the share of calls that failed. `harness/prompt_tokens` counts the tokens of the prompts of all
-  calls of a harness, and `harness/computed_tokens` those that were computed. `harness/lost_tokens`
-  counts what the policy wrote behind sampling.max_tokens. `harness/NAME` is the mean of a metric
-  that it returned.
+  calls of a harness, and `harness/computed_tokens` those that were not cached.
+  `harness/lost_tokens` counts the policy's tokens beyond sampling.max_tokens. `harness/NAME` is the
+  mean of a metric that the harness returned.
 
   Args:
     turns_PG: object array of `Conversation`.
@@ -80,7 +80,7 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
 
 
 def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) -> dict[str, float]:
-  """How old the tokens of a batch are, in updates of the policy between their draw and their use.
+  """The ages of a batch's tokens: how many updates lie between their draw and their use.
 
   `staleness/share_0` to `staleness/share_2` are the shares of tokens of that age, and
   `staleness/share_3_or_more` that of all older ones. They add up to 1. A batch without a token has
@@ -89,7 +89,7 @@ def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) 
   Args:
     versions: int32 [P, G, T], the version of the policy that drew each token, or [P, G, 1] where
       all tokens of a row have one.
-    current: The version that learns from them.
+    current: The version of the policy that learns from them.
     mask_PGT: 1 at the tokens that count.
   """
   ages = (current - np.broadcast_to(versions, mask_PGT.shape))[mask_PGT != 0]
@@ -113,9 +113,9 @@ def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
 
 
 def check_metrics(rewards_PG: np.ndarray, checks_PG: np.ndarray) -> dict[str, float]:
-  """How far the reward is from the check that no update sees. Empty without a check.
+  """The gap between the reward and a check that no update sees. Empty without a check.
 
-  A gap that grows says that the policy learns to please the reward functions and not to be right.
+  If the gap grows, the policy learns to please the reward functions and not to be right.
 
   Args:
     rewards_PG: The rewards, NaN where no function scored.
@@ -131,7 +131,7 @@ def check_metrics(rewards_PG: np.ndarray, checks_PG: np.ndarray) -> dict[str, fl
 def with_judgements(
   rows: list[dict[str, Any]], pass_rates_P: np.ndarray, checks_PG: np.ndarray
 ) -> list[dict[str, Any]]:
-  """Rows of completions with what is known beside their rewards.
+  """Rows of completions with the pass rates of their prompts and their checks.
 
   Args:
     rows: One object per completion.
@@ -170,16 +170,16 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
   """One JSON-ready object per completion, for completions/ and for the terminal.
 
-  The texts are for readers. The ids and log-probs are what a step can be replayed from: two
-  different rows of ids may have the same text, because special tokens have none.
+  The texts are for readers. A step can be replayed from the ids and log-probs, and not from texts:
+  special tokens have no text, so different ids may have the same text.
 
   Args:
     rollouts: The completions.
     prompts: Their P prompts.
     rewards_PG: Their rewards, without the penalty for length.
-    scores_PGJ: The scores of the functions, and of the penalty where that is on.
-    names: Of these scores.
-    extras_PG: What functions gave to log_extra, as dicts by column.
+    scores_PGJ: The scores of the functions, and of the penalty for length if it is on.
+    names: The names of these scores.
+    extras_PG: The values that functions gave to log_extra, as dicts by column.
   """
   rows, completions = [], rollouts.completions
   seen = [shown(prompt.images) for prompt in prompts]

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_jax.batches.groups import fields_of
 from grpo_jax.data.loader import PromptBatch
-from grpo_jax.rollouts.rollout import Asked
+from grpo_jax.rollouts.rollout import HarnessPrompts
 from grpo_jax.types import Completions, Rewards
 
 
@@ -46,7 +46,7 @@ class Scored:
   host: dict[str, Any]
   why_unscored: str = ""
   prompts: PromptBatch | None = None
-  asked: Asked | None = None
+  asked: HarnessPrompts | None = None
 
 
 _PLAIN = ("rows", "metrics", "why_unscored")  # kept as JSON
@@ -74,7 +74,7 @@ def from_arrays(arrays: Mapping[str, Any], weights: tuple[float, ...]) -> Scored
   plain = {name: json.loads(arrays[name].tobytes()) for name in _PLAIN}
   return Scored(
     **{"rollout_PB": None, **arrays}
-    | ({"asked": Asked(**arrays["asked"])} if "asked" in arrays else {})
+    | ({"asked": HarnessPrompts(**arrays["asked"])} if "asked" in arrays else {})
     | plain
     | {
       "completions": Completions(**arrays["completions"]),

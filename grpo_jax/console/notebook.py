@@ -26,7 +26,7 @@ class Bar:
   notebook that is read later shows how the run ended.
 
   Attributes:
-    doing: The work at the moment, as a line right below the bar. None where there is none.
+    doing: The work under way, as a line right below the bar. None if there is none.
   """
 
   doing: str | None = None

@@ -11,13 +11,13 @@ from grpo_jax.config import Config
 from grpo_jax.console.text import shorten, visible, without_common_parts
 from grpo_jax.data import loader
 from grpo_jax.data.images import processor as processors
-from grpo_jax.data.images.of_prompts import Given, has_images
-from grpo_jax.data.prompts import Prompt, Prompts
+from grpo_jax.data.images.of_prompts import GivenImages, has_images
+from grpo_jax.data.prompts import Prompt, PromptSet
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.mixture import Mixture, mixture_of
 from grpo_jax.data.tokenizers import chat, tokenizer
-from grpo_jax.environments import of_config
+from grpo_jax.environments import make_environments
 from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
 
@@ -26,7 +26,7 @@ _LOOKED_AT = 100  # examples of a large file, for images
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class StepPrompts:
   """The training prompts that a step draws.
 
   Attributes:
@@ -37,7 +37,7 @@ class Drawn:
   """
 
   phase: str
-  prompts: Prompts
+  prompts: PromptSet
   indices: list[int]
   remark: str = ""
 
@@ -69,7 +69,7 @@ def open_data(
   return task, tokenizer.characters(tasks.characters(config.data, task, others)), None
 
 
-def drawn(config: Config, step: int) -> Drawn:
+def drawn(config: Config, step: int) -> StepPrompts:
   """The prompts that the step with the number `step` in metrics.jsonl draws.
 
   Raises:
@@ -79,20 +79,20 @@ def drawn(config: Config, step: int) -> Drawn:
   if not 1 <= step <= last:
     raise ConfigError(f"flag --step={step}: the run has the steps 1 to {last}")
   task, tokens, processor = open_data(config)
-  environment = of_config(config, tokens)
-  prompts = Prompts(task.train, tokens, config.data, environment=environment, processor=processor)
+  environment = make_environments(config, tokens)
+  prompts = PromptSet(task.train, tokens, config.data, environment=environment, processor=processor)
   number = step - 1
   if number < warm:
     indices = loader.step_indices(config.seed, number, config.warm_start.batch, len(prompts))
-    return Drawn("warm start", prompts, indices.tolist())
+    return StepPrompts("warm start", prompts, indices.tolist())
   indices = loader.step_indices(config.seed, number - warm, config.batch.prompts, len(prompts))
   remark = ", and later ones once rewards were all equal" if config.algo.dynamic_sampling else ""
   if config.curriculum.chooses:
     remark += ", as without the curriculum, which chooses by pass rates"
-  return Drawn("GRPO", prompts, indices.tolist(), remark)
+  return StepPrompts("GRPO", prompts, indices.tolist(), remark)
 
 
-def step_lines(found: Drawn, count: int, width: int) -> Iterator[str]:
+def step_lines(found: StepPrompts, count: int, width: int) -> Iterator[str]:
   """The prompts of a step, one a line, and the first of them in full.
 
   Args:
@@ -133,7 +133,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
   task, tokens, processor = open_data(config)
   if not len(task.test):
     raise tasks.no_test_split(config.data.path)
-  environment, found = of_config(config, tokens), dict[str, Statistics]()
+  environment, found = make_environments(config, tokens), dict[str, Statistics]()
   for split, examples in (("training", task.train), ("test", task.test)):
     shares: Mapping[str, float] = {}
     if isinstance(examples, Mixture) and split == "training":
@@ -162,7 +162,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
   such = ""
   if len(common):
     example, data = task.test[int(common[0])], _any_length(config)
-    prompts = Prompts([example], tokens, data, environment=environment, processor=processor)
+    prompts = PromptSet([example], tokens, data, environment=environment, processor=processor)
     (first,) = prompts.make([0])
     such = f", such as number {common[0]}: {shorten(visible(first.text), 60)}"
   yield f"overlap: {len(common):,} of {len(task.test):,} test prompts are also in training{such}"
@@ -188,7 +188,7 @@ def _any_length(config: Config) -> Any:
   return dataclasses.replace(config.data, max_prompt_tokens=2**24)
 
 
-def _left_out(split: str, prompts: Prompts) -> Iterator[str]:
+def _left_out(split: str, prompts: PromptSet) -> Iterator[str]:
   if prompts.dropped:
     yield f"{prompts.dropped:,} {split} prompts are longer than data.max_prompt_tokens: left out"
   if prompts.unopened:
@@ -207,5 +207,5 @@ def _full(prompt: Prompt, example: Any) -> Iterator[str]:
   yield from (visible(line) for line in prompt.text.split("\n"))
   yield f"ids: {shorten(' '.join(map(str, prompt.ids)), 400)}"
   for name, value in example.items():
-    value = value.value if isinstance(value, Given) else value
+    value = value.value if isinstance(value, GivenImages) else value
     yield f"{name}: {shorten(visible(value if isinstance(value, str) else shown(value)), 400)}"

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 import itertools
 
-from grpo_jax import gym
 from grpo_jax.console.text import shorten, visible
 from grpo_jax.data.tasks.reasoning_gym import Problems
+from grpo_jax.problems import gym
 from grpo_jax.settings import shown
 
 

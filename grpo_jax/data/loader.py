@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.images.batches import Images
+from grpo_jax.data.images.batches import HostImages
 from grpo_jax.data.images.of_prompts import needed_sizes
-from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompt, Prompts
+from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompt, PromptSet
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -38,11 +38,11 @@ class PromptBatch:
   prompt_lengths_P: np.ndarray
   own: slice = dataclasses.field(default_factory=lambda: slice(0, 0))
   columns: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
-  load_images: Callable[[], Images | None] = lambda: None
+  load_images: Callable[[], HostImages | None] = lambda: None
   visual: Any = None
 
   @functools.cached_property
-  def images(self) -> Images | None:
+  def images(self) -> HostImages | None:
     """The images of all P prompts, or None if no prompt has any. Waits until they are decoded.
 
     All processes ask for it together.
@@ -119,7 +119,7 @@ def indices_at(seed: int, positions: np.ndarray, size: int) -> np.ndarray:
 
 
 def prompt_batch(
-  prompts: Prompts, indices: np.ndarray, processes: Processes = ONE_PROCESS
+  prompts: PromptSet, indices: np.ndarray, processes: Processes = ONE_PROCESS
 ) -> PromptBatch:
   """The prompts at `indices`, an integer array [P]. Each process tokenizes its rows of them."""
   own = processes.own_rows(len(indices))
@@ -141,14 +141,14 @@ def prompt_batch(
 
 
 def _images(
-  prompts: Prompts, made: Sequence[Prompt], max_tokens: int, processes: Processes
-) -> Images | None:
+  prompts: PromptSet, made: Sequence[Prompt], max_tokens: int, processes: Processes
+) -> HostImages | None:
   """The images of the prompts of all processes, of which this one has made some."""
   needed = processes.join_rows(needed_sizes(made)).max(0)
   if not needed[0]:
     return None
 
-  def arrays() -> Images:
+  def arrays() -> HostImages:
     sizes = int(needed[0]), int(needed[1])
     try:
       return prompts.images.arrays(made, max_tokens, sizes, prompts.most_images)
@@ -159,7 +159,7 @@ def _images(
 
 
 def supervised_batch(
-  prompts: Prompts,
+  prompts: PromptSet,
   indices: np.ndarray,
   tokenizer: Tokenizer,
   max_tokens: int,

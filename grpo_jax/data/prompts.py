@@ -32,7 +32,7 @@ _SAMPLED = 256  # prompts that are made at the start where not all of them are
 _STEP = 16  # S is a multiple of it, so that a few other rows seldom make other compiled programs
 _MOST_STAND_INS = 4096  # that are tried for a prompt that is too long, and at the start if none fit
 _MARGIN = 64  # tokens by which cutting a text can change how many its beginning has, and more
-_CHARACTERS = 8  # of a token, in most texts fewer: see Prompts._encode
+_CHARACTERS = 8  # of a token, in most texts fewer: see PromptSet._encode
 _UNOPENED = 2**31 - 1  # stands for the length of a prompt whose environment cannot begin
 
 
@@ -112,7 +112,7 @@ class Prompt:
   problem: str = ""
 
 
-class Prompts:
+class PromptSet:
   """The prompts of a split. They are formatted and tokenized each time that a batch needs them.
 
   Examples whose prompt has more than data.max_prompt_tokens tokens are left out. Of a split with

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.data.images.of_prompts import Given
+from grpo_jax.data.images.of_prompts import GivenImages
 from grpo_jax.data.images.processor import Processor
-from grpo_jax.data.prompts import Opens, Prompt, Prompts
+from grpo_jax.data.prompts import Opens, Prompt, PromptSet
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -64,7 +64,7 @@ def statistics(
   """
   # Prompts of any length, none of which is made before it is needed.
   data = dataclasses.replace(data, max_prompt_tokens=_ANY_LENGTH, count_at_start=0)
-  prompts = Prompts(split, tokenizer, data, environment=environment, processor=processor)
+  prompts = PromptSet(split, tokenizer, data, environment=environment, processor=processor)
   lengths = np.zeros(len(split), np.int32)
   solutions = np.zeros(len(split), np.int32)
   hashes = np.zeros(len(split), np.uint64)
@@ -124,7 +124,7 @@ def _round_up(value: float) -> int:
 
 
 def _has_value(value: Any) -> bool:
-  return value is not None and not (isinstance(value, Given) and value.value is None)
+  return value is not None and not (isinstance(value, GivenImages) and value.value is None)
 
 
 def _hash(prompt: Prompt) -> int:

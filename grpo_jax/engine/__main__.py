@@ -29,17 +29,17 @@ def main(argv: list[str]) -> None:
     )
   environment = command.environment(config, values.cpu)
 
-  def of(url: str, folder: str = "") -> list[str]:
+  def server_command(url: str, folder: str = "") -> list[str]:
     return command.command(config, url, folder, on_cpu=values.cpu, program=values.program)
 
   if values.print:
     for url in urls:
-      print(command.line(environment, of(url)))
+      print(command.line(environment, server_command(url)))
     return
   if len(urls) > 1:
     raise ConfigError(f"flag --url is missing: name one of rollout.engine_urls = {urls}")
   folder = Path(rollout.engine_folder).expanduser() if rollout.engine_restart else None
-  keep.keep(lambda weights: of(urls[0], weights), environment, folder)
+  keep.keep(lambda weights: server_command(urls[0], weights), environment, folder)
 
 
 if __name__ == "__main__":

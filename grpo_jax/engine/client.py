@@ -1,4 +1,4 @@
-"""HTTP and JSON with a server."""
+"""Calls a server with JSON over HTTP."""
 
 import functools
 import http.client
@@ -12,15 +12,15 @@ from urllib.parse import urlsplit
 _MOST_BYTES = 1 << 26  # of an answer
 
 
-class Gone(Exception):
-  """A server does not answer: it has ended, its machine has, or it takes too long."""
+class ServerGone(Exception):
+  """A server does not answer: it or its machine has ended, or it takes too long."""
 
 
-class Refused(Exception):
-  """A server answers that it does not do what it is asked, or something that is no answer.
+class ServerRefused(Exception):
+  """A server refuses a call, or its answer makes no sense.
 
   Attributes:
-    status: The status of HTTP.
+    status: The HTTP status.
   """
 
   def __init__(self, why: str, status: int = 200):
@@ -32,7 +32,7 @@ class Client:
   """Calls to one server. Threads may call at the same time.
 
   Attributes:
-    url: Where it is, such as http://127.0.0.1:8000.
+    url: The address of the server, such as http://127.0.0.1:8000.
   """
 
   def __init__(self, url: str, key: str = ""):
@@ -45,18 +45,18 @@ class Client:
       self._headers["Authorization"] = f"Bearer {key}"
     self._lock, self._open = threading.Lock(), dict[http.client.HTTPConnection, Any]()
 
-  def call(self, path: str, body: Any = None, seconds: float = 30.0, of: Any = None) -> Any:
-    """The answer to a call: JSON, or a text if it is none.
+  def call(self, path: str, body: Any = None, seconds: float = 30.0, owner: Any = None) -> Any:
+    """Calls the server. Returns its answer from JSON, or as a text if it is not JSON.
 
     Args:
-      path: Such as /v1/models.
-      body: What is posted, as JSON. None gets instead.
-      seconds: How long the server may take for all of its answer.
-      of: What the call is for, by which `drop` knows it.
+      path: The path of the URL, such as /v1/models.
+      body: The body of a POST, as JSON. None sends a GET.
+      seconds: How long the server may take for its whole answer.
+      owner: An object by which `drop` finds the call.
 
     Raises:
-      Gone: There is no answer.
-      Refused: The answer is that of an error.
+      ServerGone: There is no answer.
+      ServerRefused: The answer is an error.
     """
     kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
     connection = kind(self._host, self._port, timeout=seconds)
@@ -65,37 +65,39 @@ class Client:
     connection.response_class = response_class
     content = None if body is None else json.dumps(body).encode()
     with self._lock:
-      self._open[connection] = of
+      self._open[connection] = owner
     try:
       connection.request("GET" if body is None else "POST", path, content, self._headers)
       response = connection.getresponse()
       answer = response.read(_MOST_BYTES + 1)
     except TimeoutError:
-      raise Gone(f"{self.url} did not answer {path} within {seconds:g} seconds") from None
+      raise ServerGone(f"{self.url} did not answer {path} within {seconds:g} seconds") from None
     except (OSError, http.client.HTTPException, AttributeError) as error:
       # `drop` may close a connection while it is opened, which http.client does not expect.
-      raise Gone(f"{self.url} does not answer ({str(error) or type(error).__name__})") from None
+      raise ServerGone(
+        f"{self.url} does not answer ({str(error) or type(error).__name__})"
+      ) from None
     finally:
       with self._lock:
         self._open.pop(connection, None)
       connection.close()
     if len(answer) > _MOST_BYTES:
-      raise Refused(f"{self.url} answers {path} with more than {_MOST_BYTES} bytes")
+      raise ServerRefused(f"{self.url} answers {path} with more than {_MOST_BYTES} bytes")
     if response.status != 200:
       why = f"{self.url} answers {path} with {response.status}: {_message(answer)}"
-      raise Refused(why, response.status)
+      raise ServerRefused(why, response.status)
     return _parsed(answer)
 
-  def drop(self, of: Any = None) -> None:
-    """Ends the calls that wait for an answer, or those for one thing: they raise Gone."""
+  def drop(self, owner: Any = None) -> None:
+    """Ends all calls that wait for an answer, or those of one owner: they raise ServerGone."""
     with self._lock:
-      for connection, own in self._open.items():
-        if (of is None or own is of) and connection.sock is not None:
+      for connection, known in self._open.items():
+        if (owner is None or known is owner) and connection.sock is not None:
           _shut(connection.sock)
 
 
 class _Response(http.client.HTTPResponse):
-  """An answer that has come until a moment. The timeout of a socket is that of each piece."""
+  """An answer with a deadline for all of it. The timeout of a socket counts for each piece only."""
 
   def __init__(self, sock: Any, *arguments: Any, until: float, **named: Any):
     super().__init__(sock, *arguments, **named)
@@ -103,7 +105,7 @@ class _Response(http.client.HTTPResponse):
 
 
 class _Pieces(io.RawIOBase):
-  """What a socket gets until a moment. Then it raises TimeoutError."""
+  """The bytes that a socket gets before a deadline. After it, a read raises TimeoutError."""
 
   def __init__(self, raw: io.RawIOBase, sock: Any, until: float):
     self._raw, self._sock, self._until = raw, sock, until
@@ -138,7 +140,7 @@ def _parsed(answer: bytes) -> Any:
 
 
 def _message(answer: bytes) -> str:
-  """The reason in the answer of an error, in one line."""
+  """The reason in an error's answer, in one line."""
   found = _parsed(answer)
   if isinstance(found, dict):
     error = found.get("error", found)

@@ -12,7 +12,7 @@ _UNTIED = '{"tie_word_embeddings": false}'
 
 
 def environment(config: Config, on_cpu: bool) -> dict[str, str]:
-  """What a server needs in its environment."""
+  """The environment variables that a server needs."""
   found = {"VLLM_SERVER_DEV_MODE": "1"}  # routes that load weights
   if config.lora.rank:
     found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
@@ -27,11 +27,12 @@ def command(
   """The command line of a server.
 
   Args:
-    config: Of the run.
-    url: Where it serves.
-    folder: What it serves. "" is model.path, whose weights it does not read: the run brings them.
+    config: The config of the run.
+    url: The address at which it serves.
+    folder: The model folder that it serves. "" is model.path, whose weights it does not read: the
+      run brings them.
     on_cpu: Whether it computes on CPUs.
-    program: vLLM's program.
+    program: The name or path of vLLM's program.
   """
   split, sampling = urlsplit(url), config.sampling
   found = [program, "serve", folder or config.model.path, "--served-model-name", NAME]

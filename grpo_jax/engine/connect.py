@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from grpo_jax.config import Config
-from grpo_jax.engine.client import Client, Gone, Refused
+from grpo_jax.engine.client import Client, ServerGone, ServerRefused
 from grpo_jax.engine.drawn import DrawnFile
 from grpo_jax.engine.groups import EngineGroups, Rules
 from grpo_jax.engine.keep import serve_now
@@ -24,29 +24,29 @@ from grpo_jax.sampler.stop import end_at
 from grpo_jax.sampler.stream import Feed
 from grpo_jax.settings import ConfigError
 
-KEY = "VLLM_API_KEY"  # the environment variable in which vLLM itself looks for it
+KEY = "VLLM_API_KEY"  # the environment variable from which vLLM itself reads its key
 _TOKENS_COMPARED = 8
 
 
-class Engine:
-  """An engine of others, for one run.
+class ExternalEngine:
+  """The external engine of one run.
 
   Attributes:
-    servers: Its servers. None where another run is replayed, and before `open`.
-    record: What they drew, from `open` on.
+    servers: The servers. None if another run is replayed, and before `open`.
+    record: The record of drawn groups, from `open` on.
   """
 
   record: DrawnFile
 
   def __init__(self, run: Run, should_stop: Callable[[], bool]):
-    """Neither writes nor connects.
+    """Checks the config. It neither writes nor connects yet.
 
     Args:
       run: The run.
       should_stop: Whether the run was asked to stop.
 
     Raises:
-      ConfigError: The run cannot let an engine draw.
+      ConfigError: The config needs something that an engine cannot do.
     """
     config = run.config
     check_run(run)
@@ -65,7 +65,7 @@ class Engine:
     self._is_rehearsed = False
 
   def open(self, workdir: Path) -> None:
-    """Opens the record, and looks for the servers, unless another run is replayed.
+    """Opens the record, and connects to the servers unless another run is replayed.
 
     Args:
       workdir: The run's folder, on this machine.
@@ -104,9 +104,9 @@ class Engine:
     self.servers = Servers(self._servers, bring, check, probe, self._should_stop)
 
   def weights(self, params: Any) -> Written | None:
-    """Weights as the servers use them, which stay when an update takes the arrays.
+    """Writes weights for the servers, which stay valid when an update donates the arrays.
 
-    `params` are as `Parameters.for_sampling` returns them, or what this returned.
+    `params` are as `Parameters.for_sampling` or this method returns them.
     """
     if self.servers is None or params is None or isinstance(params, Written):
       return params if isinstance(params, Written) else None
@@ -124,7 +124,7 @@ class Engine:
     return EngineGroups(self, feed, members, self._rules)
 
   def close(self) -> None:
-    """Ends what is under way."""
+    """Ends all calls, and removes adapters and folders."""
     if self.servers is not None:
       self.servers.close()
       for server in self._servers:
@@ -134,7 +134,7 @@ class Engine:
 
 
 class Loads:
-  """Lets a server read the weights of a folder."""
+  """Brings weights: the server reads them from a folder."""
 
   advice = ADVICE
 
@@ -144,7 +144,7 @@ class Loads:
 
 
 class Adapters:
-  """Lets a server read adapters under a name of their own, and forget those before."""
+  """Brings adapters: the server reads them under a new name, and forgets the ones before."""
 
   advice = "look at its log, and start it as python -m grpo_jax.engine --print writes it"
 
@@ -156,12 +156,12 @@ class Adapters:
 
 
 class Restarts:
-  """Lets those who keep servers start them again with the weights of a folder."""
+  """Brings weights: `keep.py` starts the server again with the folder of the weights."""
 
   advice = "look at its log, and start it with python -m grpo_jax.engine"
 
   def __init__(self, folder: Path, seconds: float):
-    """`folder` is rollout.engine_folder, and `seconds` what a restart may take."""
+    """`folder` is rollout.engine_folder, and `seconds` how long a restart may take."""
     self._folder, self._seconds = folder, seconds
 
   def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
@@ -172,10 +172,10 @@ class Restarts:
         serves = server.folder()
         if serves == str(written.folder):
           return "policy"
-      except Gone:  # it restarts
+      except ServerGone:  # it restarts
         pass
       time.sleep(0.25)
-    raise Refused(
+    raise ServerRefused(
       f"{server.url} was not started again with {written.folder} within {self._seconds:g} seconds"
       f" (rollout.engine_timeout), and serves {serves or 'nothing'}: start it with python -m"
       " grpo_jax.engine and rollout.engine_restart=True"
@@ -202,7 +202,7 @@ def check_run(run: Run) -> None:
 
 
 def check_facts(url: str, facts: Facts, config: Config) -> None:
-  """Raises Refused for a server whose settings do not fit the run."""
+  """Raises ServerRefused for a server whose settings do not fit the run."""
   dtype, longest = config.sampling.dtype or config.model.dtype, longest_row(config)
   for holds, is_so, wanted in (
     (facts.dtype == dtype, f"computes in {facts.dtype}", f"--dtype {dtype}"),
@@ -218,13 +218,13 @@ def check_facts(url: str, facts: Facts, config: Config) -> None:
     ),
   ):
     if not holds:
-      raise Refused(
+      raise ServerRefused(
         f"{url} {is_so}: start it with {wanted}, as python -m grpo_jax.engine --print writes it"
       )
 
 
 def check_tokenizer(server: VllmServer, run: Run) -> None:
-  """Raises Refused for a server that makes other texts of tokens.
+  """Raises ServerRefused for a server that makes other texts of tokens.
 
   Single tokens of letters and digits are compared: others are no whole texts.
   """
@@ -234,7 +234,7 @@ def check_tokenizer(server: VllmServer, run: Run) -> None:
   for token in [*plain][:: max(1, len(plain) // _TOKENS_COMPARED)]:
     text = server.text(token)
     if text.strip() != plain[token]:
-      raise Refused(
+      raise ServerRefused(
         f"{server.url} has another tokenizer: token {token} is {text!r} there and {plain[token]!r}"
         " here; start it with the model or the --tokenizer of the run"
       )

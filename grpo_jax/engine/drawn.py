@@ -1,8 +1,8 @@
-"""drawn.jsonl: what an engine drew, a line for each group.
+"""drawn.jsonl records the groups that an engine drew, a line for each group.
 
-An engine computes sums in an order that depends on what else it computes, so it does not draw the
-same tokens twice. A run that goes on after a kill takes from the file what was drawn for it, and
-another run can learn from the same completions without the engine.
+An engine computes sums in an order that depends on its other work, so it does not draw the same
+tokens twice. A run that goes on after a kill takes its groups from the file, and another run can
+learn from the same completions without the engine.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.json_files import AppendedFile, json_line
 
 
-class Turn(NamedTuple):
-  """What a row drew before it ended or paused.
+class RecordedTurn(NamedTuple):
+  """The tokens that a row drew before it ended or paused.
 
   Attributes:
-    tokens, logprobs: Of each token.
-    reply: The tokens with which it went on. None: it ended.
+    tokens: The token ids.
+    logprobs: The log-prob of each token.
+    reply: The tokens with which the row went on. None if it ended.
   """
 
   tokens: list[int]
@@ -34,12 +35,13 @@ class Turn(NamedTuple):
   reply: list[int] | None = None
 
 
-class Asked(NamedTuple):
-  """What was asked for a group.
+class GroupTerms(NamedTuple):
+  """The prompt and the settings with which a group is drawn.
 
   Attributes:
     prompt: The token ids of its prompt.
-    temperatures, limits: Of each row: what it draws with, and the most tokens that it may have.
+    temperatures: The temperature of each row.
+    limits: The most tokens that each row may have.
     turn_tokens: The most tokens of a turn. 0 means as many as the row may have.
     stop_ids: Tokens that end a row.
     stop: Texts that end a row.
@@ -55,7 +57,7 @@ class Asked(NamedTuple):
   vocabulary: int
 
   def digest(self) -> str:
-    """Differs where anything that was asked does."""
+    """A hash that differs if any field does."""
     return hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
 
 
@@ -63,32 +65,32 @@ class Recorded(NamedTuple):
   """A group that was drawn.
 
   Attributes:
-    version: Of the weights.
-    asked: The digest of what was asked.
+    version: The version of the weights that drew it.
+    asked: The digest of its `GroupTerms`.
     rows: The turns of each of its rows.
   """
 
   version: int
   asked: str
-  rows: list[list[Turn]]
+  rows: list[list[RecordedTurn]]
 
 
 def name_of(request: GroupRequest, members: int) -> str:
-  """What a group is called in the file: by its random numbers, which no other group has."""
+  """The name of a group in the file. It is made from the random key, which no other group has."""
   key = "".join(f"{word:08x}" for word in np.asarray(request.key).tolist())
   is_greedy = bool(np.all(np.asarray(request.settings.temperature) == 0))
   return f"{key}-{request.first_row}-{members}{'-greedy' if is_greedy else ''}"
 
 
 class DrawnFile:
-  """Groups in a file, to which others are added."""
+  """The record of groups in a file."""
 
   def __init__(self, path: Path, replay: str = ""):
-    """Looks up where each group is.
+    """Finds the place of each group in the files.
 
     Args:
       path: The file of this run.
-      replay: That of another run, which is only read, or "".
+      replay: The file of another run, which is only read, or "".
 
     Raises:
       ConfigError: A file cannot be read, or that of `replay` does not exist.
@@ -105,11 +107,11 @@ class DrawnFile:
         os.truncate(path, whole)
     self._file = AppendedFile(path)
 
-  def find(self, name: str, version: int, asked: Asked) -> Recorded | None:
-    """What was drawn for a group under weights of this version. None if that is not known.
+  def find(self, name: str, version: int, asked: GroupTerms) -> Recorded | None:
+    """The recorded group that weights of this version drew. None if there is no such record.
 
     Raises:
-      RunFailed: It must be known, because another run is replayed. Or it is not what was asked for.
+      RunFailed: Another run is replayed and lacks the group, or the record has other terms.
     """
     place, recorded = self._places.get(name), None
     if place is not None:
@@ -168,7 +170,7 @@ def _name(line: bytes) -> str:
 
 
 def _read(path: Path, offset: int, length: int) -> Recorded:
-  """A line of a file. Raises RunFailed if it is damaged."""
+  """The group in a line of a file. Raises RunFailed if it is damaged."""
   try:
     with open(path, "rb") as file:
       file.seek(offset)
@@ -181,8 +183,8 @@ def _read(path: Path, offset: int, length: int) -> Recorded:
     ) from error
 
 
-def _check(path: Path, recorded: Recorded, asked: Asked) -> None:
-  """Raises RunFailed for what cannot have been drawn for a group."""
+def _check(path: Path, recorded: Recorded, asked: GroupTerms) -> None:
+  """Raises RunFailed if a record cannot have been drawn for a group with these terms."""
   if recorded.asked != asked.digest():
     raise RunFailed(
       f"{path} has a group that was drawn for another prompt, temperature, limit or stop: the"
@@ -197,7 +199,7 @@ def _check(path: Path, recorded: Recorded, asked: Asked) -> None:
     )
 
 
-def _can_be(row: Sequence[Turn], limit: int, asked: Asked) -> bool:
+def _can_be(row: Sequence[RecordedTurn], limit: int, asked: GroupTerms) -> bool:
   """Whether a row may have these turns."""
   sizes = [len(turn.tokens) for turn in row]
   replies = [turn.reply or [] for turn in row]
@@ -213,11 +215,11 @@ def _can_be(row: Sequence[Turn], limit: int, asked: Asked) -> bool:
   )
 
 
-def _turn(turn: Any) -> Turn:
+def _turn(turn: Any) -> RecordedTurn:
   tokens, logprobs, reply = turn["tokens"], turn["logprobs"], turn["reply"]
   for ids in (tokens, reply or []):
     if not all(type(token) is int and token >= 0 for token in ids):
       raise ValueError("its tokens are no ids")
   if len(tokens) != len(logprobs):
     raise ValueError("it has not one log-prob for each token")
-  return Turn(tokens, [float(x) for x in logprobs], reply)
+  return RecordedTurn(tokens, [float(x) for x in logprobs], reply)

@@ -1,4 +1,4 @@
-"""Groups drawn by an engine of others, as the rest of the run asks for them."""
+"""A `GroupSampler` whose groups an external engine draws."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -8,28 +8,28 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from grpo_jax.engine.drawn import Asked, DrawnFile, Recorded, Turn, name_of
-from grpo_jax.engine.servers import Job, Servers
-from grpo_jax.engine.vllm import Ask, Drawn
-from grpo_jax.sampler.requests import Ended, Finished, GroupRequest, News
+from grpo_jax.engine.drawn import DrawnFile, GroupTerms, Recorded, RecordedTurn, name_of
+from grpo_jax.engine.servers import RowRequest, Servers
+from grpo_jax.engine.vllm import Ask, DrawnTokens
+from grpo_jax.sampler.requests import Finished, GroupRequest, News, StoppedRow
 from grpo_jax.sampler.stop import End
 from grpo_jax.sampler.stream import Feed
 from grpo_jax.settings import RunFailed
 from grpo_jax.types import Completions
 
 _MOMENT = 0.02  # seconds until replies that have come meanwhile are passed on
-_WHILE = 0.25  # and until the run looks at something else, where no row waits for a reply
+_WHILE = 0.25  # seconds until `advance` returns if no row waits for a reply
 
 
 class Rules(NamedTuple):
-  """What the rows of a run have in common.
+  """The limits and stops that all rows of a run share.
 
   Attributes:
     tokens: T, the longest completion.
     vocabulary: Token ids are below it.
     stop_ids: Tokens that end a row.
     stop: Texts that end a row.
-    end: Finds them, or None.
+    end: Finds the end of these texts in tokens, or None.
   """
 
   tokens: int
@@ -44,12 +44,12 @@ class _Group:
   """A group that is drawn.
 
   Attributes:
-    request: Asks for it.
+    request: The request for it.
     prompt: The token ids of its prompt.
-    version: Of the weights.
-    asked: The digest of what is asked.
+    version: The version of the weights that draw it.
+    asked: The digest of its `GroupTerms`.
     rows: Its rows.
-    left: How many have not ended.
+    left: How many of its rows have not ended.
   """
 
   request: GroupRequest
@@ -62,45 +62,46 @@ class _Group:
 
 @dataclasses.dataclass(eq=False)
 class _Row:
-  """A row.
+  """A row of a group.
 
   Attributes:
-    group, member: Which.
-    temperature: It draws with.
+    group: Its group.
+    member: Its number in the group.
+    temperature: Its sampling temperature.
     limit: The most tokens that it may have.
-    turns: What it has drawn.
-    known: Turns of the record, which take the place of what a server would draw.
-    tokens, logprobs, is_sampled: Of all its tokens, those of replies included.
-    stopped_by: What ended it, as `Completions.stopped_by_PG`.
-    job: What a server draws for it, or None.
+    known: The turns in the record, which are taken in place of turns that a server would draw.
+    turns: The turns that it has drawn so far.
+    tokens: All its token ids, those of replies included.
+    logprobs: The log-prob of each of these tokens, 0 in a reply.
+    is_sampled: Whether the policy drew each of these tokens.
+    stopped_by: The token that ended it, as in `Completions.stopped_by_PG`.
   """
 
   group: _Group
   member: int
   temperature: float
   limit: int
-  known: list[Turn]
-  turns: list[Turn] = dataclasses.field(default_factory=list)
+  known: list[RecordedTurn]
+  turns: list[RecordedTurn] = dataclasses.field(default_factory=list)
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   is_sampled: list[bool] = dataclasses.field(default_factory=list)
   stopped_by: int = -1
-  job: Job | None = None
 
 
-class Hub(Protocol):
-  """What the groups of a run have in common. `connect.Engine` is one.
+class ServersAndRecord(Protocol):
+  """The servers and the record of a run. `connect.ExternalEngine` has them.
 
   Attributes:
-    servers: What draws. None: all is in the record.
-    record: What was drawn, to which groups are added.
+    servers: The servers that draw. None if all groups are in the record.
+    record: The record of drawn groups.
   """
 
   servers: Servers | None
   record: DrawnFile
 
   def weights(self, params: Any) -> Any:
-    """Weights as the servers use them."""
+    """Writes weights for the servers."""
 
 
 class EngineGroups:
@@ -108,7 +109,7 @@ class EngineGroups:
 
   def __init__(
     self,
-    hub: Hub,
+    hub: ServersAndRecord,
     feed: Feed,
     members: int,
     rules: Rules,
@@ -119,7 +120,7 @@ class EngineGroups:
       hub: The servers and the record.
       feed: The weights, and their version.
       members: G.
-      rules: What all rows have in common.
+      rules: The limits and stops of all rows.
     """
     self._hub, self._feed, self._members, self._rules = hub, feed, members, rules
     self._forget()
@@ -127,9 +128,9 @@ class EngineGroups:
   def _forget(self) -> None:
     self._waiting: list[GroupRequest] = []
     self._groups: dict[int, _Group] = {}
-    self._rows_of: dict[Job, _Row] = {}
-    self._known: list[_Row] = []  # whose next turn is in the record
-    self._done: queue.SimpleQueue[tuple[Job, Drawn]] = queue.SimpleQueue()
+    self._rows_of: dict[RowRequest, _Row] = {}
+    self._known: list[_Row] = []  # rows whose next turn is in the record
+    self._done: queue.SimpleQueue[tuple[RowRequest, DrawnTokens]] = queue.SimpleQueue()
     self._current: Any = None  # the weights of all groups that are drawn
     self._ended = 0
     self._finished: list[_Group] = []
@@ -146,12 +147,12 @@ class EngineGroups:
     reply = None if tokens is None else [*tokens]
     row.turns[-1] = row.turns[-1]._replace(reply=reply)
     if reply is None or len(row.tokens) + len(reply) >= row.limit:
-      self._leave(row)
+      self._end_row(row)
       return
-    self._take(row, reply, [0.0] * len(reply), is_sampled=False)
+    self._append(row, reply, [0.0] * len(reply), is_sampled=False)
     if row.known and self._reply_before(row) != reply:
       row.known = []  # a tool or environment answers otherwise than it did
-    self._go(row)
+    self._start_turn(row)
 
   def cancel(self) -> None:
     if self._rows_of:
@@ -160,23 +161,23 @@ class EngineGroups:
 
   def advance(self) -> News:
     self._begin()
-    paused = list[Ended]()
+    paused = list[StoppedRow]()
     known, self._known = self._known, []
     for row in known:
       turn = row.known[len(row.turns)]
-      paused += self._drew(row, turn.tokens, turn.logprobs)
+      paused += self._add_turn(row, turn.tokens, turn.logprobs)
     if self._rows_of and not known:
       pauses = any(group.request.pauses for group in self._groups.values())
       for job, drawn in self._hub.servers.next(self._done, _MOMENT if pauses else _WHILE):
         row = self._rows_of.pop(job, None)
         if row is not None:
-          paused += self._drew(row, *self._cut(row, drawn))
+          paused += self._add_turn(row, *self._cut(row, drawn))
     ended, self._ended = self._ended, 0
     finished, self._finished = self._finished, []
-    return News(paused, [self._handed_on(finished)] if finished else [], ended)
+    return News(paused, [self._as_finished(finished)] if finished else [], ended)
 
   def _begin(self) -> None:
-    """Groups that wait are drawn, unless others are still drawn with other weights."""
+    """Begins the groups that wait, unless groups are in flight with other weights."""
     if not self._waiting:
       return
     params, version = self._feed()
@@ -188,7 +189,7 @@ class EngineGroups:
       group = self._opened(request, version)
       self._groups[request.number] = group
       for row in group.rows:
-        self._go(row)
+        self._start_turn(row)
 
   def _opened(self, request: GroupRequest, version: int) -> _Group:
     prompts, G, T = request.prompts, self._members, self._rules.tokens
@@ -199,7 +200,7 @@ class EngineGroups:
     limits_G = np.minimum(np.broadcast_to(np.asarray(limits), G), T)
     temperature_G = np.broadcast_to(np.asarray(settings.temperature), G)
     of_rows = temperature_G.tolist(), limits_G.tolist()
-    asked = Asked(
+    asked = GroupTerms(
       prompt, *of_rows, request.turn_tokens, rules.stop_ids, rules.stop, rules.vocabulary
     )
     recorded = self._hub.record.find(name_of(request, G), version, asked)
@@ -209,8 +210,8 @@ class EngineGroups:
       group.rows.append(_Row(group, g, float(temperature_G[g]), int(limits_G[g]), known))
     return group
 
-  def _go(self, row: _Row) -> None:
-    """A row draws its next turn."""
+  def _start_turn(self, row: _Row) -> None:
+    """Starts the next turn of a row."""
     if len(row.turns) < len(row.known):
       self._known.append(row)
       return
@@ -225,13 +226,13 @@ class EngineGroups:
     prompt = row.group.prompt + row.tokens
     rules = self._rules
     ask = Ask(prompt, most, row.temperature, _seed(row), rules.stop_ids, rules.stop)
-    job = Job(ask, (id(self), request.number), self._done)
+    job = RowRequest(ask, (id(self), request.number), self._done)
     self._rows_of[job] = row
     self._hub.servers.use(self._current)
     self._hub.servers.submit(job)
 
-  def _cut(self, row: _Row, drawn: Drawn) -> tuple[list[int], list[float]]:
-    """What a row keeps of what a server drew: up to the first stop id or end of a stop text."""
+  def _cut(self, row: _Row, drawn: DrawnTokens) -> tuple[list[int], list[float]]:
+    """The tokens and log-probs that a row keeps: up to the first stop id or end of a stop text."""
     tokens, logprobs, end = drawn.tokens, drawn.logprobs, self._rules.end
     if max(tokens) >= self._rules.vocabulary:
       raise RunFailed(
@@ -250,31 +251,33 @@ class EngineGroups:
       )
     return tokens, logprobs
 
-  def _drew(self, row: _Row, tokens: list[int], logprobs: list[float]) -> list[Ended]:
-    """A row has drawn a turn. Returns it if it pauses."""
-    self._take(row, tokens, logprobs, is_sampled=True)
-    row.turns.append(Turn(tokens, logprobs))
+  def _add_turn(self, row: _Row, tokens: list[int], logprobs: list[float]) -> list[StoppedRow]:
+    """Adds a turn that a row has drawn. Returns the row if it pauses."""
+    self._append(row, tokens, logprobs, is_sampled=True)
+    row.turns.append(RecordedTurn(tokens, logprobs))
     is_text = self._rules.end is not None and self._rules.end(tokens, 0) is not None
     row.stopped_by = tokens[-1] if is_text or tokens[-1] in self._rules.stop_ids else -1
     if not row.group.request.pauses:
-      self._leave(row)
+      self._end_row(row)
       return []
     room = row.limit - len(row.tokens)
     number = row.group.request.number
-    return [Ended(number, row.member, [*row.tokens], row.stopped_by, room)]
+    return [StoppedRow(number, row.member, [*row.tokens], row.stopped_by, room)]
 
-  def _take(self, row: _Row, tokens: list[int], logprobs: list[float], *, is_sampled: bool) -> None:
+  def _append(
+    self, row: _Row, tokens: list[int], logprobs: list[float], *, is_sampled: bool
+  ) -> None:
     row.tokens += tokens
     row.logprobs += logprobs
     row.is_sampled += [is_sampled] * len(tokens)
 
   def _reply_before(self, row: _Row) -> list[int] | None:
-    """The reply that the record has after the turns that a row has drawn."""
+    """The recorded reply to the last turn of a row, or None."""
     place = len(row.turns) - 1
     return row.known[place].reply if place < len(row.known) else None
 
-  def _leave(self, row: _Row) -> None:
-    """A row has ended. A group whose rows have all ended is recorded."""
+  def _end_row(self, row: _Row) -> None:
+    """Counts a row that has ended. Records its group when all rows have ended."""
     group = row.group
     self._ended, group.left = self._ended + 1, group.left - 1
     if not group.left:
@@ -284,7 +287,7 @@ class EngineGroups:
         self._hub.record.add(name, Recorded(group.version, group.asked, turns))
       self._finished.append(self._groups.pop(group.request.number))
 
-  def _handed_on(self, groups: Sequence[_Group]) -> Finished:
+  def _as_finished(self, groups: Sequence[_Group]) -> Finished:
     shape = len(groups), self._members, self._rules.tokens
     tokens_PGT, sampled_PGT = np.zeros(shape, np.int32), np.zeros(shape, bool)
     logprobs_PGT, behavior_PGT = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -309,7 +312,7 @@ class EngineGroups:
 
 
 def _seed(row: _Row) -> int:
-  """The seed of a row's next turn: another one for each row of a run, and for each of its turns."""
+  """The seed of a row's next turn. It differs between rows and between turns."""
   request = row.group.request
   words = *np.asarray(request.key).tolist(), request.first_row + row.member, len(row.tokens)
   return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:7], "big")

@@ -1,4 +1,4 @@
-"""Keeps a server running: starts it again when it has ended or, if asked, for each new weights."""
+"""Keeps a server running: restarts it when it has ended and, if asked, for new weights."""
 
 from collections.abc import Callable
 import os
@@ -18,12 +18,12 @@ _GRACE = 20.0  # seconds that a server gets to end
 
 
 def serve_now(folder: Path, weights: Path) -> None:
-  """Lets those who keep servers serve these weights. `folder` is rollout.engine_folder."""
+  """Tells every `keep` at this rollout.engine_folder to serve these weights."""
   replace_file(folder / _CURRENT, str(weights))
 
 
 def served(folder: Path) -> str:
-  """What a server is to serve, or "" before the first weights and after the end of a run."""
+  """The folder that a server is to serve. "" before the first weights and after a run's end."""
   try:
     weights = (folder / _CURRENT).read_text()
   except FileNotFoundError:
@@ -37,9 +37,9 @@ def keep(
   """Runs a server until this process is asked to stop.
 
   Args:
-    command: The folder that it serves, or "" -> its command line.
-    environment: What it needs beside that of this process.
-    folder: rollout.engine_folder, where new weights restart it. None: they do not.
+    command: Returns its command line for a folder of weights, or "".
+    environment: Its environment variables beside those of this process.
+    folder: rollout.engine_folder, if new weights restart the server. None if they do not.
 
   Raises:
     ConfigError: The program cannot be started.

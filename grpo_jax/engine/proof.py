@@ -24,7 +24,7 @@ _LARGEST_GAP = {True: 2e-3, False: 0.25}
 
 
 class Probe:
-  """Rows of tokens that are scored.
+  """Rows of tokens whose log-probs are compared.
 
   Attributes:
     tokens_BN: Their ids.
@@ -56,17 +56,17 @@ def _logprobs(params: Any, tokens_BN: jax.Array, shape: model.ModelConfig) -> ja
   return jnp.take_along_axis(logprobs_BNV, tokens_BN[:, 1:, None], axis=-1)[..., 0]
 
 
-def what_is_wrong(
+def mismatch(
   ours_BN: np.ndarray,
   theirs_BN: Sequence[Sequence[float]],
   before: tuple[np.ndarray, Sequence[Sequence[float]]] | None,
   largest_gap: float,
 ) -> str:
-  """Why a server does not have the weights, in words. "" if nothing says so.
+  """The evidence that a server lacks the weights, in words. "" if there is none.
 
   Args:
-    ours_BN: The log-probs of the probe under them.
-    theirs_BN: Those of the server.
+    ours_BN: The probe's log-probs under the weights, as this run computes them.
+    theirs_BN: The log-probs that the server returns.
     before: Both under the weights before, or None.
     largest_gap: By how much they may differ, on average.
   """

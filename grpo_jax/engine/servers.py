@@ -1,7 +1,7 @@
-"""Several servers share rows. One that goes away costs its rows, which others draw again.
+"""Shares rows among several servers. If a server goes away, others draw its rows again.
 
-Each server has a thread that looks whether it is there, brings it the weights that draw, and proves
-them. Rows wait in threads of their own for a server that is ready.
+Each server has a thread that checks that it is there, brings it the weights to draw with, and
+proves that it has them. Each row waits in a thread of its own for a server that is ready.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +14,15 @@ import threading
 import time
 from typing import Any, Protocol
 
-from grpo_jax.asynchronous.learner import Closed
-from grpo_jax.engine.client import Gone, Refused
-from grpo_jax.engine.proof import Probe, what_is_wrong
-from grpo_jax.engine.vllm import Ask, Drawn, VllmServer
+from grpo_jax.asynchronous.learner import SamplingClosed
+from grpo_jax.engine.client import ServerGone, ServerRefused
+from grpo_jax.engine.proof import Probe, mismatch
+from grpo_jax.engine.vllm import Ask, DrawnTokens, VllmServer
 from grpo_jax.engine.weights import Written
 from grpo_jax.settings import RunFailed
 
 _LOOK = 0.5  # seconds between two looks at a server that is not there
-_BEAT = 5.0  # and at one that draws
+_BEAT = 5.0  # seconds between two looks at a server that draws
 _TELL = 8.0  # seconds between two lines that say what the run waits for
 _MOST_LOST = 5  # servers that may go away while they draw a row, before it is the row's fault
 _MOST_ROWS = 256  # in flight at a server
@@ -39,43 +39,43 @@ class Brings(Protocol):
   advice: str
 
   def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
-    """Lets the server have these weights, after others.
+    """Brings weights to a server. `before` are the weights that it has, or None.
 
     Returns:
-      The name of what then draws.
+      The name of the model or adapters that then draw.
     """
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
-  """Tokens that are wanted.
+class RowRequest:
+  """A request for the next tokens of a row.
 
   Attributes:
-    ask: Which.
-    group: Rows of one group go to one server, which computes their prompt once.
-    done: Gets (job, what was drawn).
-    is_dropped: Nobody wants them any more.
+    ask: The prompt and the settings.
+    group: Identifies the group. Its rows go to one server, which computes their prompt once.
+    done: Gets (request, drawn tokens).
+    is_dropped: Whether the tokens are no longer wanted.
   """
 
   ask: Ask
   group: Any
-  done: "queue.SimpleQueue[tuple[Job, Drawn]]"
+  done: "queue.SimpleQueue[tuple[RowRequest, DrawnTokens]]"
   is_dropped: bool = False
 
 
 @dataclasses.dataclass(eq=False)
-class _Place:
-  """A server, and what is known of it.
+class _ServerState:
+  """A server and its state.
 
   Attributes:
     server: The server.
-    weights: What it draws with, which is proven. None before the first.
-    scores: Its log-probs of the probe under them.
-    name: Of the model, or of adapters.
-    is_gone: It does not answer.
-    is_known: Its settings were looked at since it was there last.
+    weights: The weights that it was proven to draw with. None before the first.
+    scores: Its log-probs of the probe under these weights.
+    name: The name of the model or adapters that draw.
+    is_gone: Whether it does not answer.
+    is_known: Whether its settings were checked since it came back.
     returns: How often it has come back.
-    jobs: What it draws.
+    jobs: The requests that it draws.
   """
 
   server: VllmServer
@@ -85,7 +85,7 @@ class _Place:
   is_gone: bool = False
   is_known: bool = False
   returns: int = 0
-  jobs: set[Job] = dataclasses.field(default_factory=set)
+  jobs: set[RowRequest] = dataclasses.field(default_factory=set)
 
 
 class Servers:
@@ -99,27 +99,27 @@ class Servers:
     probe: Probe,
     should_stop: Callable[[], bool] = lambda: False,
   ):
-    """Begins to look for the servers.
+    """Starts the threads, which begin to look for the servers.
 
     Args:
-      servers: At least one.
+      servers: The servers, at least one.
       bring: Brings weights to a server.
-      check: Raises Refused for a server with settings that do not fit the run.
-      probe: What proves weights.
+      check: Raises ServerRefused for a server with settings that do not fit the run.
+      probe: The rows that prove weights.
       should_stop: Whether the run was asked to stop.
     """
     self._bring, self._check, self._probe, self._should_stop = bring, check, probe, should_stop
-    self._places = [_Place(server) for server in servers]
+    self._places = [_ServerState(server) for server in servers]
     self._changed = threading.Condition()
     self._wanted: Written | None = None
-    self._homes: dict[Any, _Place] = {}  # of groups
+    self._homes: dict[Any, _ServerState] = {}  # of groups
     self._failure: RunFailed | None = None
     self._is_closed, self._told_at = False, time.monotonic()
     self._threads = [
       threading.Thread(target=self._keep, args=(place,), name=f"engine {place.server.url}")
       for place in self._places
     ]
-    self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    self._waiting: queue.SimpleQueue[RowRequest | None] = queue.SimpleQueue()
     self._threads += [
       threading.Thread(target=self._work, name="a row of the engine")
       for _ in range(_MOST_ROWS * len(servers))
@@ -129,11 +129,11 @@ class Servers:
       thread.start()
 
   def use(self, weights: Written) -> None:
-    """Draws with these weights from now on. It waits for rows that draw with others.
+    """Draws with these weights from now on. Waits for rows in flight with other weights.
 
     Raises:
-      RunFailed: A server does not load them, or does not have them although it says so.
-      Closed: The run has ended, or it was asked to stop and no server is there.
+      RunFailed: A server does not load them, or says that it did and does not have them.
+      SamplingClosed: The run has ended, or it was asked to stop and no server is there.
     """
     with self._changed:
       if self._wanted is weights and any(self._is_ready(place) for place in self._places):
@@ -145,16 +145,16 @@ class Servers:
       self._wait("a server", self._are_ready)
 
   def wait_for_one(self) -> None:
-    """Waits for a server whose settings fit the run. Raises as `use`."""
+    """Waits for a server whose settings fit the run. Raises the same errors as `use`."""
     with self._changed:
       self._wait("a server", lambda: any(place.is_known for place in self._places))
 
-  def submit(self, job: Job) -> None:
-    """A row is drawn as soon as a server is free."""
+  def submit(self, job: RowRequest) -> None:
+    """Queues a row. A server draws it as soon as one is free."""
     self._waiting.put(job)
 
-  def drop(self, jobs: Sequence[Job]) -> None:
-    """Nobody wants these jobs any more: their calls end."""
+  def drop(self, jobs: Sequence[RowRequest]) -> None:
+    """Drops requests that are no longer wanted, and ends their calls."""
     with self._changed:
       for job in jobs:
         job.is_dropped = True
@@ -164,13 +164,13 @@ class Servers:
       server.drop(ask)
 
   def next(
-    self, done: "queue.SimpleQueue[tuple[Job, Drawn]]", seconds: float
-  ) -> list[tuple[Job, Drawn]]:
-    """Waits so long for rows. Returns those that have been drawn.
+    self, done: "queue.SimpleQueue[tuple[RowRequest, DrawnTokens]]", seconds: float
+  ) -> list[tuple[RowRequest, DrawnTokens]]:
+    """Waits up to `seconds` for rows. Returns those that have been drawn.
 
     Raises:
       RunFailed: A server refuses one.
-      Closed: As `use`.
+      SamplingClosed: As `use`.
     """
     found = []
     with contextlib.suppress(queue.Empty):
@@ -194,11 +194,11 @@ class Servers:
     for thread in self._threads:
       thread.join(max(0.0, until - time.monotonic()))
 
-  def _is_ready(self, place: _Place) -> bool:
+  def _is_ready(self, place: _ServerState) -> bool:
     return not place.is_gone and self._wanted is not None and place.weights is self._wanted
 
   def _are_ready(self) -> bool:
-    """Whether every server that is there is ready, and one is."""
+    """Whether there is a server, and each one that is there is ready."""
     there = [place for place in self._places if not place.is_gone]
     return bool(there) and all(map(self._is_ready, there))
 
@@ -210,16 +210,16 @@ class Servers:
     self._look_around(what)
 
   def _look_around(self, what: str) -> None:
-    """Raises what has failed, and says every few seconds if no server is there to wait for."""
+    """Raises an error of a thread. Prints every few seconds that no server is there."""
     if self._is_closed:
-      raise Closed("the run has ended")
+      raise SamplingClosed("the run has ended")
     if self._failure is not None:
       raise self._failure
     now = time.monotonic()
     if any(not place.is_gone for place in self._places):
       self._told_at = now
     elif self._should_stop():
-      raise Closed("the run was asked to stop, and no server of the engine is there")
+      raise SamplingClosed("the run was asked to stop, and no server of the engine is there")
     elif now - self._told_at >= _TELL:
       self._told_at = now
       urls = ", ".join(place.server.url for place in self._places)
@@ -230,7 +230,7 @@ class Servers:
       self._failure = self._failure or RunFailed(why)
       self._changed.notify_all()
 
-  def _keep(self, place: _Place) -> None:
+  def _keep(self, place: _ServerState) -> None:
     """Looks after a server until the run has ended. This is a thread."""
     looked_at = -math.inf
     while True:
@@ -249,33 +249,33 @@ class Servers:
         if wanted is not None and (place.weights is not wanted or not place.is_known):
           self._prove(place, wanted)
         self._is_back(place)
-      except Gone as error:
+      except ServerGone as error:
         self._lose(place, str(error))
-      except Refused as error:
+      except ServerRefused as error:
         self._fail(str(error))
-      except Exception as error:  # nobody would hear of it, and the run would wait for ever
+      except Exception as error:  # else the thread would end unseen, and the run wait for ever
         self._fail(f"{place.server.url}: {type(error).__name__}: {error}")
 
-  def _has_work(self, place: _Place) -> bool:
+  def _has_work(self, place: _ServerState) -> bool:
     return not place.is_gone and self._wanted is not None and place.weights is not self._wanted
 
-  def _prove(self, place: _Place, wanted: Written) -> None:
+  def _prove(self, place: _ServerState, wanted: Written) -> None:
     """Brings weights to a server, and finds out whether it has them."""
     before = place.weights if place.is_known else None
     name = self._bring(place.server, wanted, before)
     scores = place.server.score(self._probe.tokens_BN.tolist(), name)
     known = None if before is None else (before.logprobs_BN, place.scores)
     gap = self._probe.largest_gap
-    wrong = what_is_wrong(wanted.logprobs_BN, scores, known, gap)
+    wrong = mismatch(wanted.logprobs_BN, scores, known, gap)
     if wrong:
-      raise Refused(
+      raise ServerRefused(
         f"{place.server.url} does not have the weights that it was given: {wrong}. It has another"
         f" model or dtype, or did not load them, whatever it said: {self._bring.advice}"
       )
     with self._changed:
       place.weights, place.scores, place.name = wanted, scores, name
 
-  def _is_back(self, place: _Place) -> None:
+  def _is_back(self, place: _ServerState) -> None:
     with self._changed:
       if place.is_gone:
         _say(f"{place.server.url} is back")
@@ -283,8 +283,8 @@ class Servers:
       place.is_known, place.is_gone = True, False
       self._changed.notify_all()
 
-  def _lose(self, place: _Place, why: str) -> None:
-    """A server does not answer: what it draws is lost."""
+  def _lose(self, place: _ServerState, why: str) -> None:
+    """Marks a server as gone. The rows that it draws are lost."""
     with self._changed:
       if not place.is_gone and not self._is_closed:
         lost = f": {len(place.jobs)} rows are drawn again" if place.jobs else ""
@@ -298,7 +298,7 @@ class Servers:
     while (job := self._waiting.get()) is not None and not self._is_closed:
       try:
         drawn = self._drawn(job)
-      except Refused as error:
+      except ServerRefused as error:
         self._fail(str(error))
       except Exception as error:  # as above
         self._fail(f"a row of the engine: {type(error).__name__}: {error}")
@@ -306,25 +306,27 @@ class Servers:
         if drawn is not None:
           job.done.put((job, drawn))
 
-  def _drawn(self, job: Job) -> Drawn | None:
-    """What a server draws for a job. None if nobody wants it any more. Raises Refused."""
+  def _drawn(self, job: RowRequest) -> DrawnTokens | None:
+    """The tokens that a server draws. None if they are no longer wanted. Raises ServerRefused."""
     lost = refused = 0
     while True:
-      with self._at(job) as place:
+      with self._server_for(job) as place:
         if place is None:
           return None
         returns = place.returns
         try:
           return place.server.draw(job.ask, place.name)
-        except Gone as error:
+        except ServerGone as error:
           lost += 1
           if job.is_dropped or self._is_closed:
             return None
           if lost == _MOST_LOST:
-            raise Refused(f"{lost} servers went away while they drew a row: {error}") from None
+            raise ServerRefused(
+              f"{lost} servers went away while they drew a row: {error}"
+            ) from None
           if place.returns == returns:  # it has not come back meanwhile
             self._lose(place, str(error))
-        except Refused as error:
+        except ServerRefused as error:
           if job.is_dropped:
             return None
           refused += 1
@@ -332,11 +334,11 @@ class Servers:
             raise
           self._wait_after(job, place, returns, _LOOK if refused == 1 else _BEAT)
 
-  def _wait_after(self, job: Job, place: _Place, returns: int, seconds: float) -> None:
-    """Lets time pass after a server failed, which is lost if it is not well."""
+  def _wait_after(self, job: RowRequest, place: _ServerState, returns: int, seconds: float) -> None:
+    """Waits after an error of a server. Marks the server as gone if its health check fails."""
     try:
       place.server.is_there()
-    except (Gone, Refused) as error:
+    except (ServerGone, ServerRefused) as error:
       if place.returns == returns:
         self._lose(place, str(error))
     with self._changed:
@@ -344,8 +346,8 @@ class Servers:
       self._changed.wait_for(lambda: self._is_closed or job.is_dropped, seconds)
 
   @contextlib.contextmanager
-  def _at(self, job: Job) -> Iterator[_Place | None]:
-    """Waits for the server of a job. None if nobody wants the job any more."""
+  def _server_for(self, job: RowRequest) -> Iterator[_ServerState | None]:
+    """Waits for the server of a request. None if the request was dropped."""
     with self._changed:
       self._changed.wait_for(
         lambda: self._is_closed or job.is_dropped or any(map(self._is_ready, self._places))
@@ -361,8 +363,8 @@ class Servers:
           place.jobs.discard(job)
           self._changed.notify_all()
 
-  def _home(self, group: Any) -> _Place:
-    """The server of a group: the one that has fewest rows when its first row comes."""
+  def _home(self, group: Any) -> _ServerState:
+    """The server of a group: the one with the fewest rows when its first row comes."""
     home = self._homes.get(group)
     if home is None or not self._is_ready(home):
       ready = [place for place in self._places if self._is_ready(place)]

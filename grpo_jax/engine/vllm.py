@@ -1,4 +1,4 @@
-"""What a server of vLLM is asked, and what its answers mean.
+"""Sends requests to a server of vLLM, and reads its answers.
 
 Tried with vLLM 0.32. Loading weights and the settings of a server are routes of its development
 mode (VLLM_SERVER_DEV_MODE=1), which `command.py` turns on.
@@ -8,24 +8,24 @@ from collections.abc import Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
-from grpo_jax.engine.client import Client, Gone, Refused
+from grpo_jax.engine.client import Client, ServerGone, ServerRefused
 from grpo_jax.settings import shown
 
 NAME = "policy"  # of the model, in requests
 _SHORT = 30.0  # seconds for calls that compute nothing
-_SOON = 2.0  # and where a run that ends waits for them
+_SOON = 2.0  # seconds for such calls at the end of a run
 
 
 class Ask(NamedTuple):
-  """Tokens that are wanted after others.
+  """A request for tokens that follow a prompt.
 
   Attributes:
     prompt: All token ids before them.
-    most: How many, at most.
-    temperature: At 0, the likeliest are taken.
-    seed: Of their random numbers.
-    stop_ids: Tokens that end them.
-    stop: Texts that end them.
+    most: The most tokens to draw.
+    temperature: The sampling temperature. 0 takes the likeliest tokens.
+    seed: The seed of the random numbers.
+    stop_ids: Tokens that end the row.
+    stop: Texts that end the row.
   """
 
   prompt: Sequence[int]
@@ -36,13 +36,14 @@ class Ask(NamedTuple):
   stop: Sequence[str]
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
   """Tokens that were drawn.
 
   Attributes:
-    tokens: Their ids.
-    logprobs: Under softmax(logits / temperature). At temperature 0, of temperature 1.
-    has_stopped: Whether a stop id or a stop text ended them, and not their number.
+    tokens: The token ids.
+    logprobs: Their log-probs under softmax(logits / temperature). At temperature 0, those under
+      temperature 1.
+    has_stopped: Whether a stop id or a stop text ended the row, and not its limit.
   """
 
   tokens: list[int]
@@ -51,14 +52,14 @@ class Drawn(NamedTuple):
 
 
 class Facts(NamedTuple):
-  """What a server says of itself.
+  """The settings that a server reports.
 
   Attributes:
-    dtype: It computes in, such as float32.
+    dtype: The dtype in which it computes, such as float32.
     longest: The most tokens of a row, with its prompt.
     logprobs_mode: Which log-probs it returns.
-    is_untied: Whether it reads an output head from folders whose model uses the embedding instead.
-    folder: What it was started with.
+    is_untied: Whether it reads an output head of its own for a model that uses the embedding.
+    folder: The folder that it was started with.
   """
 
   dtype: str
@@ -72,26 +73,26 @@ class VllmServer:
   """A server of vLLM.
 
   Attributes:
-    url: Where it is.
+    url: The address of the server.
   """
 
   def __init__(self, client: Client, seconds: float):
-    """`seconds` is what it may take for a completion, or to load weights."""
+    """`seconds` is how long it may take for a completion, or to load weights."""
     self._client, self._seconds = client, seconds
-    self._adapters: set[str] = set()  # that it was told to load
+    self._adapters: set[str] = set()  # names of the adapters that it was told to load
     self.url = client.url
 
   def is_there(self) -> None:
-    """Raises Gone unless it answers that it is well, or Refused if it has no such answer."""
+    """Checks its health. Raises ServerGone, or ServerRefused if it has no such route."""
     try:
       self._client.call("/health", seconds=_SHORT)
-    except Refused as error:
+    except ServerRefused as error:
       if error.status < 500:
         raise
-      raise Gone(str(error)) from None  # it starts, or has failed
+      raise ServerGone(str(error)) from None  # it starts, or has failed
 
   def drop(self, ask: Ask | None = None) -> None:
-    """Ends the calls that wait for it, or the one that draws this: they raise Gone."""
+    """Ends all calls that wait for it, or the one of this request: they raise ServerGone."""
     self._client.drop(ask)
 
   def folder(self) -> str:
@@ -99,12 +100,12 @@ class VllmServer:
     return str(self._model()["root"])
 
   def facts(self) -> Facts:
-    """What it says of itself. Raises Gone, or Refused if it does not say it."""
+    """The settings that it reports. Raises ServerGone, or ServerRefused if it reports none."""
     longest, folder = self._model()["max_model_len"], self.folder()
     try:
       info = self._client.call("/server_info?config_format=json", seconds=_SHORT)
-    except Refused as error:
-      raise Refused(
+    except ServerRefused as error:
+      raise ServerRefused(
         f"{error}; start it in development mode, as python -m grpo_jax.engine --print writes it"
       ) from None
     try:
@@ -118,7 +119,7 @@ class VllmServer:
         folder=folder,
       )
     except (KeyError, TypeError, ValueError):
-      raise Refused(
+      raise ServerRefused(
         f"{self.url} does not say its settings at /server_info as vLLM 0.32 does"
       ) from None
 
@@ -127,14 +128,14 @@ class VllmServer:
     body = {"model": NAME, "tokens": [token]}
     return str(self._client.call("/detokenize", body, _SHORT)["prompt"])
 
-  def draw(self, ask: Ask, name: str = NAME) -> Drawn:
-    """Draws tokens. `name` is that of the model, or of adapters.
+  def draw(self, ask: Ask, name: str = NAME) -> DrawnTokens:
+    """Draws tokens. `name` is the name of the model or of adapters.
 
     Raises:
-      Gone: It does not answer, or was told to drop the row.
-      Refused: It does not draw, or the answer cannot be right.
+      ServerGone: It does not answer, or was told to drop the row.
+      ServerRefused: It does not draw, or the answer cannot be right.
     """
-    # All that generation_config.json of a folder could change is set.
+    # All settings are given that a folder's generation_config.json could change.
     body = dict(
       model=name,
       prompt=list(ask.prompt),
@@ -154,25 +155,27 @@ class VllmServer:
       logprobs=0,
       return_token_ids=True,
     )
-    answer = self._client.call("/v1/completions", body, self._seconds, of=ask)
+    answer = self._client.call("/v1/completions", body, self._seconds, owner=ask)
     choice = _choice(answer, self.url)
     reason = choice.get("finish_reason")
     if reason == "abort":
-      raise Gone(f"{self.url} dropped a row")
+      raise ServerGone(f"{self.url} dropped a row")
     tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     are_ids = isinstance(tokens, list) and all(
       type(token) is int and token >= 0 for token in tokens
     )
     if not are_ids or not 1 <= len(tokens) <= ask.most:
-      raise Refused(f"{self.url} drew {shown(tokens)}, and was asked for 1 to {ask.most} token ids")
+      raise ServerRefused(
+        f"{self.url} drew {shown(tokens)}, and was asked for 1 to {ask.most} token ids"
+      )
     if not _are_logprobs(logprobs, len(tokens)):
-      raise Refused(f"{self.url} drew {len(tokens)} tokens with log-probs {shown(logprobs)}")
+      raise ServerRefused(f"{self.url} drew {len(tokens)} tokens with log-probs {shown(logprobs)}")
     if reason != "stop" and len(tokens) < ask.most:
-      raise Refused(f"{self.url} ended a row after {len(tokens)} tokens, for {shown(reason)}")
-    return Drawn(tokens, logprobs, reason == "stop")
+      raise ServerRefused(f"{self.url} ended a row after {len(tokens)} tokens, for {shown(reason)}")
+    return DrawnTokens(tokens, logprobs, reason == "stop")
 
   def score(self, rows: Sequence[Sequence[int]], name: str = NAME) -> list[list[float]]:
-    """The log-probs of the tokens of each row, from the second one on. Raises Gone or Refused."""
+    """The log-probs of each row's tokens from the second on. Raises ServerGone or ServerRefused."""
     body = dict(
       model=name,
       prompt=[list(row) for row in rows],
@@ -188,14 +191,14 @@ class VllmServer:
       except (KeyError, IndexError, TypeError):
         own = None
       if not _are_logprobs(own, len(row) - 1):
-        raise Refused(f"{self.url} scored a row with {shown(of_tokens)}")
+        raise ServerRefused(f"{self.url} scored a row with {shown(of_tokens)}")
       scores.append(own)
     return scores
 
   def load(self, folder: str) -> None:
-    """Lets it read the weights of a folder. Raises Gone or Refused.
+    """Lets it read the weights of a folder. Raises ServerGone or ServerRefused.
 
-    Whether it has them afterwards, `proof.py` finds out.
+    `proof.py` then finds out whether it has them.
     """
     self._client.call("/pause?mode=keep", {}, self._seconds)
     try:
@@ -208,22 +211,22 @@ class VllmServer:
       self._client.call("/resume", {}, self._seconds)
 
   def add_adapters(self, name: str, folder: str) -> None:
-    """Lets it read adapters under a new name. Raises Gone or Refused."""
+    """Lets it read adapters under a new name. Raises ServerGone or ServerRefused."""
     body, is_again = {"lora_name": name, "lora_path": folder}, name in self._adapters
     self._adapters.add(name)
     try:
       self._client.call("/v1/load_lora_adapter", body, self._seconds)
-    except Refused as error:
+    except ServerRefused as error:
       # It may have loaded them although its answer was lost.
       if not is_again or "already been loaded" not in str(error):
         raise
 
   def remove_adapters(self, name: str, seconds: float = _SHORT) -> None:
-    """Lets it forget adapters that nothing draws with any more."""
+    """Lets it forget adapters that are no longer used."""
     self._adapters.discard(name)
     try:
       self._client.call("/v1/unload_lora_adapter", {"lora_name": name}, seconds)
-    except (Gone, Refused):  # it has ended since, and with it the adapters
+    except (ServerGone, ServerRefused):  # it has ended since, and with it the adapters
       pass
 
   def remove_all_adapters(self) -> None:
@@ -236,14 +239,14 @@ class VllmServer:
     self._client.call("/collective_rpc", body, self._seconds)
 
   def _model(self) -> Mapping[str, Any]:
-    """What it says of its model."""
+    """The entry of its model in /v1/models."""
     answer = self._client.call("/v1/models", seconds=_SHORT)
     models = answer.get("data") if isinstance(answer, dict) else None
     for model in models or ():
       if isinstance(model, dict) and model.get("id") == NAME:
         if type(model.get("max_model_len")) is int and isinstance(model.get("root"), str):
           return model
-    raise Refused(
+    raise ServerRefused(
       f"{self.url} serves no model called {NAME!r}; start it as python -m grpo_jax.engine --print"
       " writes it"
     )
@@ -254,7 +257,7 @@ def _choice(answer: Any, url: str, number: int = 0) -> Mapping[str, Any]:
   for choice in choices if isinstance(choices, list) else ():
     if isinstance(choice, dict) and choice.get("index") == number:
       return choice
-  raise Refused(f"{url} answers /v1/completions with {shown(answer)}")
+  raise ServerRefused(f"{url} answers /v1/completions with {shown(answer)}")
 
 
 def _are_logprobs(values: Any, count: int) -> bool:

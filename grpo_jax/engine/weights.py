@@ -1,10 +1,10 @@
-"""Folders with the weights of a policy, which run and servers reach: one for each version.
+"""Writes folders with the weights of a policy, one for each version, for the servers to read.
 
-Where all weights are trained, a folder is a whole model. With adapters, it holds these alone.
+If all weights are trained, a folder is a whole model. With adapters, it holds only the adapters.
 
-The folders of a start are called weights-TOKEN-NUMBER, where no other start has its token. The file
+The folders of a start are called weights-TOKEN-NUMBER. Each start has a token of its own. The file
 weights-TOKEN.owner beside them is locked while the run goes on. So a later run knows which folders
-a killed one left, and touches nothing else.
+a killed run left, and touches nothing else.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ _OWNER, _OWNED = re.compile(r"weights-[0-9a-f]{16}\.owner"), b"grpo_jax writes w
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Written:
-  """The weights of a policy in a folder, which is removed when nobody has this object any more.
+  """The weights of a policy in a folder, which is removed when this object is collected as garbage.
 
   Attributes:
-    name: Of the folder, and of the adapters in it.
+    name: The name of the folder, and of the adapters in it.
     folder: The folder.
-    logprobs_BN: What the probe's log-probs are under these weights, as this run computes them.
+    logprobs_BN: The probe's log-probs under these weights, as this run computes them.
   """
 
   name: str
@@ -51,7 +51,7 @@ class Folders:
   """Writes the weights of a run.
 
   Attributes:
-    is_untied: Whether a model whose output head is its embedding gets one of its own.
+    is_untied: Whether to write an output head for a model whose head is its embedding.
   """
 
   def __init__(self, run: Run, folder: Path, probe: Probe):
@@ -59,11 +59,11 @@ class Folders:
 
     Args:
       run: The run.
-      folder: Where they are written.
-      probe: What proves that a server has them.
+      folder: The folder that gets a folder for each version.
+      probe: The rows whose log-probs prove that a server has the weights.
 
     Raises:
-      ConfigError: Nothing can be written there.
+      ConfigError: The folder cannot be written.
     """
     self._run, self._folder, self._probe = run, folder.expanduser().absolute(), probe
     self.is_untied = False
@@ -82,7 +82,7 @@ class Folders:
       ) from error
 
   def __call__(self, params: Any) -> Written:
-    """Writes weights, unless they are those that were written last.
+    """Writes weights, unless the same arrays were written last.
 
     Args:
       params: All parameters, as `Parameters.for_sampling` returns them.
@@ -101,7 +101,7 @@ class Folders:
     return written
 
   def changed(self, params: Any) -> Written:
-    """Writes other weights, in which every array that is trained differs from these."""
+    """Writes changed weights: every trained array differs from `params`."""
     leaves = flatten_dict(params, sep="/")
     has_adapters = self._run.parameters.model.lora is not None
     for number, name in enumerate(sorted(leaves)):
@@ -141,7 +141,7 @@ class Folders:
 
 
 def _owned(owner: Path) -> BinaryIO:
-  """A file that says that a run goes on, until it is closed."""
+  """Opens a file whose lock says that the run goes on, until it is closed."""
   file = open(owner, "xb", buffering=0)
   with contextlib.suppress(OSError):  # a file system without locks: nobody removes what is left
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -150,11 +150,11 @@ def _owned(owner: Path) -> BinaryIO:
 
 
 def _remove_left(owner: Path) -> None:
-  """Removes the folders of a run, unless it goes on."""
+  """Removes the folders of a run, unless the run goes on."""
   with contextlib.suppress(FileNotFoundError), open(owner, "rb") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it goes on, or nobody can know
+    except OSError:  # it goes on, or the file system has no locks
       return
     if file.read() != _OWNED:
       return
@@ -186,7 +186,7 @@ def _untied(shape: model.ModelConfig, params: Any) -> tuple[model.ModelConfig, A
 
 @jax.jit
 def _shaken(leaf: jax.Array, number: int) -> jax.Array:
-  """An array whose every number is changed at random, by about a third of their size."""
+  """An array with noise of about a third of its size added to every number."""
   size = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
   noise = jax.random.normal(jax.random.key(number), leaf.shape)
   return (leaf + 0.3 * jnp.where(size > 0, size, 0.1) * noise).astype(leaf.dtype)

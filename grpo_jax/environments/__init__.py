@@ -1,4 +1,4 @@
-"""Environments: what answers the policy within a completion.
+"""Environments answer the policy within a completion.
 
 A completion with an environment is a conversation. The policy writes a turn, the environment
 answers, and the policy writes again, until the environment says that it is done or a limit is
@@ -15,8 +15,8 @@ docstring, of which the chat template shows a JSON schema to the model:
       expression: Such as 3 * (4 + 5).
     \"\"\"
 
-An `async def` works, too. What it returns is the tool's message: a text as it is, other values as
-JSON. What it raises is a message that begins with "error: ".
+An `async def` works, too. The value that it returns becomes the tool's message: a text as it is,
+other values as JSON. An exception becomes a message that begins with "error: ".
 
 **An environment** is a class. `environment.name` names it: one of `ENVIRONMENTS`,
 `path/file.py:Class`, `package.module:Class`, `textarena:ID` or `openenv:ADDRESS`. Each completion
@@ -32,9 +32,9 @@ has an object of its own:
 
 `reset` gets the fields of the example. It returns the messages that follow the prompt of the data
 set, or [] if that is the whole prompt. All completions of a prompt share them, so they must depend
-on the example alone. `step` gets what the policy wrote, as {"role": "assistant", "content": TEXT}.
-It returns the messages that answer it, the reward of this turn, which is a finite number or None,
-and whether the conversation has ended, True or False. Both may be `async def`.
+on the example alone. `step` gets the policy's turn, as {"role": "assistant", "content": TEXT}. It
+returns the messages that answer it, the reward of this turn, which is a finite number or None, and
+whether the conversation has ended, True or False. Both may be `async def`.
 
 Workers call both, under reward.timeout and reward.memory. Between two turns the object is pickled,
 so that any worker can go on with it. A class with `pickles = False` stays in one worker.
@@ -44,7 +44,7 @@ tools, these are answered first, and `step` is not called.
 """
 
 from grpo_jax.environments.acting import Outcome, Request
-from grpo_jax.environments.configured import Environments, of_config
+from grpo_jax.environments.configured import Environments, make_environments
 from grpo_jax.environments.names import ENVIRONMENTS, TOOLS, register_environment, register_tool
 from grpo_jax.environments.workers import Runner
 
@@ -55,7 +55,7 @@ __all__ = [
   "Outcome",
   "Request",
   "Runner",
-  "of_config",
+  "make_environments",
   "register_environment",
   "register_tool",
 ]

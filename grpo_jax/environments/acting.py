@@ -1,6 +1,6 @@
-"""What workers do for environments: they call a tool, or take a step of an environment.
+"""Workers answer requests here: they call a tool, or take a step of an environment.
 
-A request and its outcome are plain values. Nothing here is raised for what a user's code raises.
+A request and its outcome are plain values. An exception of a user's code becomes an outcome.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from grpo_jax.environments import names
 from grpo_jax.environments.arguments import check_arguments
 from grpo_jax.environments.methods import arguments_of_reset, methods_of
-from grpo_jax.environments.names import Environment, Factory, Tool
+from grpo_jax.environments.names import EnvironmentObject, Factory, Tool
 from grpo_jax.environments.returned import Mistake, Unreachable, reward_of, step_of
 from grpo_jax.foreign import Ended, as_exceptions, describe, run, text_of
 from grpo_jax.registry import name_of
@@ -29,12 +29,12 @@ Request = Mapping[str, Any]
 Outcome = dict[str, Any]
 
 
-class Parts(NamedTuple):
-  """What is called.
+class ToolsAndEnvironments(NamedTuple):
+  """The tools and environments that a config names.
 
   Attributes:
-    tools: By their names.
-    environments: What makes one, by task. "" means all tasks.
+    tools: The tools by their names.
+    environments: By task, the factory that makes an environment. "" means all tasks.
   """
 
   tools: dict[str, Tool]
@@ -43,10 +43,10 @@ class Parts(NamedTuple):
   @property
   def are_async(self) -> bool:
     """Whether an event loop must call them."""
-    made = [getattr(one, "func", one) for one in self.environments.values()]
+    classes = [getattr(one, "func", one) for one in self.environments.values()]
     methods = [
       getattr(one, name, None)
-      for one in made
+      for one in classes
       for name in ("reset", "step", "get_reward", *(methods_of(one) or ()))
     ]
     functions = [*self.tools.values(), *methods]
@@ -55,20 +55,20 @@ class Parts(NamedTuple):
   @property
   def stay(self) -> bool:
     """Whether an environment cannot move from one worker to another."""
-    made = [getattr(one, "func", one) for one in self.environments.values()]
-    return not all(getattr(one, "pickles", True) for one in made)
+    classes = [getattr(one, "func", one) for one in self.environments.values()]
+    return not all(getattr(one, "pickles", True) for one in classes)
 
   def methods_of_task(self, task: str) -> dict[str, Tool] | None:
-    """The methods that are tools for a task. None where a `step` answers, or nobody."""
-    made = self.of_task(task)
-    return None if made is None else methods_of(made)
+    """The methods that are tools for a task. None without an environment, or if it has a `step`."""
+    factory = self.of_task(task)
+    return None if factory is None else methods_of(factory)
 
   def of_task(self, task: str) -> Factory | None:
     """The environment of a task, or None if it has none."""
     return self.environments.get(task, self.environments.get(""))
 
 
-def load(tools: tuple[str, ...], name: str) -> Parts:
+def load(tools: tuple[str, ...], name: str) -> ToolsAndEnvironments:
   """The tools and environments of these names. Raises ConfigError if one cannot be found."""
   environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
   found: dict[str, Tool] = {}
@@ -79,7 +79,7 @@ def load(tools: tuple[str, ...], name: str) -> Parts:
         " them; rename one"
       )
     found[name_of(one)] = one
-  return Parts(found, environments)
+  return ToolsAndEnvironments(found, environments)
 
 
 _loaded = functools.lru_cache(8)(load)  # in a worker, which lives as long as its run
@@ -92,11 +92,11 @@ def callable_tools(
 
   Args:
     tools: environment.tools.
-    schemas: Of those that it may call.
+    schemas: The schemas of the tools that it may call.
 
   Returns:
-    Async functions that return what the model is to read: what the tool returns, or a line that
-    begins with "error: ". They raise Unreachable where the tool's server is gone.
+    Async functions that return a text for the model: the tool's result, or a line that begins with
+    "error: ". They raise Unreachable if the tool's server is gone.
   """
   parts = _loaded(tools, "")
 
@@ -122,18 +122,18 @@ def act(
   *,
   tools: tuple[str, ...] = (),
   environment: str = "",
-  parts: Parts | None = None,
+  parts: ToolsAndEnvironments | None = None,
   **columns: Any,
 ) -> list[float]:
-  """Does what requests ask for, as a reward function that logs the outcomes.
+  """Carries out requests. It has the form of a reward function, and logs the outcomes.
 
   Args:
-    requests: See `_outcome`.
+    requests: The requests, as `_outcome` describes them.
     log_extra: Gets the outcomes.
     tools: environment.tools.
     environment: environment.name.
-    parts: What these two name, or None to look it up.
-    **columns: What else reward functions get.
+    parts: The tools and environments that these two name, or None to look them up.
+    **columns: The other arguments of reward functions, which are ignored.
   """
   del columns
   parts = parts or _loaded(tuple(tools), environment)
@@ -147,10 +147,10 @@ async def act_async(
   *,
   tools: tuple[str, ...] = (),
   environment: str = "",
-  parts: Parts | None = None,
+  parts: ToolsAndEnvironments | None = None,
   **columns: Any,
 ) -> list[float]:
-  """As `act`, side by side. What is not async runs in threads."""
+  """Does what `act` does, for all requests at once. Functions that are not async run in threads."""
   del columns
   parts = parts or _loaded(tuple(tools), environment)
   outcomes = await asyncio.gather(*(_outcome(parts, one, as_thread=True) for one in requests))
@@ -158,8 +158,8 @@ async def act_async(
   return [0.0] * len(requests)
 
 
-def outcome(parts: Parts, request: Request) -> Outcome:
-  """What a request gives, in this process. See `_outcome`."""
+def outcome(parts: ToolsAndEnvironments, request: Request) -> Outcome:
+  """The outcome of a request, in this process. See `_outcome`."""
   doing = _outcome(parts, request, as_thread=False)
   if parts.are_async:
     return in_thread(lambda: run(doing)).result()
@@ -170,20 +170,20 @@ def outcome(parts: Parts, request: Request) -> Outcome:
   raise RuntimeError("a function that is not async waits")
 
 
-async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
+async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: bool) -> Outcome:
   """The outcome of a request.
 
   Args:
-    parts: What is called.
+    parts: The tools and environments.
     request: `tool` and `arguments`; or `task`, `example`, `is_first`, `state`, `key`, `is_last`
       and `message`, or `calls` of methods in its place; or `close`, a key.
     as_thread: Whether functions that are not async run in a thread of their own.
 
   Returns:
-    Of a tool: `content`, and `failed`, or `error` where its server is gone. Of an environment:
-    `messages`, `reward`, `done` and `state`, or `error`. Of methods: `contents`, which are those of
-    tools, in place of `messages`, and at the end `environment`, the pickled object. Of `close`:
-    nothing, or `error`.
+    A dict. A tool gives `content` and `failed`, or `error` if its server is gone. An environment
+    gives `messages`, `reward`, `done` and `state`, or `error`. Methods give `contents` in place of
+    `messages`, each as a tool gives it, and at the end `environment`, the pickled object. `close`
+    gives nothing, or `error`.
   """
   try:
     with as_exceptions():
@@ -200,25 +200,25 @@ async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
   except Exception as error:
     if "tool" in request:
       return {"content": f"error: {_message(error)}", "failed": True}
-    what = "get_reward()" if "calls" in request else "step()"
-    return {"error": problem_with(error, what, parts.of_task(request.get("task", "")))}
+    method = "get_reward()" if "calls" in request else "step()"
+    return {"error": problem_with(error, method, parts.of_task(request.get("task", "")))}
 
 
-def problem_with(error: Exception, what: str, made: Any) -> str:
-  """What an environment or a harness did wrong, in a line that begins with a verb.
+def problem_with(error: Exception, method: str, factory: Any) -> str:
+  """The error of an environment or a harness, in a line that begins with a verb.
 
   Args:
-    error: What it raised, or the `Mistake` that it returned.
-    what: Its method, or "".
-    made: Its class or function, or what makes its objects.
+    error: The exception that it raised, or a `Mistake` for a wrong value that it returned.
+    method: The method that was called, or "".
+    factory: The class or function, or the partial that makes the objects.
   """
   if not isinstance(error, Mistake):
     return f"raised {describe(error)}"
-  whose = name_of(getattr(made, "func", made))
-  return f"returned {error} ({f'{what} of ' if what else ''}{whose})"
+  whose = name_of(getattr(factory, "func", factory))
+  return f"returned {error} ({f'{method} of ' if method else ''}{whose})"
 
 
-async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
+async def _step(parts: ToolsAndEnvironments, request: Request, as_thread: bool) -> Outcome:
   environment = await _environment_of(parts, request, as_thread)
   async with closed_on_error(environment, as_thread):
     messages, reward, done = step_of(await _call(as_thread, environment.step, request["message"]))
@@ -226,7 +226,7 @@ async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
   return {"messages": messages, "reward": reward, "done": done, "state": state}
 
 
-async def _call_methods(parts: Parts, request: Request, as_thread: bool) -> Outcome:
+async def _call_methods(parts: ToolsAndEnvironments, request: Request, as_thread: bool) -> Outcome:
   """Calls methods of an environment, one after the other, or asks for its reward at the end."""
   environment: Any = await _environment_of(parts, request, as_thread)
   contents, reward, is_last = list[Outcome](), None, request["is_last"]
@@ -247,9 +247,11 @@ async def _call_methods(parts: Parts, request: Request, as_thread: bool) -> Outc
   return found | {"environment": ended}
 
 
-async def _environment_of(parts: Parts, request: Request, as_thread: bool) -> Environment:
+async def _environment_of(
+  parts: ToolsAndEnvironments, request: Request, as_thread: bool
+) -> EnvironmentObject:
   """The object of a conversation. The first request makes it."""
-  environment: Environment | None = _KEPT.pop(request["key"], None)
+  environment: EnvironmentObject | None = _KEPT.pop(request["key"], None)
   if environment is not None:
     return environment
   if request["state"]:
@@ -266,8 +268,10 @@ async def _environment_of(parts: Parts, request: Request, as_thread: bool) -> En
   return environment
 
 
-async def _state_of(environment: Environment, key: str, is_last: bool, as_thread: bool) -> str:
-  """What the next request of a conversation needs. Its object is kept here if that is nothing."""
+async def _state_of(
+  environment: EnvironmentObject, key: str, is_last: bool, as_thread: bool
+) -> str:
+  """The state for the next request of a conversation. "" if this process keeps the object."""
   if is_last:
     await _close(environment, as_thread)
   elif getattr(environment, "pickles", True):
@@ -278,7 +282,7 @@ async def _state_of(environment: Environment, key: str, is_last: bool, as_thread
 
 
 # The objects of environments that cannot be pickled, by conversation.
-_KEPT: dict[str, Environment] = {}
+_KEPT: dict[str, EnvironmentObject] = {}
 
 
 async def _close_kept(key: str, as_thread: bool) -> Outcome:
@@ -288,14 +292,16 @@ async def _close_kept(key: str, as_thread: bool) -> Outcome:
   return {}
 
 
-async def _close(environment: Environment, as_thread: bool) -> None:
+async def _close(environment: EnvironmentObject, as_thread: bool) -> None:
   if callable(close := getattr(environment, "close", None)):
     await _call(as_thread, close)
 
 
 @contextlib.asynccontextmanager
-async def closed_on_error(environment: Environment, as_thread: bool = False) -> AsyncIterator[None]:
-  """Closes an environment if the block raises something. What `close` then raises is left out."""
+async def closed_on_error(
+  environment: EnvironmentObject, as_thread: bool = False
+) -> AsyncIterator[None]:
+  """Closes an environment if the block raises. Errors of `close` itself are then dropped."""
   try:
     yield
   except BaseException:
@@ -315,14 +321,14 @@ async def _call(as_thread: bool, function: Any, /, *values: Any, **named: Any) -
 
 
 def _called(function: Any, /, *values: Any, **named: Any) -> Any:
-  """What a function returns. No coroutine and no future can carry the StopIteration of one."""
+  """Calls a function. StopIteration becomes `Ended`: no coroutine or future can carry it."""
   try:
     return function(*values, **named)
   except StopIteration as error:
     raise Ended(f"it ended with {error!r}") from error
 
 
-def _pickled(environment: Environment) -> bytes:
+def _pickled(environment: EnvironmentObject) -> bytes:
   try:
     return pickle.dumps(environment)
   except Exception:

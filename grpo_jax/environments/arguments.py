@@ -1,6 +1,6 @@
-"""From what a model wrote as an argument to a value, by the JSON schema of the tool.
+"""Reads the arguments that a model wrote as values, by the JSON schema of the tool.
 
-All that reads calls of tools does it here: training, harnesses and the endpoint.
+Training, harnesses and the endpoint all read the calls of tools with this module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 
-class Text(str):
+class UnquotedText(str):
   """An argument that stands in a call without quotes. The schema decides what it means."""
 
 
@@ -37,10 +37,10 @@ def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
   """The arguments of a call as the values that the schema wants, where they can be read so.
 
   Args:
-    schema: Of the tool.
-    arguments: Values, in which a `Text` may be any value. It becomes a text where the schema wants
-      one or where it reads as nothing else that the schema wants. Without a schema, it becomes the
-      value that it reads as.
+    schema: The schema of the tool.
+    arguments: The values by name. An `UnquotedText` in them may stand for any value. It becomes a
+      text where the schema wants a text, or where it cannot be read as a value that the schema
+      wants. Without a schema, it becomes the value that it reads as.
   """
   parameters = parameters_of(schema)
   properties = _mapping(parameters.get("properties"))
@@ -50,7 +50,7 @@ def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(schema: Schema, arguments: Any) -> str:
-  """What is wrong with the arguments of a call, in a line for the model, or ""."""
+  """The first error in the arguments of a call, in a line for the model. "" if there is none."""
   function = schema["function"]
   properties = function["parameters"].get("properties", {})
   for name in function["parameters"].get("required", ()):
@@ -66,7 +66,7 @@ def check_arguments(schema: Schema, arguments: Any) -> str:
 
 
 def first_json(text: str) -> tuple[Any, str, str]:
-  """(the JSON value with which a text begins, what follows it, what is wrong)."""
+  """(the JSON value with which a text begins, the rest of the text, the error or "")."""
   text = text.strip()
   try:
     value, end = _DECODER.raw_decode(text)
@@ -76,9 +76,9 @@ def first_json(text: str) -> tuple[Any, str, str]:
 
 
 def _value(schema: Any, value: Any, root: Schema, depth: int) -> Any:
-  """A value as a schema wants it, with all that lies inside it."""
+  """A value, with all values inside it, as a schema wants them."""
   schemas = list(_alternatives(schema, root))
-  if isinstance(value, Text):
+  if isinstance(value, UnquotedText):
     value = _read(schemas, value)
   if depth == _DEEPEST:
     return value
@@ -99,7 +99,7 @@ def _value(schema: Any, value: Any, root: Schema, depth: int) -> Any:
   return int(value) if is_whole and "integer" in names and "number" not in names else value
 
 
-def _read(schemas: Sequence[Schema], text: Text) -> Any:
+def _read(schemas: Sequence[Schema], text: UnquotedText) -> Any:
   """The value that a text without quotes stands for, or the text."""
   choices = [choice for one in schemas for choice in _choices(one)]
   names = _names(schemas)
@@ -120,7 +120,7 @@ def _read(schemas: Sequence[Schema], text: Text) -> Any:
 
 
 def _alternatives(schema: Any, root: Schema) -> Iterator[Schema]:
-  """The schemas of which a value may fit one, without references. Each reference counts once."""
+  """The alternatives of a schema, with its references resolved. Each reference counts once."""
   queue, seen = [schema], set[str]()
   for one in queue:
     if not isinstance(one, Mapping):
@@ -138,7 +138,7 @@ def _alternatives(schema: Any, root: Schema) -> Iterator[Schema]:
 
 
 def _target(reference: str, root: Schema) -> Any:
-  """What a reference such as "#/$defs/Point" points to, or None."""
+  """The schema that a reference such as "#/$defs/Point" points to, or None."""
   found: Any = root
   for name in reference.removeprefix("#/").split("/"):
     found = _mapping(found).get(name)
@@ -153,7 +153,7 @@ def _names(schemas: Sequence[Schema]) -> set[str]:
     names = names if isinstance(names, list) else [names]
     choices = _choices(one)
     if names == [None]:
-      names = [name for name, kinds in _TYPES.items() for x in choices if type(x) in kinds]
+      names = [name for name, kinds in _TYPES.items() for one in choices if type(one) in kinds]
     found.update(name for name in names if isinstance(name, str) and name in _TYPES)
     if one.get("nullable") is True:
       found.add("null")
@@ -167,8 +167,8 @@ def _choices(schema: Schema) -> list[Any]:
   return [*made, schema["const"]] if "const" in schema else made
 
 
-def _is_same_kind(a: Any, b: Any) -> bool:
-  return isinstance(a, bool) == isinstance(b, bool)  # True == 1
+def _is_same_kind(first: Any, second: Any) -> bool:
+  return isinstance(first, bool) == isinstance(second, bool)  # True == 1
 
 
 def _has_others(schema: Schema) -> bool:
@@ -181,7 +181,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _problem(schema: Schema, value: Any) -> str:
-  """What a value must be, or "" if it is that. What lies inside lists and objects is not read."""
+  """The type or values that a value must have, or "" if it has. Items of lists are not checked."""
   if value is None and schema.get("nullable"):
     return ""
   names = schema.get("type", [])

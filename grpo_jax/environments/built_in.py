@@ -80,8 +80,8 @@ class Retry:
     Args:
       function: The reward function that decides, by its name. A score of 1 is right.
       tries: How often the policy may answer.
-      message: What it reads after a wrong answer.
-      discount: What each try before the right one costs of the reward 1.
+      message: The message that the policy reads after a wrong answer.
+      discount: The reward 1 is lowered by this much for each try before the right one.
     """
     self._function, self._tries, self._message = function, tries, message
     self._discount, self._tried = discount, 0

@@ -1,4 +1,4 @@
-"""How the families write calls of tools: from the text of a message to names and arguments.
+"""Reads the names and arguments of tool calls from a message, as each family writes them.
 
 Each function here reads one format. `FORMATS` in tool_calls.py has an example of each.
 """
@@ -11,7 +11,7 @@ import re
 from typing import Any, NamedTuple
 import warnings
 
-from grpo_jax.environments.arguments import Text, first_json
+from grpo_jax.environments.arguments import UnquotedText, first_json
 
 # The parameters of each tool by its name. Empty if nobody says which tools there are.
 Names = Mapping[str, Collection[str]]
@@ -36,12 +36,12 @@ _DEEPEST = 64  # levels of lists and objects in a call of Gemma 4
 
 
 class Read(NamedTuple):
-  """What a text says.
+  """The calls that were read from a text, and the rest of the text.
 
   Attributes:
     content: The text without its calls. A call that is not well-formed is content.
-    calls: The name of each function, and its arguments. A `Text` had no quotes.
-    malformed: What is wrong with each call that is not well-formed, in a line for the model.
+    calls: The name of each function, and its arguments. An `UnquotedText` had no quotes.
+    malformed: The error of each call that is not well-formed, in a line for the model.
   """
 
   content: str
@@ -82,7 +82,7 @@ def glm4(text: str, names: Names) -> Read:
       _, opened, value = rest.partition(_VALUE[0])
       if not closed or not opened:
         return [], [f"the call of {head.strip()!r:.80}: it needs <arg_key> and <arg_value>"]
-      arguments[key.strip()] = Text(value.split(_VALUE[1])[0])
+      arguments[key.strip()] = UnquotedText(value.split(_VALUE[1])[0])
     return [(head.strip(), arguments)], []
 
   return _tagged(read, text, HERMES)
@@ -181,12 +181,12 @@ def mistral(text: str, names: Names) -> Read:
 
 
 def checked(value: Any, problems: list[str], keys: Sequence[str] = ("arguments",)) -> Calls:
-  """The call that an object in JSON is. What is wrong with another value is added to `problems`.
+  """The call that a JSON object describes. The error of another value is added to `problems`.
 
   Args:
     value: The object.
-    problems: Where to say what is wrong.
-    keys: Where its arguments may be.
+    problems: Gets the error.
+    keys: The keys under which its arguments may be.
   """
   if not isinstance(value, dict) or not isinstance(value.get("name"), str):
     problems.append('the call is not well-formed: it needs a "name" and "arguments"')
@@ -203,7 +203,7 @@ def checked(value: Any, problems: list[str], keys: Sequence[str] = ("arguments",
 def _tagged(
   read: Callable[[str], tuple[Calls, list[str]]], text: str, tags: tuple[str, str]
 ) -> Read:
-  """Calls between tags. `read` finds those of one pair of tags, and what is wrong with others."""
+  """Calls between tags. `read` gets the text of one pair of tags, and returns (calls, errors)."""
   opens, closes = tags
   calls: Calls = []
   malformed, content = list[str](), list[str]()
@@ -226,12 +226,12 @@ def _tagged(
 
 
 def _json_calls(text: str, keys: Sequence[str], separator: str = "") -> tuple[Calls, list[str]]:
-  """The calls in JSON: objects, or lists of them, and what is wrong with others.
+  """The calls in JSON, which are objects or lists of objects, and the errors.
 
   Args:
     text: The JSON.
-    keys: Where the arguments are.
-    separator: What may lie between two values.
+    keys: The keys under which the arguments may be.
+    separator: The text that may lie between two values.
   """
   calls: Calls = []
   problems, rest = list[str](), text
@@ -248,7 +248,7 @@ def _json_calls(text: str, keys: Sequence[str], separator: str = "") -> tuple[Ca
 
 
 def _functions(text: str) -> Iterator[tuple[str, str]]:
-  """(name, what lies inside) of each <function=NAME>...</function>."""
+  """(name, inner text) of each <function=NAME>...</function>."""
   opens, closes = _FUNCTION
   place = 0
   while (start := text.find(opens, place)) >= 0:
@@ -260,7 +260,7 @@ def _functions(text: str) -> Iterator[tuple[str, str]]:
     place = end + len(closes)
 
 
-def _parameters(text: str, known: Collection[str] | None) -> Iterator[tuple[str, Text]]:
+def _parameters(text: str, known: Collection[str] | None) -> Iterator[tuple[str, UnquotedText]]:
   """The name and the value of each <parameter=NAME>...</parameter>.
 
   A value whose end is missing ends where the next parameter begins. A value may have such a mark
@@ -286,8 +286,8 @@ def _parameters(text: str, known: Collection[str] | None) -> Iterator[tuple[str,
     yield name, _between_lines("".join(value).split(closes)[0])
 
 
-def _between_lines(text: str) -> Text:
-  return Text(text.removeprefix("\n").removesuffix("\n"))
+def _between_lines(text: str) -> UnquotedText:
+  return UnquotedText(text.removeprefix("\n").removesuffix("\n"))
 
 
 def _gemma4_call(body: str) -> tuple[Calls, list[str]]:
@@ -333,7 +333,7 @@ def _gemma4_value(text: str, place: int, depth: int) -> tuple[Any, int]:
       raise ValueError("a text in quotes has no end") from None
   word = _GEMMA4_WORD.match(text, place)
   assert word is not None  # it may be empty
-  return Text(word[0].strip()), word.end()
+  return UnquotedText(word[0].strip()), word.end()
 
 
 def _gemma4_key(text: str, place: int) -> tuple[str, int]:
@@ -398,7 +398,7 @@ def _python_calls(body: str) -> tuple[Calls, list[str]]:
 
 
 def _python_call(statement: ast.stmt) -> tuple[str, dict[str, Any]]:
-  """The call that a line is. Raises ValueError for another line."""
+  """The call in a line. Raises ValueError for another line."""
   call = statement.value if isinstance(statement, ast.Expr) else None
   if not isinstance(call, ast.Call) or call.args:
     raise ValueError("no call")
@@ -413,10 +413,10 @@ def _python_call(statement: ast.stmt) -> tuple[str, dict[str, Any]]:
 
 
 def _python_value(node: ast.expr) -> Any:
-  """A value of JSON as Python writes it, or as JSON does."""
+  """A JSON value, written as Python or JSON writes it."""
   match node:
     case ast.Name(id=("true" | "false" | "null") as word):
-      return Text(word)
+      return UnquotedText(word)
     case ast.Constant(value=None | bool() | int() | str() as value):
       return value
     case ast.Constant(value=float() as value) if math.isfinite(value):

@@ -32,9 +32,9 @@ class Environments:
 
   Attributes:
     settings: The section of the config.
-    schemas: Of the tools, as chat templates read them.
-    of_tasks: Those of methods of environments, by task. "" means all tasks.
-    format: How the model writes calls.
+    schemas: The schemas of the tools, as chat templates read them.
+    of_tasks: By task, the schemas of the methods of its environment. "" means all tasks.
+    format: The format in which the model writes calls.
   """
 
   def __init__(self, settings: Environment, template: str, stops_on_error: bool = True) -> None:
@@ -53,8 +53,8 @@ class Environments:
     self.schemas = [schema_of(tool) for tool in self.parts.tools.values()]
     self.of_tasks = {
       task: [schema_of(one) for one in methods.values()]
-      for task, made in self.parts.environments.items()
-      if (methods := methods_of(made)) is not None
+      for task, factory in self.parts.environments.items()
+      if (methods := methods_of(factory)) is not None
     }
     names_of = [schema["function"]["name"] for schema in self.schemas]
     for schema in (one for own in self.of_tasks.values() for one in own):
@@ -74,7 +74,7 @@ class Environments:
     Without tools of the config, nobody answers calls of them. A harness shows what it likes.
 
     Raises:
-      ConfigError: Its column `tools` names others than those of the config.
+      ConfigError: The column `tools` names a tool that the config does not have.
     """
     value = example.get(row_tools.COLUMN)
     of_task = self.of_tasks.get(str(example.get("task", "")), self.of_tasks.get("", []))
@@ -86,7 +86,7 @@ class Environments:
 
   @property
   def all_schemas(self) -> list[dict[str, Any]]:
-    """Of the tools, and of methods of environments."""
+    """The schemas of the tools and of the methods of environments."""
     return self.schemas + [schema for own in self.of_tasks.values() for schema in own]
 
   @property
@@ -96,15 +96,15 @@ class Environments:
 
   @property
   def gives_columns(self) -> bool:
-    """Whether completions have columns beside those of the data: a harness's, or `environments`."""
+    """Whether completions have columns beside the data's: those of a harness, or `environments`."""
     return bool(self.settings.harness or self.of_tasks)
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[Opening]:
     """The messages with which environments begin, after the prompts of the data set.
 
     Returns:
-      For each example, the messages. With reward.on_error=none, a line in place of those that an
-      environment cannot give.
+      For each example, the messages. With reward.on_error=none, an environment that cannot begin
+      has a line that says why in their place.
 
     Raises:
       ConfigError: An environment refuses an example.
@@ -123,21 +123,21 @@ class Environments:
 
   async def _open(self, examples: Mapping[str, Mapping[str, Any]]) -> dict[str, Opening]:
     """The openings of examples, by their keys."""
-    made = {key: self.parts.of_task(str(one.get("task", ""))) for key, one in examples.items()}
+    factories = {key: self.parts.of_task(str(one.get("task", ""))) for key, one in examples.items()}
     return {
-      key: await self._opening(made[key], example) if made[key] else []
+      key: await self._opening(factories[key], example) if factories[key] else []
       for key, example in examples.items()
     }
 
-  async def _opening(self, made: names.Factory, example: Mapping[str, Any]) -> Opening:
-    """How an object of an environment, which is then closed, begins with an example."""
+  async def _opening(self, factory: names.Factory, example: Mapping[str, Any]) -> Opening:
+    """Makes an environment for an example, takes its first messages and closes it."""
     method = "__init__()"
     try:
       with as_exceptions():
-        environment = made()
+        environment = factory()
         method = "reset()"
         async with acting.closed_on_error(environment):
-          messages = await _begun(made, environment, dict(example))
+          messages = await _begun(factory, environment, dict(example))
         method = "close()"
         if callable(close := getattr(environment, "close", None)):
           await _result(close())
@@ -145,7 +145,7 @@ class Environments:
     except ConfigError:
       raise
     except Exception as error:
-      problem = acting.problem_with(error, method, made)
+      problem = acting.problem_with(error, method, factory)
       return self._refused(f"{_KEY}: {method} of {self.settings.name} {problem}", example)
 
   def _refused(self, problem: str, example: Mapping[str, Any]) -> str:
@@ -166,7 +166,7 @@ class Environments:
     return all(map(names.is_portable, found))
 
 
-def of_config(config: Config, tokenizer: Tokenizer) -> Environments | None:
+def make_environments(config: Config, tokenizer: Tokenizer) -> Environments | None:
   """The tools and environments of a config, or None if completions have one turn.
 
   Raises:
@@ -185,9 +185,9 @@ def _characters_of(opening: Opening) -> int:
   return len(opening) + sum(len(one["content"]) for one in opening if isinstance(one, dict))
 
 
-async def _begun(made: names.Factory, environment: Any, example: dict[str, Any]) -> list[Any]:
+async def _begun(factory: names.Factory, environment: Any, example: dict[str, Any]) -> list[Any]:
   """The messages with which an environment begins."""
-  if methods_of(made) is None:
+  if methods_of(factory) is None:
     return checked(await _result(environment.reset(example)))
   return opening_of(await _result(environment.reset(**arguments_of_reset(environment, example))))
 

@@ -9,15 +9,15 @@ A harness is an async function, `environment.harness=path/file.py:function`:
 
 It is called once for each completion of a prompt. It gets what an OpenAI client needs, and the
 fields of the example, with `prompt_text`, the prompt as the policy reads it, and with data.chat
-`messages`. It may ask as often as it likes. What it asked and what the policy wrote is recorded
-token by token.
+`messages`. It may ask as often as it likes. The run records its prompts and the policy's
+answers token by token.
 
 It returns the reward, or a dict with `reward`, `metrics` (numbers by name) and columns for reward
 functions and completions/.
 
 With environment.tools, the field `tools` of the example has their schemas, as a client sends them.
 A harness with an argument `tools` gets the functions by name: `await tools["search"](query="x")`
-is the text that the model is to read.
+returns the text for the model.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from grpo_jax.foreign import as_exceptions, run, text_of
 from grpo_jax.rewards import Pool
 from grpo_jax.rewards.call import in_thread
 from grpo_jax.rewards.names import named
-from grpo_jax.rewards.workers.messages import Call
+from grpo_jax.rewards.workers.messages import WorkerCall
 from grpo_jax.settings import ConfigError
 
 KEY = "environment.harness"
@@ -89,7 +89,7 @@ async def play(
   tools: Sequence[str] = (),
   **columns: Any,
 ) -> list[float]:
-  """Plays what requests ask for, side by side, as a reward function that logs the outcomes."""
+  """Plays requests, all at once. It has the form of a reward function, and logs the outcomes."""
   del columns
   log_extra("outcome", await _side_by_side(harness, tuple(tools), requests))
   return [0.0] * len(requests)
@@ -131,7 +131,7 @@ class Players:
     if pool is None and of_verifiers:
       raise ConfigError(f"config key reward.workers is 0: {harness} needs a worker; set 1 or more")
     self._harness, self._pool, self._tools = harness, pool, tools
-    self._call = Call(
+    self._call = WorkerCall(
       key=f"{_WORKER}(harness={harness!r}, tools={list(tools)!r})",
       name="of the harness",
       columns={},
@@ -143,7 +143,7 @@ class Players:
       pool.add(self._call.key, play, all(map(is_portable, (harness, *tools))))
 
   def __call__(self, requests: Sequence[Request]) -> list[Outcome]:
-    """The outcomes of requests: what `played_of` gives or `error`, or `failure` as in `start`."""
+    """The outcomes of requests: as `played_of` returns them, or with `error` or `failure`."""
     if self._pool is not None:
       return start(self._pool, self._call, requests).result()
     return in_thread(lambda: run(_side_by_side(self._harness, self._tools, requests))).result()

@@ -1,4 +1,4 @@
-"""Environments whose public methods are tools, as those of TRL's `environment_factory`.
+"""Environments whose public methods are tools, as with TRL's `environment_factory`.
 
   class Safe:
 
@@ -31,13 +31,13 @@ _NO_TOOLS = ("reset", "get_reward", "close")
 APPENDED = "appended"  # marks an opening that is added to the last message
 
 
-def methods_of(made: Any) -> dict[str, Callable[..., Any]] | None:
+def methods_of(factory: Any) -> dict[str, Callable[..., Any]] | None:
   """The methods of a class that are tools, by name. None for an environment with a `step`.
 
   Args:
-    made: The class, or what `names.resolve_environment` makes of it.
+    factory: The class, or the factory that `names.resolve_environment` returns for it.
   """
-  kind = getattr(made, "func", made)
+  kind = getattr(factory, "func", factory)
   if not inspect.isclass(kind) or callable(getattr(kind, "step", None)):
     return None
   return {
@@ -53,10 +53,10 @@ def arguments_of_reset(environment: Any, example: Mapping[str, Any]) -> dict[str
 
 
 def opening_of(said: Any) -> list[dict[str, Any]]:
-  """What `reset` returned, as the messages with which an environment begins.
+  """The return value of `reset`, as the messages with which an environment begins.
 
   Raises:
-    Mistake: It is no text and not None.
+    Mistake: The value is neither a text nor None.
   """
   if said is None:
     return []
@@ -65,11 +65,11 @@ def opening_of(said: Any) -> list[dict[str, Any]]:
   return [{"role": "user", "content": said, APPENDED: True}]
 
 
-class Kept(NamedTuple):
+class PickledEnvironment(NamedTuple):
   """An environment after its conversation, for reward functions with an argument `environments`.
 
   Attributes:
-    name: environment.name, of its task.
+    name: The name of the environment, as environment.name has it for the task.
     state: The pickled object in base64.
   """
 

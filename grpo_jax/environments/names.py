@@ -23,8 +23,8 @@ _ADAPTERS: dict[str, Callable[..., Any]] = {"textarena": TextArena, "openenv": O
 _OF_TASK = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
 
 
-class Environment(Protocol):
-  """What answers the policy. `grpo_jax/environments/__init__.py` describes it."""
+class EnvironmentObject(Protocol):
+  """An object that answers the policy. `grpo_jax/environments/__init__.py` describes it."""
 
   def reset(self, example: Mapping[str, Any]) -> Any:
     """The messages that follow the prompt of the data set."""
@@ -33,10 +33,10 @@ class Environment(Protocol):
     """(the messages that answer a turn, its reward, whether the conversation has ended)."""
 
 
-Factory = Callable[[], Environment]
+Factory = Callable[[], EnvironmentObject]
 
 TOOLS: dict[str, Tool] = {"calculator": built_in.calculator}
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"retry": built_in.Retry}
+ENVIRONMENTS: dict[str, Callable[..., EnvironmentObject]] = {"retry": built_in.Retry}
 _OURS = frozenset((*TOOLS, *ENVIRONMENTS))
 
 
@@ -50,7 +50,9 @@ def register_tool(function: Tool) -> Tool:
   return function
 
 
-def register_environment(made: Callable[..., Environment]) -> Callable[..., Environment]:
+def register_environment(
+  made: Callable[..., EnvironmentObject],
+) -> Callable[..., EnvironmentObject]:
   """Gives a class of this program a name in configs: its own. It can be used as a decorator.
 
   Raises:
@@ -74,13 +76,13 @@ def resolve_tools(name: str) -> list[Tool]:
 
 
 def resolve_environment(name: str) -> Factory:
-  """What makes the objects of an environment.
+  """The factory that makes the objects of an environment.
 
   Args:
-    name: As environment.name has it, without a task.
+    name: The name as environment.name has it, without a task.
 
   Raises:
-    ConfigError: There is none of this name, or it has no such parameters.
+    ConfigError: No environment has this name, or it lacks a parameter that the name sets.
   """
   plain, options = calls.parse(name, _KEY)
   adapter, _, what = plain.partition(":")
@@ -92,22 +94,22 @@ def resolve_environment(name: str) -> Factory:
     f"choose one of {', '.join(ENVIRONMENTS)}, or give textarena:ID, openenv:ADDRESS,"
     " path/file.py:Class or package.module:Class, or call grpo_jax.register_environment first"
   )
-  made = named(plain, _KEY, choices)
-  _check_methods(made, name)
-  return _bound(made, (), options, name)
+  factory = named(plain, _KEY, choices)
+  _check_methods(factory, name)
+  return _bound(factory, (), options, name)
 
 
-def _check_methods(made: Any, name: str) -> None:
-  """Raises ConfigError for a class that has not the methods of an environment."""
-  if not inspect.isclass(made):
+def _check_methods(factory: Any, name: str) -> None:
+  """Raises ConfigError for a class that lacks the methods of an environment."""
+  if not inspect.isclass(factory):
     return
-  public = [one for one, _ in inspect.getmembers(made, inspect.isfunction) if one[0] != "_"]
-  if not callable(getattr(made, "reset", None)):
-    raise ConfigError(f"{_KEY}: {name!r}: {name_of(made)} has no method reset")
-  if not callable(getattr(made, "step", None)) and not {*public} - {"reset", "close"}:
+  public = [one for one, _ in inspect.getmembers(factory, inspect.isfunction) if one[0] != "_"]
+  if not callable(getattr(factory, "reset", None)):
+    raise ConfigError(f"{_KEY}: {name!r}: {name_of(factory)} has no method reset")
+  if not callable(getattr(factory, "step", None)) and not {*public} - {"reset", "close"}:
     raise ConfigError(
-      f"{_KEY}: {name!r}: {name_of(made)} has no method step, and no public method that could be a"
-      " tool"
+      f"{_KEY}: {name!r}: {name_of(factory)} has no method step, and no public method that could be"
+      " a tool"
     )
 
 
@@ -138,12 +140,15 @@ def is_portable(name: str) -> bool:
 
 
 def _bound(
-  made: Callable[..., Environment], values: tuple[Any, ...], options: Mapping[str, Any], name: str
+  factory: Callable[..., EnvironmentObject],
+  values: tuple[Any, ...],
+  options: Mapping[str, Any],
+  name: str,
 ) -> Factory:
   try:
-    inspect.signature(made).bind(*values, **options)
+    inspect.signature(factory).bind(*values, **options)
   except TypeError as error:
     raise ConfigError(f"{_KEY}: {name!r}: {error}") from None
   except ValueError:  # some classes that are written in C have no signature
     pass
-  return functools.partial(made, *values, **options)
+  return functools.partial(factory, *values, **options)

@@ -1,4 +1,4 @@
-"""Checks what environments and harnesses of users return, and makes plain values of it."""
+"""Checks the values that environments and harnesses of users return, and makes them plain."""
 
 from collections.abc import Mapping
 import json
@@ -12,18 +12,18 @@ Messages = list[dict[str, Any]]
 
 
 class Mistake(Exception):
-  """An environment or a harness returned something else than it must. The text follows its name."""
+  """An environment or a harness returned a wrong value. The text follows its name."""
 
 
 class Unreachable(Exception):
-  """What a tool asks is gone, whatever the policy wrote. The text follows the name of who asked."""
+  """The server of a tool is gone, so no call can succeed. The text follows the caller's name."""
 
 
 def step_of(value: Any) -> tuple[Messages, float | None, bool]:
-  """What `step` returned: the messages, the reward of the turn, whether the conversation has ended.
+  """Checks the return value of `step`: (messages, reward of the turn, whether it was the last).
 
   Raises:
-    Mistake: It is something else.
+    Mistake: The value is not of this form.
   """
   if not isinstance(value, (tuple, list)) or len(value) != 3:
     raise Mistake(f"{shown(value)}: return (messages, reward, done)")
@@ -37,7 +37,7 @@ def checked(messages: Any) -> Messages:
   Half of a surrogate pair, which JSON can write and no text can hold, becomes a question mark.
 
   Raises:
-    Mistake: They are none.
+    Mistake: The value is not a text, a message or a list of messages.
   """
   if isinstance(messages, str):
     messages = [{"role": "user", "content": messages}]
@@ -55,7 +55,7 @@ def reward_of(value: Any) -> float | None:
   """A reward as a number. None stays None.
 
   Raises:
-    Mistake: It is no finite number.
+    Mistake: The value is not a finite number.
   """
   if value is None:
     return None
@@ -69,10 +69,13 @@ def reward_of(value: Any) -> float | None:
 
 
 def played_of(value: Any) -> dict[str, Any]:
-  """What a harness returned, as `reward`, `columns` and `metrics`. A number is the reward.
+  """Checks the return value of a harness. A number is the reward.
+
+  Returns:
+    `reward`, `columns` and `metrics`.
 
   Raises:
-    Mistake: It is something else.
+    Mistake: The value is not a number or a dict of this form.
   """
   if not isinstance(value, Mapping):
     return {"reward": reward_of(value), "columns": {}, "metrics": {}}
@@ -95,9 +98,9 @@ def played_of(value: Any) -> dict[str, Any]:
   }
 
 
-# What a run reports of a harness, under the names that its own metrics have.
+# Metrics of a harness that the run itself reports. A harness may not use their names.
 METRICS = {"prompt_tokens", "computed_tokens", "lost_tokens"}
-# What reward functions get beside the fields of an example.
+# The arguments of reward functions beside the fields of an example.
 _TAKEN = {"completions", "completion_ids", "prompts", "messages", "turns", "turn_rewards"}
 _TAKEN |= {"step", "log_metric", "log_extra", "environments"}
 

@@ -1,7 +1,7 @@
 """The JSON schemas of tools, as chat templates show them to a model.
 
-They are those that `get_json_schema` of transformers gives, so that a tool looks to the model as it
-did in training.
+`get_json_schema` of transformers gives the same schemas, so a tool looks to the model as it did in
+its training.
 """
 
 from collections.abc import Callable

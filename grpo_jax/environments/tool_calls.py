@@ -15,9 +15,9 @@
   granite  <|tool_call|>[{"name": "add", "arguments": {"x": 1}}] (Granite 3, Phi-4-mini)
   olmo3    <function_calls>add(x=1)</function_calls>, with a line for each of several
 
-A decoder leaves special tokens out. `marks` are those that a reader needs, so that what decodes can
-keep them. Those of a user's pattern are the ones that stand in it. call_formats.py reads the
-formats, and arguments.py decides what the arguments are.
+A decoder leaves special tokens out. `marks` are the special tokens that a reader needs, so the
+decoder keeps them. A user's pattern has the marks that stand in it. call_formats.py reads the
+formats, and arguments.py decides which values the arguments have.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ import re
 from typing import NamedTuple
 
 from grpo_jax.environments import call_formats
-from grpo_jax.environments.arguments import Schema, Text, first_json, parameters_of, typed
+from grpo_jax.environments.arguments import Schema, UnquotedText, first_json, parameters_of, typed
 from grpo_jax.environments.call_formats import Names, Read
 from grpo_jax.settings import ConfigError, is_text, shown
 
 _LONGEST = 20_000  # characters that are searched for a pattern of a user, which may be slow
-# What may be a special token in a pattern: <tool_call>, <|"|>, [ARGS], their escapes taken away.
+# Matches a possible special token in a pattern without its escapes: <tool_call>, <|"|>, [ARGS].
 _MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _ESCAPE = re.compile(r"\\(?=[^\w\s])")
 KEY = "environment.calls"
@@ -41,8 +41,8 @@ class Call(NamedTuple):
   """A call of a tool.
 
   Attributes:
-    name: Of the function.
-    arguments: A text in JSON, of an object.
+    name: The name of the function.
+    arguments: Its arguments, a JSON object as text.
   """
 
   name: str
@@ -50,12 +50,12 @@ class Call(NamedTuple):
 
 
 class Parsed(NamedTuple):
-  """What a message says.
+  """The calls in a message, and the rest of it.
 
   Attributes:
     content: The text without its calls. A call that is not well-formed is content.
     calls: The calls.
-    malformed: What is wrong with each call that is not well-formed, in a line for the model.
+    malformed: The error of each call that is not well-formed, in a line for the model.
   """
 
   content: str
@@ -64,12 +64,13 @@ class Parsed(NamedTuple):
 
 
 class Format(NamedTuple):
-  """How a family writes calls.
+  """A family's format of calls.
 
   Attributes:
     read: Finds the calls in a text.
-    opens: A text from one of these on is no content until it is known to be no call.
-    marks: What may be a special token in it.
+    opens: Texts with which a call may begin. The endpoint holds back the text from there on until
+      it knows whether it is a call.
+    marks: The texts in this format that may be special tokens.
   """
 
   read: Callable[[str, Names], Read]
@@ -80,8 +81,8 @@ class Format(NamedTuple):
     """The calls in a text.
 
     Args:
-      text: What a model wrote, with the special tokens of `marks`.
-      schemas: Of the tools. They decide what arguments without quotes are.
+      text: The text of a model, with the special tokens of `marks`.
+      schemas: The schemas of the tools. They decide which values arguments without quotes have.
     """
     by_name = {schema["function"]["name"]: schema for schema in schemas}
     names = {name: tuple(_properties(schema)) for name, schema in by_name.items()}
@@ -131,7 +132,7 @@ FORMATS = {
   "granite": Format(call_formats.granite, call_formats.GRANITE[:1], call_formats.GRANITE),
   "olmo3": Format(call_formats.olmo3, call_formats.OLMO3[:1], call_formats.OLMO3),
 }
-# What a chat template has that writes calls in a format. The first that is found counts.
+# Texts in a chat template, and the format of calls that each shows. The first one found counts.
 _SIGNS = {
   "<|tool_call>call:": "gemma4",
   "<|channel|>": "gpt_oss",
@@ -149,19 +150,19 @@ _SIGNS = {
 
 
 def family_of(template: str) -> str:
-  """The name in `FORMATS` of what a chat template writes, or "" if it says nothing."""
+  """The name in `FORMATS` of the format that a chat template writes, or "" if none is known."""
   return next((name for sign, name in _SIGNS.items() if sign in template), "")
 
 
 def format_for(template: str, name: str = "auto", schemas: Sequence[Schema] = ()) -> Format:
-  """How a model writes calls.
+  """The format in which a model writes calls.
 
   Args:
     template: The source of its chat template, or "".
-    name: A name of `FORMATS`, a regular expression, or "auto": what the template says, or else
-      hermes. The expression has a group `arguments`, and a group `name` where there are several
-      tools. Its arguments are a JSON object or the text of a tool's first argument.
-    schemas: Of the tools.
+    name: A name of `FORMATS`, a regular expression, or "auto" for the format that the template
+      shows, or else hermes. The expression has a group `arguments`, and a group `name` if there
+      are several tools. Its arguments are a JSON object or the text of a tool's first argument.
+    schemas: The schemas of the tools.
 
   Raises:
     ConfigError: The name is none of these.
@@ -200,7 +201,7 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
       given = match["arguments"] or ""
       value, _, problem = first_json(given)
       if problem or not isinstance(value, dict):
-        value = {next(iter(names.get(name, ())), "text"): Text(given)}
+        value = {next(iter(names.get(name, ())), "text"): UnquotedText(given)}
       calls += call_formats.checked({"name": name or "", "arguments": value}, problems)
     content = (compiled.sub("", searched) + rest).strip() if calls else text
     return Read(content, calls, problems)

@@ -1,4 +1,4 @@
-"""Workers do what requests ask for, and answer with plain values instead of rewards."""
+"""Workers carry out requests, and answer with plain values instead of rewards."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -9,24 +9,24 @@ from grpo_jax.environments.acting import Outcome, Request
 from grpo_jax.environments.configured import Environments
 from grpo_jax.pending import Pending, there
 from grpo_jax.rewards import Answer, Pool
-from grpo_jax.rewards.workers.messages import Call, NotPortable
+from grpo_jax.rewards.workers.messages import NotPortable, WorkerCall
 from grpo_jax.settings import ConfigError, RunFailed
 
 _ACTING = "grpo_jax.environments.acting"
 FAILURES = {"timeout": "did not answer in time", "crash": "ended without an answer"}
 
 
-def start(pool: Pool, call: Call, requests: Sequence[Request]) -> Pending[list[Outcome]]:
-  """Begins requests. Each is a call of its own.
+def start(pool: Pool, call: WorkerCall, requests: Sequence[Request]) -> Pending[list[Outcome]]:
+  """Begins requests. Each request is one call of the function.
 
   Args:
     pool: The workers.
-    call: How the function is called. It gets `requests` and logs a column `outcome`.
-    requests: What it is asked.
+    call: The call without its requests. The function gets `requests` and logs a column `outcome`.
+    requests: The requests.
 
   Returns:
-    What the function logs for each request, in their order. A request that failed with its worker
-    has {"failure": KIND}, KIND being "timeout" or "crash". Its result() raises RunFailed where the
+    The outcome of each request, in their order, as the function logs it. A request whose worker
+    failed has {"failure": "timeout"} or {"failure": "crash"}. result() raises RunFailed if the
     function itself failed.
   """
   if not requests:
@@ -49,7 +49,7 @@ def _outcome_of(answer: Answer) -> Outcome:
 
 
 def problem_of(outcome: Outcome, who: str) -> tuple[str, str]:
-  """What went wrong, in a line that begins with `who`, and its kind. ("", "") for nothing."""
+  """(a line about the failure that begins with `who`, its kind). ("", "") if nothing failed."""
   if "failure" in outcome:
     return f"{who} {FAILURES[outcome['failure']]}", outcome["failure"]
   return (f"{who} {outcome['error']}", "error") if "error" in outcome else ("", "")
@@ -59,7 +59,7 @@ class Runner:
   """Calls tools and environments, in workers or in this process.
 
   Attributes:
-    remarks: What a user should know of how they are called.
+    remarks: Lines that tell the user how these calls differ from those in workers.
   """
 
   def __init__(self, environments: Environments, pool: Pool | None) -> None:
@@ -73,7 +73,7 @@ class Runner:
     settings = environments.settings
     function = acting.act_async if self._parts.are_async else acting.act
     options = f"tools={list(settings.tools)!r}, environment={settings.name!r}"
-    self._call = Call(
+    self._call = WorkerCall(
       key=f"{_ACTING}:{function.__name__}({options})",
       name="of the environment",
       columns={},
@@ -105,5 +105,5 @@ class Runner:
     return start(self._pool, self._call, requests)
 
   def close(self, keys: Sequence[str]) -> Pending[list[Outcome]]:
-    """Says that conversations have ended, to environments that stay in a worker."""
+    """Ends conversations whose environments stay in a worker."""
     return self.start([{"close": key} for key in keys] if self._parts.stay else [])

@@ -1,4 +1,4 @@
-"""Whether the calls that a chat template makes a model write can be read."""
+"""Checks whether the calls that a chat template tells a model to write can be read here."""
 
 import json
 import os
@@ -27,9 +27,10 @@ _TOOL = {
 
 
 def are_read(tokenizer: Tokenizer) -> bool:
-  """Whether calls of the tools that a chat template shows are read, and not taken for text.
+  """Whether the calls of tools that a chat template shows are read, and not taken for text.
 
-  A template that shows no tools is right: who describes tools to the model describes calls, too.
+  True for a template that shows no tools: whoever describes them in the prompt also describes the
+  calls.
   """
   try:
     prompt, without = tokenizer.render([_ASKED], tools=[_TOOL]), tokenizer.render([_ASKED])

@@ -16,7 +16,7 @@ from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
 from grpo_jax.pending import Pending, there
 from grpo_jax.progress import doing
-from grpo_jax.rollouts.complete import Remote, Rollout, make_rollout
+from grpo_jax.rollouts.complete import Completer, Remote, make_rollout
 from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorer import Scores
@@ -126,7 +126,7 @@ class Evaluator:
     self._is_compiled = True
     return {of_exam(self.name, name): value for name, value in metrics.items()}
 
-  def _outcomes(self, rollout: Rollout, samples: int, given: _Given) -> Outcomes:
+  def _outcomes(self, rollout: Completer, samples: int, given: _Given) -> Outcomes:
     """Completes every problem `samples` times. Workers score those that have ended meanwhile.
 
     The mesh may need some problems twice. They do not count.

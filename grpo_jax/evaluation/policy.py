@@ -15,7 +15,7 @@ from grpo_jax import model
 from grpo_jax.config import Config, Mesh
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompt_template import fields_of
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.evaluation.evaluator import Evaluators
 from grpo_jax.evaluation.limits import check_numbers
@@ -23,7 +23,7 @@ from grpo_jax.model.huggingface import hub
 from grpo_jax.model.huggingface.folders import new_folder
 from grpo_jax.progress import doing
 from grpo_jax.recipes import Change, unchanged, with_absolute_paths
-from grpo_jax.rollouts.complete import Rollout, make_rollout
+from grpo_jax.rollouts.complete import Completer, make_rollout
 from grpo_jax.run import compilation_cache
 from grpo_jax.run.caller_state import leaving_nothing_behind
 from grpo_jax.run.run import Run, set_matmul_precision
@@ -68,7 +68,7 @@ class Policy:
 
   def __init__(self, name: str, run: Run, params: Any, step: int):
     self.name, self.run, self.params, self.step = name, run, params, step
-    self._rollouts: dict[tuple[int, bool, int], Rollout] = {}
+    self._rollouts: dict[tuple[int, bool, int], Completer] = {}
 
   def __repr__(self) -> str:
     return f"Policy({self.name})"
@@ -229,7 +229,7 @@ class Policy:
       if self.run.processor is None:
         raise ConfigError(f"{self.name} sees no images; leave them out")
       example["images"] = [*images]
-    prompts = Prompts(
+    prompts = PromptSet(
       [example],
       self.run.tokenizer,
       data,

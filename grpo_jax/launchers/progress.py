@@ -12,7 +12,7 @@ _ACCURACY = "eval/accuracy"
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class RunProgress:
   """How far a run is.
 
   Attributes:
@@ -39,7 +39,7 @@ class Progress:
     return at if self.step else "not started"
 
 
-def progress(workdir: str | Path, last_step: int | None = None) -> Progress:
+def progress(workdir: str | Path, last_step: int | None = None) -> RunProgress:
   """How far the run of a folder is. Changes nothing, and needs no folder to be there.
 
   Args:
@@ -66,7 +66,7 @@ def progress(workdir: str | Path, last_step: int | None = None) -> Progress:
     and _newest_checkpoint(folder / "checkpoints") >= last_step
   )
   accuracy = _newest(rows, _ACCURACY).get(_ACCURACY)
-  return Progress(step, last_step, accuracy, holder, is_finished)
+  return RunProgress(step, last_step, accuracy, holder, is_finished)
 
 
 def _rows(path: Path) -> list[bytes]:

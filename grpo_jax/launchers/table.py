@@ -5,7 +5,7 @@ import dataclasses
 import math
 import statistics
 
-from grpo_jax.launchers.progress import Progress, progress
+from grpo_jax.launchers.progress import RunProgress, progress
 from grpo_jax.launchers.sweep import SEED, name_of
 from grpo_jax.launchers.units import Unit
 
@@ -18,7 +18,7 @@ _LEGEND = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Row:
+class _SettingRow:
   """The runs of one setting, which differ in their seeds."""
 
   setting: str
@@ -39,7 +39,7 @@ def table(units: Sequence[Unit], queued: Mapping[str, str]) -> list[str]:
     units: The runs.
     queued: By title, words for runs that an engine has and that do not run yet.
   """
-  by_setting: dict[str, list[tuple[Unit, Progress]]] = {}
+  by_setting: dict[str, list[tuple[Unit, RunProgress]]] = {}
   for unit in units:
     setting = {key: value for key, value in unit.overrides.items() if key != SEED}
     name = name_of(setting) if setting else unit.workdir if not unit.name else "as configured"
@@ -69,7 +69,7 @@ def t_interval(values: Sequence[float]) -> tuple[float, float] | None:
   return mean - half, mean + half
 
 
-def _row(name: str, runs: list[tuple[Unit, Progress]], queued: Mapping[str, str]) -> _Row:
+def _row(name: str, runs: list[tuple[Unit, RunProgress]], queued: Mapping[str, str]) -> _SettingRow:
   accuracies = [found.accuracy for _, found in runs if found.accuracy is not None]
   far = []
   for unit, found in runs:
@@ -77,7 +77,7 @@ def _row(name: str, runs: list[tuple[Unit, Progress]], queued: Mapping[str, str]
     if unit.title in queued and not found.holder:
       words = f"{queued[unit.title]}, {words}" if found.step else queued[unit.title]
     far.append((str(unit.overrides.get(SEED, "")), words))
-  return _Row(name, accuracies, far)
+  return _SettingRow(name, accuracies, far)
 
 
 def _how_far(runs: list[tuple[str, str]]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Workload:
   """The work of a run, whatever its devices.
 
   Attributes:
@@ -71,7 +71,7 @@ class Split:
 
 
 def simulate(
-  job: Job, round_seconds: float, update_seconds: float, bound: int, apart: bool = True
+  job: Workload, round_seconds: float, update_seconds: float, bound: int, apart: bool = True
 ) -> Outcome:
   """Simulates a run.
 
@@ -132,7 +132,7 @@ class _Batch:
   tokens: int
 
 
-def _decoded(job: Job, number: int) -> _Batch:
+def _decoded(job: Workload, number: int) -> _Batch:
   """Decodes a batch of the run in chunks. Rows that have ended give their seats to others."""
   groups = itertools.islice(
     itertools.cycle(job.lengths_NG), *(job.prompts * (number + i) for i in (0, 1))
@@ -159,7 +159,7 @@ def seconds_on(seconds: Mapping[int, float], count: int) -> float:
 
 
 def splits(
-  job: Job,
+  job: Workload,
   round_seconds: Mapping[int, float],
   update_seconds: Mapping[int, float],
   devices: int,

@@ -118,7 +118,7 @@ def run_of(config: Config, devices: Sequence[Any]) -> Run:
 
 
 def plan_apart(
-  job: overlap.Job,
+  job: overlap.Workload,
   round_seconds: Mapping[int, float],
   update_seconds: Mapping[int, float],
   devices: int,

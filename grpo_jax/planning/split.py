@@ -7,7 +7,7 @@ import numpy as np
 
 from grpo_jax.config import Config
 from grpo_jax.parallel.chips import Chip
-from grpo_jax.planning.overlap import Job, Outcome, Split, best
+from grpo_jax.planning.overlap import Outcome, Split, Workload, best
 from grpo_jax.planning.phases import Phase, seconds_by_limit
 from grpo_jax.planning.table import columns
 from grpo_jax.run.stages import Program
@@ -30,7 +30,7 @@ _EXPLAINED = (
 )
 
 
-def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Job:
+def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Workload:
   """The work of a run with this config, for the simulator.
 
   Args:
@@ -43,7 +43,7 @@ def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Job:
   lengths_NG = np.full((1, G), T)
   if workdir is not None:
     lengths_NG = np.minimum(lengths_of(workdir, G), T)
-  return Job(
+  return Workload(
     prompts=P,
     lengths_NG=lengths_NG,
     seats=config.sampling.rows or P * G,

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class MetricColumns:
   """Metrics by step.
 
   Attributes:
@@ -42,7 +42,7 @@ class Columns:
     return np.cumsum(step_N * np.diff(self.steps, prepend=0) + evaluate_N)
 
 
-def columns_of(rows: Iterable[Mapping[str, Any]]) -> Columns:
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> MetricColumns:
   """The columns of rows that each have a `step`."""
   rows = list(rows)
   values: dict[str, np.ndarray] = {}
@@ -59,7 +59,7 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> Columns:
       if name not in values:
         values[name] = np.full(len(rows), np.nan)
       values[name][index] = number
-  return Columns(np.array([row["step"] for row in rows], np.int64), values, left_out)
+  return MetricColumns(np.array([row["step"] for row in rows], np.int64), values, left_out)
 
 
 def finite(value: Any) -> float | None:

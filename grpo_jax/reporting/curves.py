@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.reporting.columns import Columns
+from grpo_jax.reporting.columns import MetricColumns
 from grpo_jax.reporting.runs import ShownRun
 
 PARTS = ("sample", "reward", "reference", "update", "other")  # of the time of a GRPO step
@@ -16,7 +16,7 @@ _HOUR = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Metric:
+class CurveLabel:
   """The title and the unit of a metric that a reader wants first.
 
   Attributes:
@@ -31,16 +31,16 @@ class Metric:
 
 
 USUAL = {
-  "eval/accuracy": Metric("Held-out accuracy (greedy)", "", percent=True),
-  "reward": Metric("Reward", ""),
-  "completions/mean_length": Metric("Completion length", "tokens"),
-  "frac_reward_zero_std": Metric("Groups of equal rewards", "of the groups", percent=True),
-  "entropy": Metric("Entropy", "nats per token"),
-  "kl": Metric("KL to the reference", "nats per token"),
-  "clip_ratio/region_mean": Metric("Clipped tokens", "of the tokens", percent=True),
-  "completions/clipped_ratio": Metric("Completions cut off", "", percent=True),
-  "grad_norm": Metric("Gradient norm", "before clipping"),
-  "warm_start/loss": Metric("Warm start: loss", "nats per token"),
+  "eval/accuracy": CurveLabel("Held-out accuracy (greedy)", "", percent=True),
+  "reward": CurveLabel("Reward", ""),
+  "completions/mean_length": CurveLabel("Completion length", "tokens"),
+  "frac_reward_zero_std": CurveLabel("Groups of equal rewards", "of the groups", percent=True),
+  "entropy": CurveLabel("Entropy", "nats per token"),
+  "kl": CurveLabel("KL to the reference", "nats per token"),
+  "clip_ratio/region_mean": CurveLabel("Clipped tokens", "of the tokens", percent=True),
+  "completions/clipped_ratio": CurveLabel("Completions cut off", "", percent=True),
+  "grad_norm": CurveLabel("Gradient norm", "before clipping"),
+  "warm_start/loss": CurveLabel("Warm start: loss", "nats per token"),
 }
 
 
@@ -109,12 +109,12 @@ def shown_metrics(runs: Sequence[ShownRun]) -> list[dict[str, Any]]:
   usual = [name for name in USUAL if name in names]
   shown = []
   for name in [*usual, *sorted(names - set(usual))]:
-    metric = USUAL.get(name) or Metric(name, "")
+    metric = USUAL.get(name) or CurveLabel(name, "")
     shown.append({"name": name, "usual": name in USUAL, **dataclasses.asdict(metric)})
   return shown
 
 
-def step_seconds(columns: Columns) -> dict[str, float]:
+def step_seconds(columns: MetricColumns) -> dict[str, float]:
   """The seconds of each of `PARTS`: the median over the GRPO steps. Empty without any.
 
   The median, because the first steps compile.
@@ -131,7 +131,7 @@ def step_seconds(columns: Columns) -> dict[str, float]:
   return seconds | {"other": max(0.0, median("time/step") - sum(seconds.values()))}
 
 
-def _tokens(columns: Columns, warm_start_steps: int) -> np.ndarray:
+def _tokens(columns: MetricColumns, warm_start_steps: int) -> np.ndarray:
   """num_tokens up to each row's step. NaN for rows of the warm start, and where no row has it."""
   if "num_tokens" not in columns.values:
     return np.full(len(columns.steps), np.nan)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config import Config, to_dict
-from grpo_jax.reporting.columns import Columns, columns_of
+from grpo_jax.reporting.columns import MetricColumns, columns_of
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import starts
 from grpo_jax.storage.reading import completion_steps, read_config, read_metrics
@@ -33,7 +33,7 @@ class ShownRun:
   name: str
   folder: Path
   config: Config
-  columns: Columns
+  columns: MetricColumns
   starts: list[dict[str, Any]]
   completion_steps: list[int]
 

@@ -73,7 +73,7 @@ class Answer:
   extras: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
-class Log:
+class CallLog:
   """`log_metric` and `log_extra` for a call with `count` completions."""
 
   def __init__(self, count: int) -> None:
@@ -109,7 +109,7 @@ class Log:
     self.extras[column] = values
 
 
-def answer_of(name: str, values: Any, completions: Sequence[str], log: Log) -> Answer:
+def answer_of(name: str, values: Any, completions: Sequence[str], log: CallLog) -> Answer:
   """Checks what a function returned.
 
   Args:

@@ -18,8 +18,8 @@ from grpo_jax import timing
 from grpo_jax.foreign import describe
 from grpo_jax.rewards.answer import (
   Answer,
+  CallLog,
   ContractError,
-  Log,
   RewardError,
   answer_of,
   joined,
@@ -94,7 +94,7 @@ def call_in_parts(
 
 def call(function: Callable[..., Any], name: str, columns: Columns, step: int = 0) -> Answer:
   """As `call_here`, but what the function prints goes where this process prints."""
-  log = Log(len(columns["completions"]))
+  log = CallLog(len(columns["completions"]))
   with failing_as_reward_error(name):
     values = finished(function(**arguments(function, columns, step, log)))
   return answer_of(name, values, texts_of(columns["completions"]), log)
@@ -109,7 +109,7 @@ async def call_async(
     TimeoutError: It has not returned after `timeout` seconds.
     RewardError: As in `call_here`.
   """
-  log = Log(len(columns["completions"]))
+  log = CallLog(len(columns["completions"]))
   with failing_as_reward_error(name):
     waiting = asyncio.ensure_future(function(**arguments(function, columns, step, log)))
     # Not wait_for, which does not tell its own TimeoutError from one that the function raised.
@@ -142,7 +142,7 @@ def finished(values: Any) -> Any:
 
 
 def arguments(
-  function: Callable[..., Any], columns: Columns, step: int, log: Log
+  function: Callable[..., Any], columns: Columns, step: int, log: CallLog
 ) -> dict[str, Any]:
   """The keyword arguments of a call, which share nothing with `columns`."""
   shown = {name: values for name, values in columns.items() if name != HIDDEN}

@@ -18,7 +18,7 @@ from grpo_jax.rewards.call import Columns, call_here, call_in_parts, is_async, r
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rewards.names import Reward, is_named, name_of
 from grpo_jax.rewards.votes import voting
-from grpo_jax.rewards.workers.messages import Call, NotPortable
+from grpo_jax.rewards.workers.messages import NotPortable, WorkerCall
 from grpo_jax.rewards.workers.pool import Pool
 from grpo_jax.settings import ConfigError
 
@@ -182,8 +182,8 @@ class Caller:
       raise RewardError(errors[0].text)
     return answer
 
-  def _call(self, function: Reward, columns: Columns, step: int, votes: bool = False) -> Call:
-    return Call(
+  def _call(self, function: Reward, columns: Columns, step: int, votes: bool = False) -> WorkerCall:
+    return WorkerCall(
       key=next(key for one, key in self._for_workers if one is function),
       name=name_of(function),
       columns=columns,

@@ -1,14 +1,14 @@
-"""What a program asked the policy, as rows that are learned.
+"""Turns the calls that a program makes to the policy into rows to learn from.
 
-The calls of a rollout are trees: a call whose prompt goes on from an earlier one, with all that
-the policy wrote there, is its child. Others begin a tree, as the first call of each agent does. A
-branch is a path from a tree's first call to one that no other goes on from. What a program added
-between two calls is read and not learned. What two branches have in common is learned once, in the
-first of them.
+The calls of a rollout form trees. A call is the child of an earlier one if its prompt begins with
+that call's prompt and answer. Every other call begins a tree, as the first call of each agent does.
+A branch is a path from the first call of a tree to a call without children. The policy reads the
+tokens that the program added between two calls, and does not learn them. Tokens that two branches
+share are learned once, in the first of the two.
 
-The rows of a group have one prompt: what the first calls of all its branches begin with. Agents
-with system prompts of their own have the rest of these in their rows, where it is read and not
-learned.
+The rows of a group have one prompt: the tokens with which the first calls of all its branches
+begin. If agents have different system prompts, the rest of each lies in its rows. There it is read
+and not learned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,12 @@ class Branch(NamedTuple):
   """The tokens of a branch.
 
   Attributes:
-    tokens: Their ids, from the prompt of its first call on.
-    calls: The number of the call that wrote each, or -1 where the program did.
-    sampled: Whether it is learned: the policy wrote it, and no earlier branch has it.
-    logprobs: 0 where the program wrote it.
-    is_cut: Whether a limit ended it.
+    tokens: The token ids, from the prompt of its first call on.
+    calls: For each token, the number of the call that wrote it. -1 if the program wrote it.
+    sampled: For each token, whether it is learned: the policy wrote it, and no earlier branch has
+      it.
+    logprobs: For each token, its log-prob, or 0 if the program wrote it.
+    is_cut: Whether a limit ended the branch.
     asked: How many tokens the prompt of its first call has.
   """
 
@@ -42,7 +43,7 @@ class Branch(NamedTuple):
 
   @property
   def prompt(self) -> tuple[int, ...]:
-    """That of its first call."""
+    """The prompt of its first call."""
     return self.tokens[: self.asked]
 
   def after(self, start: int, most: int) -> "Branch":
@@ -66,9 +67,10 @@ def branches_of(traces: Sequence[Trace], count: int) -> tuple[list[Branch], int]
     count: The most branches.
 
   Returns:
-    At least one branch, which has no tokens if there was no call. Of those that begin with the
-    prompt of the first call, the first has the most tokens of the policy. Each other has the most
-    that those before it have not. And the number of calls that are in none of them.
+    (branches, the number of calls that are in none of them). There is at least one branch, which
+    has no tokens if there was no call. The first branch begins with the prompt of the first call,
+    and has the most tokens of the policy among those that do. Each later branch has the most tokens
+    that no earlier branch has.
   """
   paths = _paths(traces)
   found, learned = list[Branch](), set[int]()
@@ -90,7 +92,7 @@ def branches_of(traces: Sequence[Trace], count: int) -> tuple[list[Branch], int]
 
 
 def shared_prompt(branches: Sequence[Branch], most: int) -> tuple[int, ...]:
-  """What the first calls of all branches begin with, at most so many tokens."""
+  """The first tokens that the prompts of all branches share, at most so many."""
   prompts = [branch.prompt for branch in branches]
   length = min(map(len, prompts), default=0)
   same = (len(set(tokens)) == 1 for tokens in zip(*prompts))
@@ -124,8 +126,8 @@ def as_completions(
   """Rows as arrays.
 
   Args:
-    rows: By their places. The rest is empty.
-    shape: Of the places.
+    rows: The rows by their places [p, b]. Rows at other places are empty.
+    shape: The sizes (P, B).
     T: The most tokens of a row.
   """
   found = Completions(

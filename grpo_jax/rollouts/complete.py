@@ -31,7 +31,7 @@ from grpo_jax.sampler.sampling import Draws, Sampler, settings_of, whole
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.sampler.stream import Feed
 
-# (feed, group_size, keeps_experts) -> what samples in other processes.
+# (feed, group_size, keeps_experts) -> a sampler in other processes.
 Remote = Callable[[Feed, int, bool], GroupSampler]
 
 
@@ -42,7 +42,7 @@ class Plays(Protocol):
     """Completes each prompt `group_size` times."""
 
 
-class Rollout:
+class Completer:
   """A way to complete prompts. All processes of a run call it together."""
 
   def __init__(
@@ -85,7 +85,7 @@ class Rollout:
       params: The policy, as `Parameters.for_sampling` returns it.
       prompts: P prompts, whose numbers are 0 to P - 1.
       key: The root of the random numbers.
-      temperature: Of all prompts. Greedy rollouts ignore it.
+      temperature: The temperature of all prompts. Greedy rollouts ignore it.
       on_ended: Gets how many completions have ended, again and again.
     """
     left = len(prompts.prompt_lengths_P)
@@ -125,18 +125,18 @@ def make_rollout(
   *,
   keeps_experts: bool = False,
   remote: Remote | None = None,
-) -> Rollout:
-  """Makes what completes each prompt `group_size` times.
+) -> Completer:
+  """Makes a `Completer` that completes each prompt `group_size` times.
 
   Args:
     run: The run.
     group_size: G.
-    greedy: Take the likeliest tokens.
+    greedy: Whether to take the likeliest tokens.
     max_tokens: The longest completion. None means sampling.max_tokens.
     at_once: The most prompts in flight. 0 means all.
-    talkers: What answers the policy, or plays with it, or None.
-    keeps_experts: The completions have the experts of each token.
-    remote: Makes what samples in other processes. None samples in this one.
+    talkers: Tools and environments that answer the policy, or a harness, or None.
+    keeps_experts: Whether completions have the experts of each token.
+    remote: Makes a sampler in other processes. None samples in this one.
   """
   sampling, decode = run.config.sampling, run.tokenizer.decode
   if talkers is not None and not isinstance(talkers, Talkers):
@@ -168,17 +168,17 @@ def make_rollout(
     shared = group_size, decode, run.hosts
     return PolicyPlayer(draws, prompts_of, settings_at, *shared, talkers=talkers)
 
-  return Rollout(player, decode, at_once)
+  return Completer(player, decode, at_once)
 
 
-def whole_batches(complete: WholeBatch, decode_text: Callable[[list[int]], str]) -> Rollout:
-  """A rollout of what can complete only whole batches."""
+def whole_batches(complete: WholeBatch, decode_text: Callable[[list[int]], str]) -> Completer:
+  """A `Completer` from a function that can complete only whole batches."""
 
   def player(feed: Feed, prompts: int, *, changes: bool) -> GroupPlayer:
     del prompts, changes
     return BatchPlayer(complete, feed)
 
-  return Rollout(player, decode_text)
+  return Completer(player, decode_text)
 
 
 class OwnRows:
@@ -196,13 +196,13 @@ class OwnRows:
     hosts: Hosts,
     decode_text: Callable[[list[int]], str],
   ):
-    """Takes what draws.
+    """Samples nothing yet.
 
     Args:
-      sampler: On devices of this process.
+      sampler: The sampler on devices of this process.
       members: G.
-      draws: (key, settings, first_prompt) -> how rows draw.
-      settings_at: How they draw at a temperature.
+      draws: Makes `Draws` from (key, settings, first_prompt).
+      settings_at: The settings of rows at a temperature.
       hosts: The processes of the run.
       decode_text: Makes a text from token ids.
     """

@@ -1,7 +1,7 @@
 """Plays groups: their rows draw in the seats of a sampler, and tools and environments answer them.
 
-A row that waits for its answer does not stop the others. Answers that come soon are waited for, so
-that rows draw in the same chunks in every run and numbers repeat to the last bit.
+A row that waits for its answer does not stop the others. The player waits for answers that come
+soon, so that rows draw in the same chunks in every run and numbers repeat to the last bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,17 +21,17 @@ from grpo_jax.sampler.requests import GroupRequest, GroupSampler
 
 
 class Opened(NamedTuple):
-  """A group that is to be played.
+  """A group to play.
 
   Attributes:
-    number: Names it.
-    prompts: Some prompts, of which this is one.
-    place: Which of them it is.
+    number: The number of the group.
+    prompts: A batch of prompts that has the group's prompt.
+    place: The index of that prompt in `prompts`.
     key: The root of its random numbers.
     row: Completion g draws with fold_in(key, row * G + g).
-    temperature: Of the group.
-    version: How many GRPO steps had changed the weights that begin it.
-    example: Which example of the data its prompt is.
+    temperature: The sampling temperature.
+    version: How many GRPO steps had changed the weights with which the group begins.
+    example: The index of the prompt's example in the data. -1 if it is not known.
   """
 
   number: int
@@ -48,9 +48,9 @@ class Played(NamedTuple):
   """Groups whose completions have all ended.
 
   Attributes:
-    numbers: Their numbers.
-    rollouts: Theirs, in this order. Each process has the texts of those that it scores, which are
-      `Hosts.own_rows` of them.
+    numbers: The numbers of the groups.
+    rollouts: The rollouts of the groups, in this order. Each process has the texts of the groups
+      that it scores, `Hosts.own_rows` of them.
   """
 
   numbers: list[int]
@@ -58,7 +58,7 @@ class Played(NamedTuple):
 
 
 class GroupPlayer(Protocol):
-  """Whoever plays groups. All processes of a run call it together.
+  """Plays groups. All processes of a run call it together.
 
   Attributes:
     ended: How many completions have ended since it was made.
@@ -67,7 +67,7 @@ class GroupPlayer(Protocol):
   ended: int
 
   def submit(self, groups: Sequence[Opened]) -> None:
-    """Takes groups, to be played in this order."""
+    """Queues groups, to be played in this order."""
 
   def advance(self) -> list[Played]:
     """Plays on for a short while. Returns groups that have ended, each once."""
@@ -77,7 +77,7 @@ class GroupPlayer(Protocol):
 
 
 class PolicyPlayer:
-  """Plays with what a sampler draws."""
+  """Plays groups whose rows a sampler draws."""
 
   def __init__(
     self,
@@ -93,13 +93,13 @@ class PolicyPlayer:
     """Plays nothing yet.
 
     Args:
-      sampler: What draws.
-      prompts_of: Makes prompts for requests.
-      settings_at: How rows draw at a temperature.
+      sampler: Draws the rows.
+      prompts_of: Makes the prompts of requests.
+      settings_at: The settings of rows at a temperature.
       members: G, the completions of a group.
       decode_text: Makes a text from token ids.
       hosts: The processes of the run.
-      talkers: What answers the policy, or None.
+      talkers: The tools and environments that answer the policy, or None.
     """
     self.sampler = sampler
     self._prompts_of, self._settings_at, self._members = prompts_of, settings_at, members
@@ -160,7 +160,7 @@ WholeBatch = Callable[[Any, PromptBatch, jax.Array, float], Rollouts]
 
 
 class BatchPlayer:
-  """Plays with what can complete only whole batches of prompts: those that were opened together."""
+  """Plays groups with a function that completes whole batches, opened together."""
 
   def __init__(self, complete: WholeBatch, feed: Callable[[], tuple[Any, int]]):
     """Plays nothing yet.

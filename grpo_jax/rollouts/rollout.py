@@ -16,12 +16,12 @@ from grpo_jax.types import Completions, Images, Visual
 
 
 class Branches(struct.PyTreeNode):
-  """The rows that are learned from G rollouts of each of P prompts, where these are not the same.
+  """The rows to learn from, where a rollout may have several. P prompts have G rollouts each.
 
   Attributes:
-    completions: [P, B], as numpy arrays. The first G are those of the rollouts. Rows that are not
-      needed are empty.
-    rollout_PB: int32, the number of the rollout that each row belongs to, whose reward it has.
+    completions: The rows [P, B], as numpy arrays. The first G of a prompt are the first rows of its
+      rollouts. Rows that are not needed are empty.
+    rollout_PB: int32, the rollout that each row belongs to. The row has the reward of this rollout.
     turns_PB: object array of `Conversation`, None where a row is empty.
   """
 
@@ -30,8 +30,8 @@ class Branches(struct.PyTreeNode):
   turns_PB: np.ndarray
 
 
-class Asked(struct.PyTreeNode):
-  """The prompts of P groups where a harness chose them: what its first calls sent.
+class HarnessPrompts(struct.PyTreeNode):
+  """The prompts of P groups that a harness chose: the ones that its first calls sent.
 
   Attributes:
     prompts_PS: int32, right-padded.
@@ -43,7 +43,7 @@ class Asked(struct.PyTreeNode):
 
   @property
   def ids(self) -> list[list[int]]:
-    """Of each prompt."""
+    """The token ids of each prompt."""
     return [own[:length].tolist() for own, length in zip(self.prompts_PS, self.lengths_P)]
 
 
@@ -51,20 +51,21 @@ class Rollouts(struct.PyTreeNode):
   """Completions of P prompts on the host.
 
   Attributes:
-    completions: As numpy arrays.
+    completions: The completions, as numpy arrays.
     texts_PG: object array of str: the sampled text of each completion, without the token that ended
       it where that is a special token. With an environment, the policy's last turn. Only the rows
       that this process scores are filled in, the others hold None.
     turns_PG: With an environment: object array of `Conversation`. Otherwise None.
-    branches: With environment.branches above 1. Otherwise None, and the completions are learned.
-    asked: What the completions follow, where that is not the prompts of the data. Otherwise None.
+    branches: With environment.branches above 1, the rows to learn from. Otherwise None, and the
+      completions themselves are learned.
+    asked: The prompts that the completions follow, if these are not the data's. Otherwise None.
   """
 
   completions: Completions
   texts_PG: np.ndarray
   turns_PG: np.ndarray | None = None
   branches: Branches | None = None
-  asked: Asked | None = None
+  asked: HarnessPrompts | None = None
 
 
 def images_of(prompts: PromptBatch) -> Images | Visual | None:
@@ -89,12 +90,12 @@ def texts_of(
 def last_turns(
   turns_PG: np.ndarray, rows: slice = slice(None), otherwise_PG: np.ndarray | None = None
 ) -> np.ndarray:
-  """What the policy wrote last in the conversations in `rows`, object array [P, G] of texts.
+  """The policy's last turns in the conversations in `rows`, object array [P, G] of texts.
 
   Args:
     turns_PG: object array of `Conversation`, None where one is not known.
-    rows: Of the prompts.
-    otherwise_PG: The texts in their place.
+    rows: The prompts to take.
+    otherwise_PG: The texts of all other rows. None means no text.
   """
   texts_PG = np.full(turns_PG.shape, None, object) if otherwise_PG is None else otherwise_PG.copy()
   for index in np.ndindex(turns_PG[rows].shape):

@@ -1,4 +1,4 @@
-"""Tools and environments answer what the policy writes, while it is sampled."""
+"""Tools and environments answer the turns of the policy while rows are sampled."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 import json
@@ -18,7 +18,7 @@ from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.pending import Pending, wait_for_all, wait_for_one
 from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line, turn_of
-from grpo_jax.sampler.requests import Ended
+from grpo_jax.sampler.requests import StoppedRow
 from grpo_jax.settings import ConfigError, RunFailed
 
 Messages = list[dict[str, Any]]
@@ -26,17 +26,17 @@ Schemas = dict[str, dict[str, Any]]  # of tools, by name
 
 
 class Talkers(NamedTuple):
-  """What answers the policy.
+  """The tools and environments that answer the policy, and the means to call and read them.
 
   Attributes:
     environments: The tools and environments.
     runner: Calls them.
-    replies: Makes tokens of what they say.
-    decode_text: Makes a text of tokens.
-    decode_calls: Makes a text of tokens with the special tokens that calls of tools have.
-    marks: The texts of these special tokens. They are no content.
+    replies: Turns their messages into tokens.
+    decode_text: Decodes tokens without special tokens.
+    decode_calls: Decodes tokens and keeps the special tokens that calls of tools have.
+    marks: The texts of these special tokens. They are removed from the content of a turn.
     hosts: The processes of the run.
-    stops_on_error: Whether an environment that raises something ends the run.
+    stops_on_error: Whether an environment that raises an exception ends the run.
   """
 
   environments: Environments
@@ -53,10 +53,11 @@ class _Called(NamedTuple):
   """A call of a tool.
 
   Attributes:
-    name: Of the tool.
-    problem: What is wrong with the call, or "".
-    id: Names it in its conversation. "" for a call that is not well-formed, which no message has.
-    arguments: By name.
+    name: The name of the tool.
+    problem: The error in the call, or "".
+    id: The id of the call in its conversation. "" for a call that is not well-formed, because no
+      message has it.
+    arguments: The arguments by name.
   """
 
   name: str
@@ -66,19 +67,21 @@ class _Called(NamedTuple):
 
 
 class _Asked(NamedTuple):
-  """A turn, and what answers it.
+  """A turn of the policy, and the requests that it leads to.
 
   Attributes:
     row: The row that wrote it.
-    text: What it wrote.
+    text: Its text.
     content: The text without its calls.
     calls: Its calls of tools.
-    requests: To tools, in the order of the calls that can be made, or to the environment.
+    requests: The requests to tools, in the order of the calls that can be made. After them, the
+      request to the environment, if there is one.
     is_last: Whether no other turn can follow.
-    methods: The tools that are methods of the environment. None if it has a `step`, or is none.
+    methods: The tools that are methods of the environment. None if it has a `step`, or if there is
+      no environment.
   """
 
-  row: Ended
+  row: StoppedRow
   text: str
   content: str
   calls: list[_Called]
@@ -88,9 +91,9 @@ class _Asked(NamedTuple):
 
 
 class _Answer(NamedTuple):
-  """What answers a turn. Without messages, the conversation has ended.
+  """The answer to a turn. Without messages, the conversation has ended.
 
-  With methods, `has_ended` says that the environment gave its reward, and is pickled.
+  `has_ended` says that an environment with methods gave its reward and was pickled.
   """
 
   messages: Messages
@@ -111,7 +114,7 @@ class _Question(NamedTuple):
 
 
 class Talk:
-  """The conversations of the groups that are played. Each process asks for its own prompts' rows.
+  """The conversations of the groups in play. Each process makes the requests of its own prompts.
 
   Attributes:
     waits: Whether a row of any process waits for an answer.
@@ -122,9 +125,9 @@ class Talk:
     self._talkers, self._members = talkers, group_size
     self._settings = talkers.environments.settings
     self._name = uuid.uuid4().hex
-    self._prompts: dict[int, tuple[PromptBatch, int]] = {}  # and the place there, by group
+    self._prompts: dict[int, tuple[PromptBatch, int]] = {}  # (batch, place in it) by group
     self._conversations: dict[tuple[int, int], Conversation] = {}
-    # Of the environments that have taken a step. "" for one that stays in its worker.
+    # The states of environments that have taken a step. "" for one that stays in its worker.
     self._states: dict[tuple[int, int], str] = {}
     self._waiting: set[tuple[int, int]] = set()  # of all processes
     self._questions: dict[tuple[int, int], _Question] = {}  # of this one
@@ -139,8 +142,8 @@ class Talk:
     """Begins the conversations of a group, whose prompt lies at `place` of `prompts`."""
     self._prompts[number] = prompts, place
 
-  def ask(self, rows: Sequence[Ended]) -> None:
-    """Asks the tools and environments for what follows the turns of rows."""
+  def ask(self, rows: Sequence[StoppedRow]) -> None:
+    """Asks the tools and environments to answer the turns of rows."""
     if not rows:
       return
     self._waiting.update((row.prompt, row.member) for row in rows)
@@ -150,16 +153,17 @@ class Talk:
   def answers(
     self, seconds: float, *, until_one: bool = False
   ) -> list[tuple[int, int, list[int] | None]]:
-    """Waits for answers, and returns those that are there on every process.
+    """Waits for answers, and returns those that have arrived, the same ones on every process.
 
     Args:
-      seconds: Answers that take no longer than this are waited for.
-      until_one: Whether to go on waiting after that until there is one.
+      seconds: How long to wait for an answer, counted from its question.
+      until_one: Whether to go on waiting after that until there is one answer.
 
     Returns:
-      The group, the member and the tokens with which its row goes on, or None if it has ended.
+      For each answer, the group, the member, and the tokens with which its row goes on. None in
+      place of the tokens if the row has ended.
     """
-    # An answer that has taken longer holds up the other rows no more.
+    # An answer that has taken longer no longer holds up the other rows.
     left = {at: one.since + seconds - time.monotonic() for at, one in self._questions.items()}
     young = [self._questions[at].outcomes for at in left if left[at] > 0]
     wait_for_all(young, max(left.values(), default=0.0))
@@ -191,14 +195,14 @@ class Talk:
     prompts, place = self._prompts[number]
     return prompts.own.start <= place < prompts.own.stop
 
-  def _begin_questions(self, rows: Sequence[Ended]) -> None:
+  def _begin_questions(self, rows: Sequence[StoppedRow]) -> None:
     for row in rows:
       asked = self._asked(row)
       outcomes = self._talkers.runner.start(asked.requests)
       self._questions[row.prompt, row.member] = _Question(asked, outcomes, time.monotonic())
 
   def _take_answers(self) -> list[tuple[int, int, Conversation, list[int] | None]]:
-    """For each row whose answer is there: its group, its member, what is new, what follows."""
+    """(group, member, new turns, tokens that follow or None) of each row with an answer."""
     found, ended = [], []
     for at in [at for at, one in self._questions.items() if one.outcomes.is_ready]:
       question = self._questions.pop(at)
@@ -206,7 +210,7 @@ class Talk:
       answer = self._answer(asked, question.outcomes.result())
       news, ids = self._news(asked, answer)
       if ids is None and asked.methods is not None and not (answer.has_ended or answer.problem):
-        # What the methods said has no room: their environment gives its reward now.
+        # There is no room for the answers of the methods, so their environment gives its reward.
         asked = asked._replace(requests=[self._of_methods(asked.row, [], True)], is_last=True)
         outcomes = self._talkers.runner.start(asked.requests)
         self._questions[at] = _Question(asked, outcomes, time.monotonic())
@@ -219,19 +223,19 @@ class Talk:
     return found
 
   def _end_all(self, closing: Sequence[Pending[list[Outcome]]]) -> None:
-    """Waits until conversations are closed, and says what went wrong."""
+    """Waits until conversations are closed, and reports errors."""
     for one in closing:
       for outcome in one.result():
         self._problem_of(outcome)
     self._closing = [one for one in self._closing if not any(one is ended for ended in closing)]
 
-  def _asked(self, row: Ended) -> _Asked:
-    """What a row has written, and what is to be done for it."""
+  def _asked(self, row: StoppedRow) -> _Asked:
+    """The turn that a row has written, with the requests for its answer."""
     conversation = self._conversation(row)
     tokens = row.tokens[conversation.tokens :]
     text = self._talkers.decode_text(tokens)
     index, number = (row.prompt, row.member), len(conversation.own)
-    # One token of a reply and one of another turn.
+    # Another turn needs room for one token of a reply and one of its own.
     is_last = row.room < 2 or number + 1 >= self._settings.max_turns
     example = self._example(row.prompt)
     content, calls = self._calls(tokens, self._schemas(example), conversation.calls)
@@ -262,8 +266,8 @@ class Talk:
     }
     return _Asked(row, text, text, [], [request], is_last)
 
-  def _of_methods(self, row: Ended, calls: list[Request], is_last: bool) -> Request:
-    """What asks an environment to call its methods, or for its reward at the end."""
+  def _of_methods(self, row: StoppedRow, calls: list[Request], is_last: bool) -> Request:
+    """A request that an environment calls its methods, or gives its reward at the end."""
     index, example = (row.prompt, row.member), self._example(row.prompt)
     is_first = index not in self._states
     return {
@@ -291,9 +295,9 @@ class Talk:
     """The content of a turn without its calls, and these calls.
 
     Args:
-      tokens: What the policy wrote.
-      schemas: Of the tools that it may call.
-      before: How many calls the completion had before.
+      tokens: The tokens of the turn.
+      schemas: The schemas of the tools that the policy may call.
+      before: How many calls the completion had before this turn.
     """
     calls: list[_Called] = []
     if not schemas:
@@ -345,7 +349,7 @@ class Talk:
     return _of_tools(one.calls, iter(made))
 
   def _news(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
-    """A turn and what answers it, and the tokens that follow."""
+    """(the turn with the messages that answer it, the tokens of these). None for no tokens."""
     row, end = one.row, len(one.row.tokens)
     start, called = self._conversation(row).tokens, _as_fields(one)
     turns = [Turn(POLICY, one.text, start, end, answer.reward, called)]
@@ -365,21 +369,21 @@ class Talk:
       news = news._replace(environment=(by_task.get(task, by_task.get("")), answer.environment))
     return news, ids
 
-  def _ids(self, messages: Messages, row: Ended) -> list[int]:
+  def _ids(self, messages: Messages, row: StoppedRow) -> list[int]:
     try:
       tools = self._talkers.environments.tools_of(self._example(row.prompt))
       return self._talkers.replies.ids(messages, row.stopped_by, tools)
     except ConfigError as error:  # the run has begun, and saves what it has
       raise RunFailed(str(error)) from error
 
-  def _conversation(self, row: Ended) -> Conversation:
+  def _conversation(self, row: StoppedRow) -> Conversation:
     return self._conversations.get((row.prompt, row.member), Conversation())
 
   def _key(self, number: int, member: int) -> str:
     return f"{self._name}:{number}:{member}"
 
   def _problem_of(self, outcome: Outcome) -> tuple[str, str]:
-    """What went wrong in an environment, as `problem_of` has it. An error may end the run."""
+    """The failure of an environment, as `problem_of` returns it. An error may end the run."""
     problem, kind = problem_of(outcome, "the environment")
     if kind == "error" and self._talkers.stops_on_error:
       raise RunFailed(f"{problem}; with reward.on_error=none the run would go on")
@@ -388,14 +392,14 @@ class Talk:
     return problem, kind
 
   def _warn(self, problem: str) -> None:
-    """Says once for all rows what went wrong."""
+    """Warns of a failure, once for all rows."""
     if not self._has_warned:
       print(f"warning: {problem}: the completion ends there", file=sys.stderr, flush=True)
       self._has_warned = True
 
 
 def _as_fields(one: _Asked) -> dict[str, Any] | None:
-  """What the message of a turn has beside its role. None for a turn without calls."""
+  """The fields of a turn's message without its role. None for a turn without calls."""
   calls = [call for call in one.calls if call.id]
   if not calls:
     return None
@@ -404,7 +408,7 @@ def _as_fields(one: _Asked) -> dict[str, Any] | None:
 
 
 def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
-  """What is wrong with a call, or "", and its arguments."""
+  """(the error in a call or "", its arguments)."""
   try:
     arguments = json.loads(call.arguments)
   except (ValueError, RecursionError):
@@ -415,16 +419,16 @@ def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
 
 
 def _first_gone(outcomes: Sequence[Outcome]) -> Outcome | None:
-  """That of the first tool whose server is gone."""
+  """The outcome of the first tool whose server is gone, or None."""
   return next((outcome for outcome in outcomes if "error" in outcome), None)
 
 
 def _of_tools(calls: Sequence[_Called], outcomes: Iterator[Outcome]) -> _Answer:
-  """The messages of tools.
+  """The answer of tools: one message for each call.
 
   Args:
-    calls: What was called.
-    outcomes: Iterates over what the calls that are right gave.
+    calls: The calls of a turn.
+    outcomes: The outcomes of the calls without an error, in their order.
   """
   messages, failures = [], 0
   for call in calls:

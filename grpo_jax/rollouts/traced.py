@@ -1,9 +1,8 @@
 """Rollouts that another program plays through the endpoint of the run: see environments/harness.py.
 
-The prompt of a rollout is what its first call sends. The rollout is the branch of its calls from
-there on (see branches.py) in which the policy wrote most. Further branches are learned, too, as
-many as environment.branches says, those of other agents among them. Other calls are counted and
-left out.
+The prompt of a rollout is the prompt of its first call. The rollout is the branch of calls from
+there on (see branches.py) in which the policy wrote most. Further branches, those of other agents
+among them, are learned too, up to environment.branches. All other calls are counted and left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from grpo_jax.data.loader import PromptBatch
 from grpo_jax.environments.harness import Players
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.rollouts.branches import Branch, as_completions, branches_of, shared_prompt
-from grpo_jax.rollouts.rollout import Asked, Branches, Rollouts
+from grpo_jax.rollouts.rollout import Branches, HarnessPrompts, Rollouts
 from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, turn_of
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.sampling import decoding_of, settings_of
@@ -30,15 +29,15 @@ from grpo_jax.serving.tools import with_names
 from grpo_jax.serving.traces import Trace
 from grpo_jax.settings import ConfigError, RunFailed
 
-_MOST_ROWS = 64  # that are decoded together, where sampling.rows says nothing
-OTHERS = "user"  # the role of what the program added
+_MOST_ROWS = 64  # that are decoded together if sampling.rows is 0
+OTHERS = "user"  # the role of tokens that the program added
 
 
 class Harness:
-  """What plays the rollouts of a run. Its endpoint starts with the first of them."""
+  """Plays the rollouts of a run with a harness. The endpoint starts with the first rollout."""
 
   def __init__(self, run: Run, players: Players, stops_on_error: bool) -> None:
-    """Takes the parts.
+    """Starts nothing yet.
 
     Raises:
       ConfigError: The run has several processes, or filters its draws.
@@ -55,7 +54,7 @@ class Harness:
       )
 
   def rollout(self, group_size: int, greedy: bool) -> Callable[..., Rollouts]:
-    """A `Rollout` of `group_size` completions."""
+    """A function that completes each prompt of a batch `group_size` times."""
 
     def play(
       params: Any,
@@ -111,11 +110,15 @@ class Harness:
       asked,
     )
 
-  def _asked(self, played: Mapping[tuple[int, int], "_Played"], prompts: PromptBatch) -> Asked:
-    """The prompt of each group. That of the data stands for one that nobody asked anything."""
+  def _asked(
+    self, played: Mapping[tuple[int, int], "_Played"], prompts: PromptBatch
+  ) -> HarnessPrompts:
+    """The prompt of each group. A group whose policy was never asked has the prompt of the data."""
     S = self._run.config.data.max_prompt_tokens
     P = len(prompts.prompt_lengths_P)
-    found = Asked(np.full((P, S), self._run.tokenizer.pad_id, np.int32), np.zeros(P, np.int32))
+    found = HarnessPrompts(
+      np.full((P, S), self._run.tokenizer.pad_id, np.int32), np.zeros(P, np.int32)
+    )
     for p in range(P):
       own = [branch for at, one in played.items() if at[0] == p for branch in one.branches]
       ids = shared_prompt([branch for branch in own if branch.tokens], S)
@@ -220,7 +223,7 @@ class Harness:
     Args:
       branch: The tokens after the prompt of the group.
       traces: All calls of the rollout.
-      shows_prompt: Whether tokens of the prompt that lie there are turns, too.
+      shows_prompt: Whether tokens of a call's prompt at the start of the branch are turns, too.
     """
     turns: list[Turn] = []
     before = -1  # the call that wrote the last turn
@@ -237,7 +240,7 @@ class Harness:
     return tuple(turns)
 
   def _warn(self, turns_PG: np.ndarray, played: Sequence["_Played"]) -> None:
-    """Says what is not learned."""
+    """Warns of calls and completions that are not learned."""
     problems = [one.problem for one in turns_PG.ravel() if one.problem]
     if problems:
       print(f"warning: the harness failed {len(problems)} times: {problems[0]}", file=sys.stderr)
@@ -255,16 +258,16 @@ class Harness:
       )
 
   def _warn_of_prompts(
-    self, turns_PG: np.ndarray, played: Mapping[tuple[int, int], "_Played"], asked: Asked
+    self, turns_PG: np.ndarray, played: Mapping[tuple[int, int], "_Played"], asked: HarnessPrompts
   ) -> None:
-    """Says once each what makes prompts count as tokens of completions."""
+    """Warns, once of each cause, that tokens of prompts count as tokens of completions."""
     S, lost = self._run.config.data.max_prompt_tokens, 0
-    longest, where = 0, (0, 0)  # where: the tokens of a prompt, and those that its group shares
+    longest, worst = 0, (0, 0)  # worst: the tokens of a prompt, and those that its group shares
     for (p, g), one in played.items():
       shared = int(asked.lengths_P[p])
       for branch in one.branches:
         longest = max(longest, branch.asked)
-        where = max(where, (min(branch.asked, S), shared), key=lambda pair: pair[0] - pair[1])
+        worst = max(worst, (min(branch.asked, S), shared), key=lambda pair: pair[0] - pair[1])
       lost += turns_PG[p, g].lost_tokens
     if longest > S:
       self._warn_once(
@@ -273,10 +276,10 @@ class Harness:
         " sampling.max_tokens fit",
         "long",
       )
-    if lost and where[0] > where[1]:
+    if lost and worst[0] > worst[1]:
       self._warn_once(
-        f"the first calls of a group's completions have {where[1]} tokens in common at their"
-        f" beginning, where one has {where[0]}: the rest counts as tokens of completions, of which"
+        f"the first calls of a group's completions have {worst[1]} tokens in common at their"
+        f" beginning, where one has {worst[0]}: the rest counts as tokens of completions, of which"
         f" sampling.max_tokens fit, and {lost} tokens of the policy did not; let all calls of a"
         " group begin with the same text (harness/lost_tokens counts them in each step)",
         "differ",
@@ -289,12 +292,12 @@ class Harness:
 
 
 class _Played(NamedTuple):
-  """What a harness did for a completion.
+  """The calls and the result of a harness for one completion.
 
   Attributes:
     traces: Its calls, in the order in which they were asked.
-    branches: Those that are learned.
-    outcome: What it returned.
+    branches: The branches to learn from.
+    outcome: The outcome of the request, as `Players` returns it.
     left_out: How many calls are in no branch.
   """
 
@@ -305,14 +308,14 @@ class _Played(NamedTuple):
 
 
 def _spans(calls: Sequence[int]) -> list[tuple[int, int]]:
-  """Where tokens that one call wrote, or the program, begin and end."""
+  """(start, end) of each run of tokens that the same call wrote, or the program."""
   ends = [i for i in range(1, len(calls)) if calls[i] != calls[i - 1]]
   starts = [0, *ends] if calls else []
   return [*zip(starts, [*ends, len(calls)])]
 
 
 def _fields(trace: Trace) -> dict[str, Any] | None:
-  """What the message of a call has beside its role. None for an answer without calls of tools."""
+  """The fields of a call's message without its role. None for an answer without calls of tools."""
   if not trace.calls:
     return None
   return {"content": trace.said, "tool_calls": list(trace.calls)}
@@ -323,7 +326,7 @@ def _messages_between(traces: Sequence[Trace], before: int, after: int) -> list[
 
   Args:
     traces: All calls of the rollout.
-    before: The number of the earlier call. -1 for those that the later call begins with.
+    before: The number of the earlier call. -1 for the messages with which the later call begins.
     after: The number of the later call. -1 if there is none.
   """
   messages = traces[after].messages if after >= 0 else None

@@ -1,4 +1,4 @@
-"""Turns: what the policy and an environment wrote in a completion, one after the other."""
+"""Turns: the texts that the policy and an environment wrote in a completion, in their order."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ class Turn(NamedTuple):
 
   Attributes:
     role: "assistant" for the policy, else the role of the environment's message.
-    text: What was written, without special tokens.
-    start: Its first token is this one of the completion.
-    end: The token after its last one. The messages of an environment that come together share their
-      tokens, with those that the chat template writes around them.
-    reward: What the environment gave for it, or None.
-    fields: What its message has beside its role, and in place of its text: of a turn with calls the
-      `tool_calls` and the content without them, of a tool's reply its `name` and `tool_call_id`.
+    text: Its text, without special tokens.
+    start: The index of its first token in the completion.
+    end: The index after its last token. Messages of an environment that come together share their
+      tokens, and the tokens that the chat template writes around them.
+    reward: The reward that the environment gave for it, or None.
+    fields: Further fields of its message. A turn with calls has `tool_calls`, and its content
+      without them. A tool's reply has its `name` and `tool_call_id`.
   """
 
   role: str
@@ -29,26 +29,26 @@ class Turn(NamedTuple):
 
   @property
   def message(self) -> dict[str, Any]:
-    """The message of OpenAI. The arguments of calls are dicts, as in TRL."""
+    """The turn as a message in OpenAI's format. The arguments of calls are dicts, as in TRL."""
     return {"role": self.role, "content": self.text, **(self.fields or {})}
 
 
 class Conversation(NamedTuple):
-  """What happened in a completion.
+  """The turns of a completion, and the calls, failures and metrics in it.
 
   Attributes:
     turns: Its turns.
     calls: How many tools the policy called.
     failures: How many of these calls failed: malformed ones, unknown tools, errors, time limits.
     problem: Why the environment gave no answer, or "".
-    kind: Of the problem: "error", "timeout", "crash" or "".
-    prompt_tokens: Of all calls of a harness together.
-    computed_tokens: Those that were computed. The others were known from earlier calls.
-    columns: What a harness returned beside the reward, for reward functions and completions/.
-    metrics: Numbers of a harness, by name.
-    environment: The name and the pickled object of an environment whose methods are tools, after
-      the end.
-    lost_tokens: What the policy wrote for a harness behind the most tokens of a completion.
+    kind: The kind of the problem: "error", "timeout", "crash" or "".
+    prompt_tokens: How many tokens the prompts of all calls of a harness have together.
+    computed_tokens: How many of these were computed. The others were cached from earlier calls.
+    columns: The columns that a harness returned, for reward functions and completions/.
+    metrics: The metrics that a harness returned, by name.
+    environment: At the end, the name and the pickled object of an environment whose methods are
+      tools.
+    lost_tokens: How many tokens the policy wrote for a harness beyond sampling.max_tokens.
   """
 
   turns: tuple[Turn, ...] = ()
@@ -70,7 +70,7 @@ class Conversation(NamedTuple):
 
   @property
   def last(self) -> str:
-    """What the policy wrote last. "" if a harness never asked it."""
+    """The text of the policy's last turn. "" if a harness never asked it."""
     return self.own[-1].text if self.own else ""
 
   @property
@@ -84,12 +84,12 @@ class Conversation(NamedTuple):
     return self.turns[-1].end if self.turns else 0
 
   def with_news(self, news: "Conversation") -> "Conversation":
-    """The conversation with the turns that follow, and what happened in them."""
+    """The conversation followed by the turns, counts and results of `news`."""
     calls, failures = self.calls + news.calls, self.failures + news.failures
     return news._replace(turns=self.turns + news.turns, calls=calls, failures=failures)
 
   def as_json(self) -> list[dict[str, Any]]:
-    """The turns as files hold them: their texts have the calls."""
+    """The turns as completions/ has them: their texts include the calls."""
     return [
       {name: value for name, value in turn._asdict().items() if name != "fields"}
       for turn in self.turns
@@ -103,6 +103,6 @@ def turn_of(message: Mapping[str, Any], start: int, end: int) -> Turn:
 
 
 def from_line(values: list[Any]) -> Conversation:
-  """A conversation of what JSON made of it."""
+  """A conversation from the list that JSON makes of it."""
   turns, *rest = values
   return Conversation(tuple(Turn(*turn) for turn in turns), *rest)

@@ -16,10 +16,10 @@ from grpo_jax.config import Config, Environment, Eval
 from grpo_jax.data.files.rows import InMemory
 from grpo_jax.data.images import processor
 from grpo_jax.data.images.processor import Processor
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import exams, tasks
 from grpo_jax.data.tokenizers import chat, tokenizer
-from grpo_jax.environments import Environments, of_config
+from grpo_jax.environments import Environments, make_environments
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh, split
@@ -112,7 +112,7 @@ class Run:
     with doing(f"reading the data of task {tasks.name_of(self.config.data)}"):
       return tasks.make_task(self.config.data)
 
-  def prompts(self, split: str) -> Prompts:
+  def prompts(self, split: str) -> PromptSet:
     """The prompts of the split "train" or "test": of the latter, the first eval.examples.
 
     Raises:
@@ -124,7 +124,7 @@ class Run:
     if split == "test":
       examples = InMemory(examples, self.config.eval.examples)
     with doing(f"making the {name} prompts"):
-      prompts = Prompts(
+      prompts = PromptSet(
         examples,
         self.tokenizer,
         self.config.data,
@@ -164,7 +164,7 @@ class Run:
   @functools.cached_property
   def environments(self) -> Environments | None:
     """The tools and environments, or None if completions have one turn."""
-    return of_config(self.config, self.tokenizer)
+    return make_environments(self.config, self.tokenizer)
 
   @functools.cached_property
   def encode(self) -> Jitted:
@@ -183,7 +183,7 @@ class Run:
     run.config = dataclasses.replace(self.config, eval=settings)
     return run
 
-  def with_exam(self, entry: exams.Entry) -> "tuple[Run, Prompts]":
+  def with_exam(self, entry: exams.Entry) -> "tuple[Run, PromptSet]":
     """The same parts for an exam, which is answered in one turn and without tools.
 
     Returns:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from grpo_jax.data.images.batches import Images as HostImages
+from grpo_jax.data.images.batches import HostImages
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.run.run import Run
 from grpo_jax.types import Batch, Images, Visual

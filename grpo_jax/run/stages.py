@@ -73,7 +73,7 @@ class Program:
 
 def programs(run: Run) -> Iterator[Program]:
   """The programs of the run's steps, in the order in which they first run."""
-  config, algo, parts = run.config, run.config.algo, _Parts(run)
+  config, algo, parts = run.config, run.config.algo, _ProgramArguments(run)
   G = config.batch.group_size
   # Devices that only sample draw the share of their own process.
   shares = run.processes if run.parameters.sampling.is_apart else 1
@@ -112,14 +112,14 @@ def compile_ahead(run: Run, compiler: Compiler) -> None:
   if jax.process_count() > 1 and run.parameters.model.platform == "gpu":
     # Processes share the work of choosing kernels. One would wait for another that has cancelled.
     return
-  config, parts = run.config, _Parts(run)
+  config, parts = run.config, _ProgramArguments(run)
   if config.samples_in_turn and not config.keeps_flight and not config.environment.harness:
     run.programs.sampler(keeps_experts=config.learner.router_replay)  # made by this thread
     compiler.prepare(lambda: parts.compile_sampling(compiler))
   parts.compile_learning(compiler)
 
 
-class _Parts:
+class _ProgramArguments:
   """The arguments of a run's programs, and what the run holds beside them.
 
   Attributes:

@@ -32,7 +32,7 @@ _MOST_PATCHES = 2**16  # of images that a device encodes together
 _MOST_SCORES = 2**26  # of attention, where prompts are computed after what they share
 
 
-class Kept(struct.PyTreeNode):
+class KeptExperts(struct.PyTreeNode):
   """The experts of the tokens that rows draw in a chunk, where the sampler keeps them.
 
   Attributes:
@@ -43,11 +43,11 @@ class Kept(struct.PyTreeNode):
   round: jax.Array
   experts_RNY: jax.Array
 
-  def with_round(self, experts_R1Y: jax.Array) -> "Kept":
+  def with_round(self, experts_R1Y: jax.Array) -> "KeptExperts":
     """With the experts of one more round."""
     start = (0, self.round, 0)
     kept_RNY = jax.lax.dynamic_update_slice(self.experts_RNY, experts_R1Y, start)
-    return Kept(self.round + 1, kept_RNY)
+    return KeptExperts(self.round + 1, kept_RNY)
 
 
 class Prefilled(NamedTuple):
@@ -355,7 +355,7 @@ class FlightPrograms:
     next_N = cache.prefix.lengths_P if flight.next_N is None else flight.next_N
     next_R = jnp.repeat(next_N, Q)
 
-    def step(carry: tuple[model.Cache, Kept | None], rows: Rows) -> Any:
+    def step(carry: tuple[model.Cache, KeptExperts | None], rows: Rows) -> Any:
       cache, kept = carry
       own_R = jnp.maximum(rows.drawn_R - 1, 0)  # a free seat may have drawn nothing
       cache = cache.replace(lengths_PG=own_R.reshape(N, Q))
@@ -380,13 +380,15 @@ class FlightPrograms:
     flight = Flight(cache, flight.last_ND, rows.replace(allowed_RW=None), flight.next_N)
     return placed(self._config, flight), *seen
 
-  def _nothing_kept(self, rows: Rows) -> "Kept | None":
+  def _nothing_kept(self, rows: Rows) -> "KeptExperts | None":
     """Before the first round of a chunk. None without `keeps_experts`."""
     config = self._config
     if not config.keeps_experts:
       return None
     shape = (len(rows.token_R), self.columns, config.experts_in_all)
-    return Kept(jnp.int32(1), rows_placed(self._config, jnp.zeros(shape, config.experts_dtype)))
+    return KeptExperts(
+      jnp.int32(1), rows_placed(self._config, jnp.zeros(shape, config.experts_dtype))
+    )
 
   def _shaped(self, prompt_slots: int) -> model.ModelConfig:
     """The model for prompts of so many tokens."""

@@ -1,8 +1,8 @@
-"""The seam between those who want completions and those who sample them.
+"""The interface between the code that wants completions and the samplers that draw them.
 
-Requests go in: groups to draw. Rows come out when they end. A row whose request `pauses` keeps its
-seat then, until it is told how it goes on. Tools, environments and whatever else chooses what is
-drawn next live above this seam, so they work with every `GroupSampler`.
+Requests for groups go in, and rows come out when they end. If its request says `pauses`, a row that
+ends keeps its seat and waits for a reply. Tools and environments live above this interface, so they
+work with every `GroupSampler`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ class GroupRequest(NamedTuple):
   """A group to draw.
 
   Attributes:
-    number: Names the group in all that comes back.
-    prompts: Some prompts, of which this is one. Those of one object are computed together.
-    place: Which of them it is.
+    number: The number of the group in all answers.
+    prompts: A set of prompts that has the group's prompt. A set is computed together.
+    place: The index of the group's prompt in `prompts`.
     key: uint32, the data of the key that the random numbers come from.
     first_row: The number of the group's first row. Row r draws with fold_in(key, r).
     settings: How its rows draw, as numbers or arrays [G].
@@ -38,7 +38,7 @@ class GroupRequest(NamedTuple):
   pauses: bool = False
 
 
-class Ended(NamedTuple):
+class StoppedRow(NamedTuple):
   """A row that has ended, or that pauses.
 
   Attributes:
@@ -60,8 +60,8 @@ class Finished(NamedTuple):
   """Groups whose rows have all ended.
 
   Attributes:
-    prompts: Their numbers.
-    completions: Of these groups, as numpy arrays.
+    prompts: The numbers of the groups.
+    completions: The completions of these groups, as numpy arrays.
   """
 
   prompts: list[int]
@@ -69,38 +69,38 @@ class Finished(NamedTuple):
 
 
 class News(NamedTuple):
-  """Everything that happened since the last time.
+  """The rows and groups that ended or paused since the last call.
 
   Attributes:
     paused: Rows that wait for `GroupSampler.go_on`.
-    finished: Groups whose rows have all ended. None is there twice.
-    ended: How many rows have ended, those of groups that go on included. None if that is not known.
+    finished: Groups whose rows have all ended, each once.
+    ended: How many rows have ended, rows of unfinished groups included. None if it is not known.
   """
 
-  paused: Sequence[Ended] = ()
+  paused: Sequence[StoppedRow] = ()
   finished: Sequence[Finished] = ()
   ended: int | None = None
 
 
 class GroupSampler(Protocol):
-  """Whoever samples: the devices of this process, or other processes. One thread calls it."""
+  """Samples groups on the devices of this process or in other processes. One thread calls it."""
 
   @property
   def draws(self) -> bool:
     """Whether a row can draw tokens before another reply comes."""
 
   def submit(self, requests: Sequence[GroupRequest]) -> None:
-    """Groups wait for seats, in this order."""
+    """Queues groups for seats, in this order."""
 
   def go_on(self, number: int, member: int, tokens: Sequence[int] | None) -> None:
-    """A row that pauses goes on with the tokens of a reply. None, or too many, end it."""
+    """Lets a row that pauses go on with the tokens of a reply. None, or too many, end it."""
 
   def cancel(self) -> None:
-    """Drops all groups, because nobody wants them any more."""
+    """Drops all groups."""
 
   def advance(self) -> News:
     """Samples on for a short while. Where no row can draw, it returns at once."""
 
 
-# Rows that have ended -> for each of them the tokens with which it goes on, or None.
-Reply = Callable[[list[Ended]], Sequence[Sequence[int] | None]]
+# Maps rows that have ended to the tokens with which each goes on, or None.
+Reply = Callable[[list[StoppedRow]], Sequence[Sequence[int] | None]]

@@ -1,4 +1,4 @@
-"""Groups in, rows out: the seats of one sampler, in which groups come and go.
+"""Draws groups in the seats of one sampler: requests for groups in, rows out.
 
 Rows are decoded in chunks, each of which is one call of a compiled program. Between two chunks,
 rows that have ended leave, groups that wait take their seats, and the cache grows or shrinks. A row
@@ -16,13 +16,13 @@ from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts, Resumed
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
-from grpo_jax.sampler.requests import Ended, Finished, GroupRequest, News
+from grpo_jax.sampler.requests import Finished, GroupRequest, News, StoppedRow
 from grpo_jax.sampler.rows import Chunk, Drawn
 from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
 from grpo_jax.sampler.stop import End
 from grpo_jax.types import Completions
 
-# The dtypes of RowSettings as arrays.
+# The dtypes of the arrays in RowSettings.
 _DTYPES = {
   "temperature": np.float32,
   "top_k": np.int32,
@@ -64,11 +64,11 @@ class Pace(NamedTuple):
 
 
 class SeatRounds(NamedTuple):
-  """How well seats were used.
+  """Counts how many seats were used.
 
   Attributes:
-    used: How many tokens rows have drawn or taken in a round.
-    all: The seats of all rounds, added up.
+    used: The number of tokens that rows drew or took in rounds.
+    all: The sum of the numbers of seats of all rounds.
   """
 
   used: int = 0
@@ -115,7 +115,7 @@ class Stream:
     """Begins without groups.
 
     Args:
-      programs: What is compiled.
+      programs: The compiled programs.
       feed: The weights of each chunk.
       pace: How rows are decoded.
       members: G, of every group.
@@ -128,7 +128,7 @@ class Stream:
     self._forget()
 
   def _forget(self) -> None:
-    """Has no groups."""
+    """Drops all groups and their arrays."""
     members = self._members
     self._seats = seats_lib.no_one(0, members, self._pace.grid, self._pace.shards)
     self._flight: Flight | None = None
@@ -138,8 +138,8 @@ class Stream:
     self._place_of: dict[int, int] = {}  # the other way round
     self._free = list[int]()
     self._going_X = np.zeros(0, int)  # rows of each group that have not ended
-    self._ended_rows = 0  # that nobody has been told of
-    self._ready = list[int]()  # places of groups that have ended and are not handed on
+    self._ended_rows = 0  # that `advance` has not returned yet
+    self._ready = list[int]()  # places of finished groups that `advance` has not returned yet
     self._paused: dict[int, int] = {}  # the seats of rows that pause, by their numbers
     self._replies: list[tuple[int, Sequence[int] | None]] = []
     self._drawn: Completions | None = None  # made for the first group
@@ -189,7 +189,7 @@ class Stream:
   def advance(self) -> News:
     G = self._members
     self._take_replies()
-    paused: list[Ended] = []
+    paused: list[StoppedRow] = []
     if self.draws:
       params, version = self._feed()
       self._settle(params)
@@ -198,8 +198,8 @@ class Stream:
       paused = [self._ended(row) for row in pausing]
       self._leave([row for row in ended if not self._requests[row // G].pauses])
     ready, places = self._ready, len(self._requests)
-    # Not one by one, because what follows costs time for each call. But others may wait for these
-    # groups, and take the seats that are free.
+    # Not one by one, because the caller spends time on each call. But groups that it submits then
+    # could take the free seats.
     is_few = 4 * len(ready) < min(places, self._pace.grid.places) and not self._has_room
     ended_rows, self._ended_rows = self._ended_rows, 0
     if not ready or (is_few and self.draws):
@@ -208,7 +208,7 @@ class Stream:
     return News(paused, [self._finished(sorted(ready))], ended_rows)
 
   def _take_replies(self) -> None:
-    """Rows that pause go on with their replies, or end. The others keep their tokens together."""
+    """Lets rows go on with their replies, or ends them. Rolls the cache of other paused rows."""
     T, replies = self._programs.decoding.max_tokens, dict(self._replies)
     self._replies = []
     if not replies and self._has_rolled:
@@ -258,7 +258,7 @@ class Stream:
         self._ready.append(x)
 
   def _chunk(self, params: model.Params, version: int) -> list[int]:
-    """Rows take seats, move together, and decode a chunk.
+    """Lets rows take seats and move together, and decodes a chunk.
 
     Returns:
       The rows that have ended in it. Those that pause keep their seats.
@@ -321,7 +321,7 @@ class Stream:
     )
 
   def _settle(self, params: model.Params) -> None:
-    """Prompts take free places."""
+    """Lets prompts take free places."""
     seats, batch = self._seats, self._pace.prompts_at_once
     fill = seats_lib.fill_places_in_order if self._pace.in_order else seats_lib.fill_places
     arrivals = fill(seats, batch)
@@ -353,7 +353,7 @@ class Stream:
     return list(arrivals[: is_same.index(False) if False in is_same else None])
 
   def _begin(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
-    """The first prompts take places, and with them whoever has the same prompts."""
+    """Lets the first prompts take places, and the copies of these prompts with them."""
     pace = self._pace
     n = -(-len(arrivals) // pace.shards) * pace.shards
     xs = [arrivals[i % len(arrivals)].prompt for i in range(n)]
@@ -370,7 +370,7 @@ class Stream:
     self._keep_prompts(xs, experts)
 
   def _arrive(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
-    """Some prompts take places, beside others."""
+    """Lets some prompts take places beside others."""
     batch = self._pace.prompts_at_once
     xs = [arrivals[i % len(arrivals)].prompt for i in range(batch)]
     places = np.full(batch, self._seats.grid.places)
@@ -381,7 +381,7 @@ class Stream:
     self._keep_prompts(xs, experts)
 
   def _keep_prompts(self, xs: Sequence[int], experts: jax.Array | None) -> None:
-    """Keeps the experts of the tokens of prompts, where there are any."""
+    """Keeps the experts of the prompts' tokens, if there are any."""
     if experts is not None:
       self._drawn.prompt_experts_PSY[xs] = jax.device_get(experts)
 
@@ -394,7 +394,7 @@ class Stream:
     return jax.tree.map(lambda x: x[places], prompts)
 
   def _with_room(self, longest: int) -> Chunk:
-    """Makes room in the cache for the next tokens, and says how many of them to draw.
+    """Makes room in the cache for the next tokens, and decides how many of them to draw.
 
     Args:
       longest: The most tokens that a row in flight has drawn.
@@ -466,10 +466,10 @@ class Stream:
     out.lengths_PG[x, g], out.stopped_by_PG[x, g] = kept, out.tokens_PGT[x, g, kept - 1]
     return True
 
-  def _ended(self, row: int) -> Ended:
+  def _ended(self, row: int) -> StoppedRow:
     out, at = self._drawn, divmod(row, self._members)
     length = int(out.lengths_PG[at])
-    return Ended(
+    return StoppedRow(
       prompt=self._requests[at[0]].number,
       member=at[1],
       tokens=out.tokens_PGT[at][:length].tolist(),
@@ -478,7 +478,7 @@ class Stream:
     )
 
   def _finished(self, xs: list[int]) -> Finished:
-    """Takes groups out."""
+    """Removes finished groups, and returns their completions."""
     numbers = [self._requests.pop(x).number for x in xs]
     for number in numbers:
       del self._place_of[number]
@@ -489,7 +489,7 @@ class Stream:
     return Finished(numbers, completions)
 
   def _widen(self, more: int, like: GroupRequest) -> None:
-    """Makes room for more groups, of prompts and settings of this kind."""
+    """Makes room for more groups whose prompts and settings have the shapes of `like`."""
     old, G, T = len(self._going_X), self._members, self._programs.decoding.max_tokens
     empty, settings = self._empty(more, like), by_row(self._own_settings(like), more, G)
     if self._drawn is None:
@@ -519,7 +519,7 @@ class Stream:
     return settings.replace(max_tokens=np.minimum(most, request.turn_tokens))
 
   def _empty(self, groups: int, like: GroupRequest) -> Completions:
-    """No tokens yet of so many groups."""
+    """Completions of so many groups without a token yet."""
     X, G, T = groups, self._members, self._programs.decoding.max_tokens
     return Completions(
       tokens_PGT=np.zeros((X, G, T), np.int32),

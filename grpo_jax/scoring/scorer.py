@@ -15,8 +15,8 @@ import numpy as np
 from grpo_jax import rewards as rewards_lib
 from grpo_jax.algo.metrics import disjoint
 from grpo_jax.data.loader import PromptBatch, prompt_batch
-from grpo_jax.data.prompts import Prompts
-from grpo_jax.environments.methods import Kept
+from grpo_jax.data.prompts import PromptSet
+from grpo_jax.environments.methods import PickledEnvironment
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.pending import Pending, together
 from grpo_jax.progress import doing
@@ -141,7 +141,7 @@ class Scorer:
     self._needs_steps, self.gets_more = needs_steps, False
     self._tasks = [one.tasks for one in functions]
 
-  def check_arguments(self, prompts: Prompts, key: str) -> None:
+  def check_arguments(self, prompts: PromptSet, key: str) -> None:
     """Checks the functions on these prompts, and says on stderr what is odd.
 
     It also sees whether a function reads texts or messages.
@@ -181,7 +181,7 @@ class Scorer:
     if "messages" in first.columns:
       self._see_what_they_read(prompts, key)
 
-  def _see_what_they_read(self, prompts: Prompts, key: str) -> None:
+  def _see_what_they_read(self, prompts: PromptSet, key: str) -> None:
     """Sees which functions of the user read messages, and says it."""
     for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
       more = {column: [None, None] for column in self._more(function)}
@@ -211,7 +211,7 @@ class Scorer:
     """Columns that a function may get beside those that are known."""
     return rewards_lib.needed_by(function) if self.gets_more else []
 
-  def _tell_unreadable(self, prompts: Prompts, key: str) -> None:
+  def _tell_unreadable(self, prompts: PromptSet, key: str) -> None:
     """Says on stderr which rows functions can give no reward for, because of what the rows hold."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
@@ -371,7 +371,7 @@ class Scorer:
 
 
 def _try_rows(
-  try_rows: Callable[[Iterator[tuple[str, Mapping[str, Any]]]], str], prompts: Prompts
+  try_rows: Callable[[Iterator[tuple[str, Mapping[str, Any]]]], str], prompts: PromptSet
 ) -> None:
   """Lets a function try rows, and says what it says."""
   examples = ((index, prompts.example(index)) for index in _some_places(prompts))
@@ -410,7 +410,7 @@ def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
   )
 
 
-def _some_places(prompts: Prompts) -> list[int]:
+def _some_places(prompts: PromptSet) -> list[int]:
   """The places of some rows, in a random order that is always the same."""
   count = min(len(prompts), _MOST_ROWS_TRIED)
   return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
@@ -449,7 +449,7 @@ def _first(names: Sequence[str], row: Mapping[str, Any]) -> Any:
   return next((row[name] for name in names if row.get(name) is not None), None)
 
 
-def _trials(prompts: Prompts, tasks: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+def _trials(prompts: PromptSet, tasks: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
   """The columns of made-up completions, for a first call of a function that is for these tasks.
 
   A function may look at nothing where a column is None, as those of other tasks of a mixture are.
@@ -465,7 +465,7 @@ def _trials(prompts: Prompts, tasks: Sequence[str]) -> Iterator[dict[str, list[A
     yield _made_up_columns(prompts, -place)
 
 
-def _made_up_columns(prompts: Prompts, place: int) -> dict[str, list[Any]]:
+def _made_up_columns(prompts: PromptSet, place: int) -> dict[str, list[Any]]:
   """The columns of two made-up completions of a prompt: some functions compare the members."""
   batch = prompt_batch(prompts, np.array([place, place]))
   ids = batch.prompts_PS[:, :1].tolist()
@@ -502,7 +502,7 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
     columns["turn_rewards"] = [one.rewards for one in found]
     if any(one.environment for one in found):
       columns["environments"] = [
-        Kept(*one.environment) if one.environment else None for one in found
+        PickledEnvironment(*one.environment) if one.environment else None for one in found
       ]
     for name in dict.fromkeys(name for one in found for name in one.columns):
       if name in prompts.columns:

@@ -14,13 +14,13 @@ import numpy as np
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo.metrics import Metrics, disjoint
 from grpo_jax.asynchronous.ahead import Ahead
-from grpo_jax.asynchronous.learner import Closed
+from grpo_jax.asynchronous.learner import SamplingClosed
 from grpo_jax.batches.collect import Collected, Collector
 from grpo_jax.batches.rollout_metrics import most_disputed_first
 from grpo_jax.config import Config
 from grpo_jax.console.stop import leaving_on_second_signal
 from grpo_jax.data import loader
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.progress import doing
 from grpo_jax.run.run import Run
@@ -36,7 +36,7 @@ from grpo_jax.types import Batch, TrainState
 _merge_updates = jax.jit(metrics_lib.merge_updates)
 
 
-class Ended(NamedTuple):
+class RunEnd(NamedTuple):
   """How a run ended.
 
   Attributes:
@@ -53,7 +53,7 @@ def run_steps(
   workdir: str | Path,
   callback: Callback | None = None,
   signals: Signals = leaving_on_second_signal,
-) -> Ended:
+) -> RunEnd:
   """The whole job, or what is left of it.
 
   Args:
@@ -87,7 +87,7 @@ def run_steps(
       try:
         with trainer.saving_on_failure(state, step, f"step {step + 1}"), trainer.doing(step):
           result = take_step(state, step)
-      except Closed:  # the run was asked to stop, and nobody is there that could sample
+      except SamplingClosed:  # the run was asked to stop, and nobody is there that could sample
         break
       state, step = result.state, step + 1
       with trainer.saving_on_failure(state, step, f"evaluation after step {step}"):
@@ -97,7 +97,7 @@ def run_steps(
           callbacks(step, metrics)
       trainer.check_and_save(state, step, result.metrics, result.why_unscored)
     trainer.finish(state, step, was_asked_to=callbacks.ask_to_stop)
-  return Ended(state, callbacks.latest or callbacks.step_of(step, {}))
+  return RunEnd(state, callbacks.latest or callbacks.step_of(step, {}))
 
 
 class StepResult(NamedTuple):
@@ -119,7 +119,7 @@ class StepResult(NamedTuple):
 class WarmStep:
   """A supervised update on worked solutions."""
 
-  def __init__(self, run: Run, prompts: Prompts):
+  def __init__(self, run: Run, prompts: PromptSet):
     self._run = run
     self._prompts = prompts
 

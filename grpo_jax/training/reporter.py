@@ -14,7 +14,7 @@ from grpo_jax.console import notebook
 from grpo_jax.console.json_console import JsonConsole
 from grpo_jax.console.stdout import Stdout
 from grpo_jax.console.terminal import Terminal
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import PromptSet
 from grpo_jax.evaluation.evaluator import Evaluators
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import sizes_of
@@ -244,7 +244,7 @@ def header_lines(
   return lines
 
 
-def _about_prompts(split: str, kept: Prompts, most: int) -> Iterator[str]:
+def _about_prompts(split: str, kept: PromptSet, most: int) -> Iterator[str]:
   """Which prompts of a split are not used. At most so many tokens of a prompt are allowed."""
   if kept.dropped:
     yield (

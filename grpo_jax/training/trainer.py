@@ -9,19 +9,19 @@ import sys
 import jax
 
 from grpo_jax import config as config_lib
-from grpo_jax.asynchronous.access import Access, of_learner
+from grpo_jax.asynchronous.access import Access, learner_access
 from grpo_jax.asynchronous.ahead import Ahead, Beside, ahead_in_turn, has_drawn_ahead
 from grpo_jax.asynchronous.contents import limits_of
 from grpo_jax.asynchronous.learner import RemoteSampler
 from grpo_jax.asynchronous.remote_groups import RemoteGroups
-from grpo_jax.asynchronous.schedule import Schedule
+from grpo_jax.asynchronous.schedule import WeightSchedule
 from grpo_jax.asynchronous.terms import terms_of
 from grpo_jax.batches.collect import Collector, unscored_steps
 from grpo_jax.compiling import Compiler
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stop import StopRequest
-from grpo_jax.engine.connect import Engine
+from grpo_jax.engine.connect import ExternalEngine
 from grpo_jax.progress import Work, doing
 from grpo_jax.rollouts.complete import Remote
 from grpo_jax.run.device_checks import check_batches
@@ -72,7 +72,7 @@ class Trainer:
     check_batches(config, hosts)
     self._scorers, stop_request = scorers, StopRequest()
     self._remote = self._listen(access, stop_request, stack)
-    self._engine = Engine(self.run, stop_request) if config.rollout.engine else None
+    self._engine = ExternalEngine(self.run, stop_request) if config.rollout.engine else None
     remote: Remote | None = None
     if self._remote is not None:
       remote = functools.partial(RemoteGroups, self._remote)
@@ -136,7 +136,7 @@ class Trainer:
       in_flight, replay = rollout.weights == "in_flight", rollout.replay
       if replay and rollout.engine:  # it names what was drawn, and the schedule lies beside it
         replay = str(Path(replay).with_name("schedule.jsonl"))
-      schedule = Schedule(local_files(self._workdir), replay, in_flight)
+      schedule = WeightSchedule(local_files(self._workdir), replay, in_flight)
       stack.callback(schedule.close)
     ahead = Beside(self.collector, config, schedule, self._remote or self._engine)
     stack.callback(ahead.close)
@@ -302,7 +302,7 @@ def _access(config: Config) -> Access | None:
       " itself; leave it empty, or start one process"
     )
   host, _ = address_of(rollout.listen, "config key rollout.listen")
-  return of_learner(rollout, host)
+  return learner_access(rollout, host)
 
 
 def _nothing_to_learn_from(steps: int) -> str:

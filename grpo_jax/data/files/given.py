@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from grpo_jax.data.files.parquet import Parquet, without_added_nulls
-from grpo_jax.data.files.rows import Joined, JsonLines, Row, Rows, plain
+from grpo_jax.data.files.rows import Joined, JsonLines, Row, SplitRows, plain
 from grpo_jax.data.files.tables import Table
 from grpo_jax.data.files.tfds import Prepared
 from grpo_jax.data.images.of_prompts import COLUMNS
@@ -19,7 +19,7 @@ from grpo_jax.settings import ConfigError
 
 _PREFIX = "python:"
 _LOOKED_AT = 256  # rows whose columns are looked at, where to read all may take long
-_given: dict[str, dict[str, Rows]] = {}
+_given: dict[str, dict[str, SplitRows]] = {}
 
 
 class OfProgram:
@@ -72,7 +72,7 @@ class OfProgram:
     """Whether all rows are in memory."""
     return isinstance(self._rows, (list, tuple))
 
-  def is_same(self, other: Rows) -> bool:
+  def is_same(self, other: SplitRows) -> bool:
     """Whether others are the rows of the same object."""
     return isinstance(other, OfProgram) and other._rows is self._rows
 
@@ -107,7 +107,7 @@ def give(data: Any, test: Any = None, *, key: str = "data") -> str:
     train, test = data["train"], data.get("test") if test is None else test
   else:
     train = data
-  splits: dict[str, Rows] = {"train": _rows(train, f"{key}: train")}
+  splits: dict[str, SplitRows] = {"train": _rows(train, f"{key}: train")}
   if test is not None:
     splits["test"] = _rows(test, f"{key}: test")
   for rows in splits.values():
@@ -125,7 +125,7 @@ def is_given(path: str) -> bool:
   return path.startswith(_PREFIX)
 
 
-def rows_given(path: str, split: str) -> Rows | None:
+def rows_given(path: str, split: str) -> SplitRows | None:
   """The rows of a split that `give` returned the path of. None if there is no such split.
 
   Raises:
@@ -139,13 +139,13 @@ def rows_given(path: str, split: str) -> Rows | None:
   return _given[path].get(split)
 
 
-def _rows(rows: Any, name: str) -> Rows:
+def _rows(rows: Any, name: str) -> SplitRows:
   """Rows of a file that was found already are left as they are."""
   is_of_file = isinstance(rows, (JsonLines, Joined, Parquet, Table, Prepared, OfProgram))
   return rows if is_of_file else OfProgram(rows, name)
 
 
-def _are_same(first: Mapping[str, Rows], second: Mapping[str, Rows]) -> bool:
+def _are_same(first: Mapping[str, SplitRows], second: Mapping[str, SplitRows]) -> bool:
   """Whether two with one name have the same rows. Those that the name leaves out are read."""
   if first.keys() != second.keys():
     return False
@@ -160,7 +160,7 @@ def _are_same(first: Mapping[str, Rows], second: Mapping[str, Rows]) -> bool:
   return True
 
 
-def _fingerprint(splits: Mapping[str, Rows], reads_all: bool) -> str:
+def _fingerprint(splits: Mapping[str, SplitRows], reads_all: bool) -> str:
   """A name for rows, from how many there are and what they hold.
 
   All rows of a list are read, and of others some at equal distances, unless `reads_all`.
@@ -175,7 +175,7 @@ def _fingerprint(splits: Mapping[str, Rows], reads_all: bool) -> str:
   return found.hexdigest()[:12]
 
 
-def _is_all_in_name(rows: Rows) -> bool:
+def _is_all_in_name(rows: SplitRows) -> bool:
   is_list = isinstance(rows, OfProgram) and rows.is_list()
   return is_list or len(rows) <= _LOOKED_AT
 

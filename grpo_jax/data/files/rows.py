@@ -24,7 +24,7 @@ _QUOTE, _COLON, _BACKSLASH, _SPACE = b'":\\ '
 _SPACED_COLON = re.compile(rb'"[ \t\r]+:')
 
 
-class Rows(Protocol):
+class SplitRows(Protocol):
   """The rows of a split."""
 
   def __len__(self) -> int:
@@ -127,7 +127,7 @@ class JsonLines:
 class Joined:
   """The rows of several files, one file after the other."""
 
-  def __init__(self, parts: Sequence[Rows]) -> None:
+  def __init__(self, parts: Sequence[SplitRows]) -> None:
     self._parts = parts
     self._begins = np.cumsum([0, *map(len, parts)])
 
@@ -147,7 +147,7 @@ class Joined:
     """The names of the columns of all files."""
     return list(dict.fromkeys(name for part in self._parts for name in part.columns()))
 
-  def _find(self, index: int) -> tuple[Rows, int]:
+  def _find(self, index: int) -> tuple[SplitRows, int]:
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
     return self._parts[number], index - int(self._begins[number])
 
@@ -155,7 +155,7 @@ class Joined:
 class Examples(Sequence[Example]):
   """Examples that are made of rows when they are asked for."""
 
-  def __init__(self, rows: Rows, make_example: Callable[[Row, str], Example]) -> None:
+  def __init__(self, rows: SplitRows, make_example: Callable[[Row, str], Example]) -> None:
     """`make_example` gets a row, and its place for error messages."""
     self._rows, self._make_example = rows, make_example
 

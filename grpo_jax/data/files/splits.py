@@ -9,12 +9,12 @@ import numpy as np
 from grpo_jax.data.files import download
 from grpo_jax.data.files.given import is_given, rows_given
 from grpo_jax.data.files.parquet import Parquet
-from grpo_jax.data.files.rows import Chosen, Example, Examples, Joined, JsonLines, Row, Rows
+from grpo_jax.data.files.rows import Chosen, Example, Examples, Joined, JsonLines, Row, SplitRows
 from grpo_jax.data.files.tables import csv_table, json_table
 from grpo_jax.data.files.tfds import Prepared
 from grpo_jax.settings import ConfigError
 
-_KINDS: dict[str, Callable[[Path], Rows]] = {
+_KINDS: dict[str, Callable[[Path], SplitRows]] = {
   ".jsonl": JsonLines,
   ".parquet": Parquet,
   ".csv": csv_table,
@@ -26,7 +26,7 @@ _LAYOUT = (
 )
 
 
-def rows_of(path: str, split: str) -> Rows | None:
+def rows_of(path: str, split: str) -> SplitRows | None:
   """The rows of a split.
 
   A folder has SPLIT.jsonl (or .parquet, .csv, .json), or several files SPLIT-*.jsonl, or was
@@ -47,7 +47,7 @@ def rows_of(path: str, split: str) -> Rows | None:
     return rows_given(path, split)
   given = Path(path).expanduser()
   if os.path.isfile(given / "dataset_info.json"):  # which never raises
-    rows: Rows = Prepared(given, split)
+    rows: SplitRows = Prepared(given, split)
   else:
     found = _files(given, split)
     if not found and split == "test":
@@ -75,7 +75,7 @@ def examples_of(
   return Examples(train, make_example), Examples(test, make_example) if test is not None else ()
 
 
-def rows_of_test(path: str, hub: str) -> Rows:
+def rows_of_test(path: str, hub: str) -> SplitRows:
   """The rows of a test set that needs no training rows.
 
   Args:
@@ -163,7 +163,7 @@ def _found(path: Path, split: str) -> list[Path]:
   return []
 
 
-def _read(file: Path) -> Rows:
+def _read(file: Path) -> SplitRows:
   try:
     return _KINDS[file.suffix](file)
   except OSError as error:

@@ -17,7 +17,7 @@ _KEPT_BYTES = 1 << 30  # of pictures that were decoded and may be needed again
 _THREADS = 8
 
 
-class Images(NamedTuple):
+class HostImages(NamedTuple):
   """`types.Images` in numpy: the same fields, with the same meaning."""
 
   patches_PINC: np.ndarray
@@ -27,7 +27,7 @@ class Images(NamedTuple):
   next_P: np.ndarray | None = None
 
 
-class Decoder:
+class ImageDecoder:
   """Decodes images in threads, and keeps the pictures of the last ones."""
 
   def __init__(self, processor: Processor) -> None:
@@ -107,7 +107,7 @@ def pad(
   sizes: tuple[int, int],
   max_tokens: int,
   processor: Processor,
-) -> Images:
+) -> HostImages:
   """The images of P prompts as arrays.
 
   Args:
@@ -127,14 +127,14 @@ def pad(
       places_PIN2[p, i, : len(picture.places_N2)] = picture.places_N2
     seen_PS2[p, : len(placed[p].seen_S2)] = placed[p].seen_S2
   if not processor.kind.has_axes:
-    return Images(patches_PINC, places_PIN2, seen_PS2)
+    return HostImages(patches_PINC, places_PIN2, seen_PS2)
   positions_PS3 = np.zeros((P, max_tokens, 3), np.int32)
   for p, one in enumerate(placed):
     count = len(one.seen_S2)
     positions_PS3[p, :count] = one.positions_S3
     positions_PS3[p, count:] = one.next + np.arange(max_tokens - count)[:, None]
   next_P = np.array([one.next for one in placed], np.int32)
-  return Images(patches_PINC, places_PIN2, seen_PS2, positions_PS3, next_P)
+  return HostImages(patches_PINC, places_PIN2, seen_PS2, positions_PS3, next_P)
 
 
 def _step(count: int) -> int:

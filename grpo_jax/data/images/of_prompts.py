@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from grpo_jax.data.images.batches import Decoder, Images, pad, padded_sizes, sizes_of
+from grpo_jax.data.images.batches import HostImages, ImageDecoder, pad, padded_sizes, sizes_of
 from grpo_jax.data.images.messages import place_images, with_sources
 from grpo_jax.data.images.pictures import Layout
 from grpo_jax.data.images.processor import Processor
-from grpo_jax.data.images.source import AnyImage, Drawing, Limits, Source, check_count, sources_of
+from grpo_jax.data.images.source import (
+  AnyImage,
+  Drawing,
+  ImageLimits,
+  ImageSource,
+  check_count,
+  sources_of,
+)
 from grpo_jax.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +28,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class GivenImages:
   """The images of a row as a file has them. A model that sees none gets the value.
 
   Attributes:
@@ -60,8 +67,8 @@ class PromptImages:
 
   def __init__(self, processor: Processor, data: "Data") -> None:
     self.processor = processor
-    self._limits = Limits(data.max_image_pixels, data.max_images, data.image_urls)
-    self._decoder = Decoder(processor)
+    self._limits = ImageLimits(data.max_image_pixels, data.max_images, data.image_urls)
+    self._decoder = ImageDecoder(processor)
 
   def read(self, example: Mapping[str, Any]) -> tuple[dict[str, Any], list[AnyImage], str]:
     """The images of an example's columns.
@@ -78,8 +85,8 @@ class PromptImages:
       given = example.get(name)
       if given is None:
         continue
-      if not isinstance(given, Given):
-        given = Given(given, f"an example: {name}", "")
+      if not isinstance(given, GivenImages):
+        given = GivenImages(given, f"an example: {name}", "")
       where = given.where.rpartition(": ")[0]
       own = sources_of(given.value, given.where, given.folder, self._limits)
       found[name] = own if isinstance(given.value, (list, tuple)) else next(iter(own), None)
@@ -93,7 +100,7 @@ class PromptImages:
     messages, found = place_images(with_sources(messages, where, ""), images, where)
     check_count(len(found), where, self._limits)
     limited = [
-      dataclasses.replace(image, limits=self._limits) if isinstance(image, Source) else image
+      dataclasses.replace(image, limits=self._limits) if isinstance(image, ImageSource) else image
       for image in found
     ]
     return messages, limited
@@ -127,7 +134,7 @@ class PromptImages:
     max_tokens: int,
     needed: tuple[int, int],
     most: tuple[int, int] | None,
-  ) -> Images:
+  ) -> HostImages:
     """The images of prompts as arrays. Waits until they are decoded.
 
     Args:
@@ -158,14 +165,16 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
   Raises:
     ConfigError: It has images, and not only texts in a column of that name.
   """
-  if not any(isinstance(example.get(name), (Given, Source, Drawing)) for name in COLUMNS):
+  if not any(
+    isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in COLUMNS
+  ):
     return example
   values = dict(example)
   for name in COLUMNS:
     given = example.get(name)
-    value = given.value if isinstance(given, Given) else given
+    value = given.value if isinstance(given, GivenImages) else given
     if not _is_plain(value):
-      where = given.where if isinstance(given, Given) else f"data.task: the field {name}"
+      where = given.where if isinstance(given, GivenImages) else f"data.task: the field {name}"
       raise ConfigError(
         f"{where} holds images, which the model does not see; choose a model with a vision tower,"
         " or leave the column out of the file"
@@ -176,7 +185,7 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def has_images(example: Mapping[str, Any]) -> bool:
   """Whether an example has a column of images, or a conversation with images in its messages."""
-  if any(isinstance(example.get(name), (Given, Source, Drawing)) for name in COLUMNS):
+  if any(isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in COLUMNS):
     return True
   conversations = [value for value in example.values() if isinstance(value, (list, tuple))]
   messages = [message for one in conversations for message in one if isinstance(message, Mapping)]

@@ -14,7 +14,7 @@ from grpo_jax.data.images.source import AnyImage
 from grpo_jax.settings import ConfigError
 
 
-class Tokens(Protocol):
+class TextEncoder(Protocol):
   """The part of a tokenizer that a processor needs. `tokenizers.Tokenizer` is one."""
 
   @property
@@ -157,7 +157,7 @@ _KINDS: dict[str, _Make] = {
 }
 
 
-def load(folder: str | Path, tokenizer: Tokens) -> Processor | None:
+def load(folder: str | Path, tokenizer: TextEncoder) -> Processor | None:
   """The image processor of a model's folder.
 
   Args:
@@ -190,7 +190,7 @@ def load(folder: str | Path, tokenizer: Tokens) -> Processor | None:
   return Processor(kind, ids[0])
 
 
-def special_tokens(folder: Path, tokenizer: Tokens) -> dict[str, str]:
+def special_tokens(folder: Path, tokenizer: TextEncoder) -> dict[str, str]:
   """The texts of special tokens by their roles, with those that only multimodal models have.
 
   Different versions of transformers write the latter to different places of tokenizer_config.json.

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from grpo_jax.data.images.source import AnyImage, Source, on_white
+from grpo_jax.data.images.source import AnyImage, ImageSource, on_white
 from grpo_jax.settings import ConfigError
 
 _SIDE = 64  # pixels of a thumbnail
@@ -24,7 +24,7 @@ def shown(images: tuple[AnyImage, ...]) -> list[dict[str, Any]]:
 
 def source(image: AnyImage) -> str:
   """The path or URL of an image. Of bytes: their row and column, and the start of their SHA-256."""
-  if not isinstance(image, Source):
+  if not isinstance(image, ImageSource):
     return f"a drawing of {image.scene!r:.300}"
   if image.data:
     return f"{image.where} (sha256 {hashlib.sha256(image.data).hexdigest()[:16]})"

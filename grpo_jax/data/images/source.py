@@ -37,7 +37,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ImageLimits:
   """The limits of images that may be read.
 
   Attributes:
@@ -52,7 +52,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ImageSource:
   """An image in a file, in bytes, or at a URL. Equal ones have the same content.
 
   Attributes:
@@ -67,7 +67,7 @@ class Source:
   path: str = ""
   data: bytes = dataclasses.field(default=b"", repr=False)
   url: str = ""
-  limits: Limits = dataclasses.field(default=Limits(), compare=False, repr=False)
+  limits: ImageLimits = dataclasses.field(default=ImageLimits(), compare=False, repr=False)
 
   @property
   def name(self) -> str:
@@ -202,10 +202,12 @@ class Drawing:
     return self.draw(self.scene)
 
 
-AnyImage = Source | Drawing
+AnyImage = ImageSource | Drawing
 
 
-def source_of(value: Any, where: str, folder: str = "", limits: Limits = Limits()) -> AnyImage:
+def source_of(
+  value: Any, where: str, folder: str = "", limits: ImageLimits = ImageLimits()
+) -> AnyImage:
   """An image as a data set gives it.
 
   Args:
@@ -218,10 +220,10 @@ def source_of(value: Any, where: str, folder: str = "", limits: Limits = Limits(
   Raises:
     ConfigError: It is something else.
   """
-  make = functools.partial(Source, where, limits=limits)
+  make = functools.partial(ImageSource, where, limits=limits)
   if isinstance(value, Drawing):
     return value
-  if isinstance(value, Source):
+  if isinstance(value, ImageSource):
     return dataclasses.replace(value, limits=limits)
   if isinstance(value, Mapping):
     keys = [key for key in ("bytes", "path", "url", "base64") if value.get(key) is not None]
@@ -260,7 +262,7 @@ def on_white(image: Image.Image) -> np.ndarray:
   return np.asarray(image.convert("RGB"))
 
 
-def _of_text(text: str, make: Callable[..., Source], where: str, folder: str) -> Source:
+def _of_text(text: str, make: Callable[..., ImageSource], where: str, folder: str) -> ImageSource:
   """The image of a path, a URL, a data URL or base64."""
   if text.startswith(("http://", "https://")):
     return make(url=text)
@@ -377,7 +379,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def sources_of(
-  value: Any, where: str, folder: str = "", limits: Limits = Limits()
+  value: Any, where: str, folder: str = "", limits: ImageLimits = ImageLimits()
 ) -> list[AnyImage]:
   """The images of a row: of one value or of a list of them. None is no image.
 
@@ -394,7 +396,7 @@ def sources_of(
   ]
 
 
-def check_count(count: int, where: str, limits: Limits) -> None:
+def check_count(count: int, where: str, limits: ImageLimits) -> None:
   """Raises ConfigError if a prompt has too many images."""
   if count > limits.max_images:
     raise ConfigError(

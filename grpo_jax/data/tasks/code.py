@@ -1,9 +1,10 @@
-"""Examples of programming problems with tests, in the layouts of `grpo_jax/code_tests.py`."""
+"""Examples of programming problems with tests, in the layouts of `grpo_jax/problems/layouts.py`."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_jax.code_tests import MAIN_COLUMNS, TEST_COLUMNS, Unreadable, layout_of
+from grpo_jax.problems.layouts import MAIN_COLUMNS, TEST_COLUMNS, layout_of
+from grpo_jax.problems.programs import Unreadable
 from grpo_jax.settings import ConfigError
 
 

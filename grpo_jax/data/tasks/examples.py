@@ -5,9 +5,9 @@ import itertools
 import re
 from typing import Any
 
-from grpo_jax.data.files.rows import Example, Row, Rows, check_values
+from grpo_jax.data.files.rows import Example, Row, SplitRows, check_values
 from grpo_jax.data.images.messages import has_empty_places, with_sources
-from grpo_jax.data.images.of_prompts import COLUMNS, Given
+from grpo_jax.data.images.of_prompts import COLUMNS, GivenImages
 from grpo_jax.data.prompt_template import fields_of, fill, names_of, value_of
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.settings import ConfigError
@@ -56,7 +56,7 @@ def svamp(row: Row, where: str) -> Example:
   return {"question": question, "solution": f"{worked}#### {answer}", "answer": answer}
 
 
-class Columns:
+class ExampleMaker:
   """Makes examples of rows with any columns.
 
   An example has the columns that any row has, and those that data.columns adds. What its own row
@@ -65,7 +65,7 @@ class Columns:
 
   def __init__(
     self,
-    rows: Rows,
+    rows: SplitRows,
     names: Sequence[str],
     added: Sequence[str],
     needed: Sequence[str],
@@ -133,7 +133,7 @@ class Columns:
     for name in COLUMNS:
       if name in example:
         check_values(example[name], where)
-        example[name] = Given(example[name], f"data.path: {where}: {name}", self._folder)
+        example[name] = GivenImages(example[name], f"data.path: {where}: {name}", self._folder)
     for name in self._prompt:
       if isinstance(example.get(name), list):
         place = f"data.path: {where}: {name}"
@@ -148,7 +148,7 @@ class Columns:
     return example
 
 
-def _has(rows: Rows, names: Sequence[str], field: str) -> bool:
+def _has(rows: SplitRows, names: Sequence[str], field: str) -> bool:
   """Whether any row has a column, or a field inside one, which has to be looked for."""
   if field in names:
     return True

@@ -13,7 +13,7 @@ import zlib
 import numpy as np
 
 from grpo_jax import calls
-from grpo_jax.data.files.rows import Chosen, Example, Examples, Row, Rows
+from grpo_jax.data.files.rows import Chosen, Example, Examples, Row, SplitRows
 from grpo_jax.data.files.splits import rows_of_test
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.tasks import examples
@@ -42,7 +42,7 @@ class Exam:
       file must be given.
   """
 
-  maker: "Callable[[Rows, Entry], MakeExample]"
+  maker: "Callable[[SplitRows, Entry], MakeExample]"
   function: str
   prompt: str
   hub: str
@@ -51,17 +51,19 @@ class Exam:
 MakeExample = Callable[[Row, str], Example]
 
 
-def _each(make: MakeExample) -> "Callable[[Rows, Entry], MakeExample]":
+def _each(make: MakeExample) -> "Callable[[SplitRows, Entry], MakeExample]":
   """The maker of examples that depend on their row alone."""
   return lambda rows, entry: make
 
 
-def _columns(rows: Rows, entry: "Entry") -> MakeExample:
+def _columns(rows: SplitRows, entry: "Entry") -> MakeExample:
   """Rows with any columns, of which the prompt and the function of the entry read some."""
-  return examples.Columns(rows, rows.columns(), (), fields_of(entry.prompt or entry.exam.prompt))
+  return examples.ExampleMaker(
+    rows, rows.columns(), (), fields_of(entry.prompt or entry.exam.prompt)
+  )
 
 
-def _gpqa(rows: Rows, entry: "Entry") -> MakeExample:
+def _gpqa(rows: SplitRows, entry: "Entry") -> MakeExample:
   return functools.partial(_gpqa_example, seed=entry.seed)
 
 

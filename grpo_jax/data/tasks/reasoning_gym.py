@@ -8,8 +8,9 @@ import re
 from typing import Any
 import zlib
 
-from grpo_jax import calls, gym
+from grpo_jax import calls
 from grpo_jax.data.tasks.generated import Generated
+from grpo_jax.problems import gym
 from grpo_jax.settings import ConfigError
 
 SIZES = {"train": 60_000, "test": 2_000}

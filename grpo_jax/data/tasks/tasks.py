@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax import gym, registry
+from grpo_jax import registry
 from grpo_jax.data.files import tfds
 from grpo_jax.data.files.given import OfProgram, give
 from grpo_jax.data.files.rows import Example, Examples, InMemory
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
-from grpo_jax.data.images.of_prompts import Given
+from grpo_jax.data.images.of_prompts import GivenImages
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.tasks import countdown as number_games
 from grpo_jax.data.tasks import examples, verifiers_tasks
@@ -37,6 +37,7 @@ from grpo_jax.data.tasks.reasoning_gym import Problems
 from grpo_jax.data.tasks.seeds import Seeds
 from grpo_jax.data.tasks.word_problems import WordProblems
 from grpo_jax.data.tokenizers import chat
+from grpo_jax.problems import gym
 from grpo_jax.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -262,13 +263,13 @@ def code(path: str) -> Task:
 
 
 def columns(path: str, added: Sequence[str] = (), needed: Sequence[str] = ()) -> Task:
-  """Rows with any columns. See `examples.Columns` for `added` and `needed`."""
+  """Rows with any columns. See `examples.ExampleMaker` for `added` and `needed`."""
   _require_path(path, "columns")
   train, test = rows_of(path, "train"), rows_of(path, "test")
   names = dict.fromkeys([*train.columns(), *(test.columns() if test is not None else ())])
   given = Path(path).expanduser()
   folder = str(given if given.is_dir() else given.parent)
-  make = examples.Columns(train, list(names), added, needed, folder)
+  make = examples.ExampleMaker(train, list(names), added, needed, folder)
   return Task(Examples(train, make), Examples(test, make) if test is not None else ())
 
 
@@ -343,7 +344,7 @@ def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
   """The examples of a small file as a list, which checks all of them. Not those with images."""
   if not isinstance(split, Examples) or len(split) > at_most:
     return split
-  has_images = any(isinstance(value, Given) for value in split[0].values())
+  has_images = any(isinstance(value, GivenImages) for value in split[0].values())
   return split if has_images else InMemory(split, len(split))
 
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from grpo_jax.settings import ConfigError
 
-_RAW = "-raw"  # the end of the name of a game whose observations are what is new alone
+_RAW = "-raw"  # ends the name of a game whose observations show only what is new
 
 
 class TextArena:
   """A game of one player.
 
-  Its messages are the user's. The reward comes with the end: that of the game, mostly from 0 to 1.
-  A limit of turns ends a game without a reward.
+  Its messages have the role user. The game pays its reward at the end, mostly from 0 to 1. A game
+  that a limit of turns ends has no reward.
   """
 
   def __init__(self, id: str, **options: Any) -> None:
@@ -29,11 +29,11 @@ class TextArena:
 
     Args:
       id: The name of the game, such as GuessTheNumber-v0.
-      **options: What else `textarena.make` gets.
+      **options: Further arguments of `textarena.make`.
     """
     self._id, self._options = id.removesuffix(_RAW), options
     self._game: Any = None
-    # Games draw from the generators of the whole process. This is theirs between two turns.
+    # Games draw from the generators of the whole process. This is their state between two turns.
     self._generators: tuple[Any, Any] = (None, None)
 
   def reset(self, example: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -70,7 +70,7 @@ class TextArena:
     return [{"role": "user", "content": self._news()}]
 
   def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, str]], float | None, bool]:
-    """Plays what the policy wrote."""
+    """Plays the move that the policy wrote."""
     from textarena.wrappers import ActionFormattingWrapper
 
     move = ActionFormattingWrapper(self._game).action(message["content"])
@@ -86,7 +86,7 @@ class TextArena:
 
   @contextlib.contextmanager
   def _drawing(self) -> Iterator[None]:
-    """Gives the generators of the process the state that is this game's."""
+    """Sets the generators of the process to the state of this game, for the block."""
     before = random.getstate(), np.random.get_state()
     random.setstate(self._generators[0])
     np.random.set_state(self._generators[1])
@@ -98,7 +98,7 @@ class TextArena:
       np.random.set_state(before[1])
 
   def _news(self) -> str:
-    """What the game has said since the last time."""
+    """The text that the game has added since the last time."""
     _, observed = self._game.get_observation()
     # Some games of 0.7.4 also send a number, which is a reward.
     said = (text for sender, text, _ in observed if sender != 0 and isinstance(text, str))

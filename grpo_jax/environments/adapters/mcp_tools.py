@@ -1,7 +1,7 @@
 """Tools of MCP servers: `environment.tools=("mcp:COMMAND",)` or `("mcp:http://HOST/mcp",)`.
 
-Each process that calls tools has a connection of its own, which its event loop keeps in a thread.
-One whose server has ended is made anew, once for a call.
+Each process that calls tools has its own connection, whose event loop runs in a thread. If the
+server has ended, a call makes a new connection, once.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ def _tool(server: str, found: Any) -> Callable[..., Any]:
 
 
 def _connection(server: str) -> "_Connection":
-  """That of this process. One that has ended is made anew."""
+  """The connection of this process. A connection that has ended is replaced."""
   key = server, os.getpid()
   with _LOCK:
     if key not in _CONNECTIONS or not _CONNECTIONS[key].is_open:
@@ -81,7 +81,7 @@ class _Connection:
   """A connection to a server.
 
   Attributes:
-    tools: What it offers.
+    tools: The tools that the server offers.
   """
 
   def __init__(self, server: str) -> None:
@@ -107,11 +107,11 @@ class _Connection:
 
   @property
   def is_open(self) -> bool:
-    """Whether it can be asked."""
+    """Whether it can be called."""
     return self._thread.is_alive() and not self._is_closed
 
   def call(self, name: str, arguments: dict[str, Any]) -> "Future[str]":
-    """Calls a tool. The text that it returns is the result. Raises `_Lost` without a server."""
+    """Calls a tool. The future has its text, or raises `_Lost` if the server is gone."""
     asking = self._call(name, arguments)
     try:
       return asyncio.run_coroutine_threadsafe(asking, self._loop)
@@ -141,7 +141,7 @@ class _Connection:
     return text
 
   async def _is_there(self) -> bool:
-    """Whether the server answers what costs it nothing. Its errors have no codes to tell by."""
+    """Whether the server still answers. A cheap call tells, because its errors have no codes."""
     try:
       async with asyncio.timeout(_SECONDS_OF_END):
         await self._client.list_tools(cache_mode="bypass")

@@ -22,7 +22,7 @@ class OpenEnv:
   pickles = False
 
   def __init__(self, address: str) -> None:
-    """Asks nothing yet. `address` is the URL of the server."""
+    """Does not connect yet. `address` is the URL of the server."""
     self._address = address.rstrip("/")
     self._client: Any = None
     self._fields: dict[str, Any] = {}  # of an action
@@ -31,7 +31,7 @@ class OpenEnv:
     """Begins a session, with the example's `seed` if it has one.
 
     Raises:
-      ConfigError: openenv is not installed, or the server does not answer as one of it.
+      ConfigError: openenv is not installed, or no openenv server answers there.
     """
     try:
       from openenv import GenericEnvClient  # imported here because it is an optional package
@@ -53,7 +53,7 @@ class OpenEnv:
   async def step(
     self, message: Mapping[str, Any]
   ) -> tuple[list[dict[str, str]], float | None, bool]:
-    """Sends what the policy wrote as an action."""
+    """Sends the text of the policy as an action."""
     found = await self._client.step(action_of(message["content"], self._fields))
     reward = None if found.reward is None else float(found.reward)
     said = [] if found.done else [{"role": "user", "content": text_of(found.observation)}]
@@ -79,7 +79,7 @@ def action_of(text: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     fields: The schemas of the fields.
 
   Raises:
-    ValueError: No field takes a text, and the text is no such object.
+    ValueError: No field takes a text, and the text is not a JSON object of the fields.
   """
   try:
     value = json.loads(text)
@@ -95,7 +95,7 @@ def action_of(text: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_of(observation: Any) -> str:
-  """What an observation says: its text, or else all of it as JSON."""
+  """The text of an observation, or else all of it as JSON."""
   if not isinstance(observation, Mapping):
     return str(observation)
   for name in _TEXTS:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_jax.data.tasks import verifiers_tasks
 
-# What serves the agents of each taskset, in this worker. It ends with the worker.
+# The servers of each taskset's agents, in this worker. They end with the worker.
 _SERVED: dict[str, contextlib.AsyncExitStack] = {}
 _LOCKS: dict[str, asyncio.Lock] = {}
 
@@ -21,10 +21,10 @@ async def play(
 
   Args:
     example: Its field `number` is the place of the task.
-    base_url: Of the endpoint.
-    api_key: For it.
+    base_url: The URL of the endpoint.
+    api_key: The key of the endpoint.
     model: The policy's name there.
-    id: Of the taskset.
+    id: The name of the taskset.
 
   Returns:
     The reward, and the rewards and metrics of the taskset by name.
@@ -58,7 +58,7 @@ async def play(
 def metrics_of(traces: Sequence[Any]) -> dict[str, float]:
   """The rewards as `rewards/NAME`, without their weights, and the metrics of an episode's traces.
 
-  What several traces have is added.
+  A name that several traces have gets their sum.
   """
   found: dict[str, float] = {}
   for trace in traces:

@@ -39,14 +39,15 @@ import itertools
 import math
 import re
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-from grpo_jax.code_tests import MAIN_COLUMNS, TEST_COLUMNS, Tests, Unreadable, layout_of
+from grpo_jax.problems.layouts import MAIN_COLUMNS, TEST_COLUMNS, layout_of
+from grpo_jax.problems.programs import ProgramTests, Unreadable
 from grpo_jax.rewards.answer import NoReward, RewardError
 from grpo_jax.rewards.marks import checked_by, reads_one_of, rows_checked_by
 from grpo_jax.rewards.sandbox import runner
-from grpo_jax.rewards.sandbox.cases import Clock, run_cases
-from grpo_jax.rewards.sandbox.tests import Problem, run_tests
+from grpo_jax.rewards.sandbox.cases import TimeLimits, run_cases
+from grpo_jax.rewards.sandbox.tests import run_tests
 from grpo_jax.settings import ConfigError, at_least
 
 _THREADS = 32  # of a program
@@ -145,7 +146,7 @@ def code(
   """1.0 if the code of the completion passes all tests, else 0.0.
 
   The code is the last block between ``` lines, or the whole text if there is none. The tests of a
-  row are in the columns of one of the layouts in `grpo_jax/code_tests.py`.
+  row are in the columns of one of the layouts in `grpo_jax/problems/layouts.py`.
 
   Args:
     completions: The texts.
@@ -173,9 +174,9 @@ def code(
     ConfigError: There is no sandbox on this machine.
     RewardError: A sandbox did not start, or a setup fails.
   """
-  judge = _Judge(
+  judge = _ProgramScorer(
     sandbox=runner.find() if sandboxed else runner.NONE,
-    limits=runner.Limits(math.ceil(seconds), int(memory * 2**30), threads=_THREADS),
+    limits=runner.SandboxLimits(math.ceil(seconds), int(memory * 2**30), threads=_THREADS),
     seconds=seconds,
     case_seconds=case_seconds,
     partial=partial or fraction,
@@ -186,59 +187,69 @@ def code(
     return list(pool.map(judge, completions, problems))
 
 
-# A row's tests, why they cannot be read, or None if it has none.
-_Problem = tuple[Problem, Tests] | NoReward | None
+class _Problem(NamedTuple):
+  """The tests of a row, with the row's name in messages and its own solution, or ""."""
+
+  place: str
+  tests: ProgramTests
+  solution: str
+
+
+# A row's problem, why its tests cannot be read, or None if it has none.
+_Readable = _Problem | NoReward | None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Judge:
+class _ProgramScorer:
   """Scores completions. The attributes are parameters of `code`, and what follows from them."""
 
   sandbox: str
-  limits: runner.Limits
+  limits: runner.SandboxLimits
   seconds: float
   case_seconds: float
   partial: bool
 
-  def __call__(self, completion: str, problem: _Problem) -> float | NoReward | None:
-    if not isinstance(problem, tuple):
+  def __call__(self, completion: str, problem: _Readable) -> float | NoReward | None:
+    if not isinstance(problem, _Problem):
       return problem
-    asserts, tests = problem
+    place, tests, solution = problem
     program = _whole(program_of(completion), tests)
     if tests.cases:
-      clock = Clock(self.seconds, self.case_seconds)
+      clock = TimeLimits(self.seconds, self.case_seconds)
       verdict = run_cases(
         program,
         tests.cases,
         self.limits,
         self.sandbox,
         clock,
-        asserts.place,
+        place,
         stops=not self.partial,
       )
     else:
-      verdict = run_tests(program, asserts, self.limits, self.sandbox, self.seconds)
+      verdict = run_tests(
+        program, tests, self.limits, self.sandbox, self.seconds, place, solution=solution
+      )
     if not verdict.counted:
       return None
     share = verdict.passed / verdict.counted
     return share if self.partial else float(share == 1)
 
 
-def _problems(count: int, columns: Mapping[str, Any]) -> list[_Problem]:
+def _problems(count: int, columns: Mapping[str, Any]) -> list[_Readable]:
   """The problems of the rows, from the columns of `code`."""
   names = [name for name in (*TEST_COLUMNS, "code", "place") if columns.get(name) is not None]
   for name in names:
     if isinstance(columns[name], str) or len(columns[name]) != count:
       raise RewardError(f"code: {name} must have an entry for each of {count} completions")
   rows = [{name: columns[name][number] for name in names} for number in range(count)]
-  found: list[_Problem] = []
+  found: list[_Readable] = []
   for number, row in enumerate(rows):
     is_as_before = number and row == rows[number - 1]  # the completions of a prompt
     found.append(found[-1] if is_as_before else _problem(number, row))
   return found
 
 
-def _problem(number: int, row: Mapping[str, Any]) -> _Problem:
+def _problem(number: int, row: Mapping[str, Any]) -> _Readable:
   layout, place = layout_of(row), row.get("place") or f"row {number}"
   if layout is None:
     return None
@@ -247,10 +258,10 @@ def _problem(number: int, row: Mapping[str, Any]) -> _Problem:
   except Unreadable as error:
     return NoReward(f"{place}: {error}")
   solution = row["code"] if isinstance(row.get("code"), str) else ""
-  return Problem(f"code: {place}", tests.asserts, tests.setup, solution, tests.names), tests
+  return _Problem(f"code: {place}", tests, solution)
 
 
-def _whole(program: str, tests: Tests) -> str:
+def _whole(program: str, tests: ProgramTests) -> str:
   """The program with what the prompt began. Where that is a function, it may only be its end."""
   if not tests.entry or re.search(rf"^(async\s+)?def\s+{re.escape(tests.entry)}\b", program, re.M):
     return f"{tests.header}\n{program}" if tests.header else program

@@ -10,7 +10,7 @@ import re
 from typing import Any
 import warnings
 
-from grpo_jax import gym
+from grpo_jax.problems import gym
 from grpo_jax.rewards.functions.stated import in_tags
 from grpo_jax.rewards.marks import answers_by, checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError

@@ -15,7 +15,7 @@ import subprocess
 import time
 from typing import Any
 
-from grpo_jax.code_tests import Case
+from grpo_jax.problems.programs import Case
 from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.sandbox import runner
 from grpo_jax.rewards.sandbox.programs.values import encode
@@ -39,7 +39,7 @@ class _NotStarted(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Clock:
+class TimeLimits:
   """Limits of time, in seconds.
 
   Attributes:
@@ -54,9 +54,9 @@ class Clock:
 def run_cases(
   program: str,
   cases: Sequence[Case],
-  limits: runner.Limits,
+  limits: runner.SandboxLimits,
   sandbox: str,
-  clock: Clock,
+  clock: TimeLimits,
   place: str,
   *,
   stops: bool = True,

@@ -7,7 +7,7 @@ A program runs in a process of its own with these bounds:
   network    none: a network namespace of its own, with nothing but an empty loopback.
   processes  a process namespace of its own. It sees and signals no other process, and all that it
              started is killed with it, whatever its group or session.
-  resources  CPU time, wall time, memory, file size, number of processes: see `Limits`.
+  resources  CPU time, wall time, memory, file size, number of processes: see `SandboxLimits`.
   privilege  an ordinary user without capabilities, even if the run is root's. System calls that
              lead around these bounds are refused (`programs/confine.py`).
 
@@ -89,7 +89,7 @@ exit 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
   """The limits of a program's resources.
 
   Attributes:
@@ -108,7 +108,9 @@ class Limits:
   threads: int = 1
 
 
-def start(program: str, limits: Limits, kind: str, **streams: Any) -> subprocess.Popen[bytes]:
+def start(
+  program: str, limits: SandboxLimits, kind: str, **streams: Any
+) -> subprocess.Popen[bytes]:
   """Starts a Python program that uses the standard library and numpy alone.
 
   The caller must end it with `stop`. It ends by itself if the thread that started it ends.
@@ -133,7 +135,7 @@ def start(program: str, limits: Limits, kind: str, **streams: Any) -> subprocess
   return subprocess.Popen(wrapped, env={}, cwd="/", start_new_session=True, **streams)
 
 
-def values_of(limits: Limits, kind: str) -> dict[str, int]:
+def values_of(limits: SandboxLimits, kind: str) -> dict[str, int]:
   """The limits as `programs/confine.py` takes them."""
   values = {
     "CPU": limits.seconds,
@@ -189,7 +191,7 @@ def _problem(kind: str) -> str:
     " print(os.listdir('/tmp'), os.path.exists('/proc/1'), sys.version.split()[0], end='')"
   )
   streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-  process = start(program, Limits(), kind, **streams)
+  process = start(program, SandboxLimits(), kind, **streams)
   try:
     out, err = process.communicate(timeout=20)
   except subprocess.TimeoutExpired:
@@ -201,7 +203,7 @@ def _problem(kind: str) -> str:
   return " ".join(err.decode(errors="replace").split())[-200:] or f"it fails ({out!r:.80})"
 
 
-def _bwrap(command: list[str], limits: Limits) -> list[str]:
+def _bwrap(command: list[str], limits: SandboxLimits) -> list[str]:
   wrapped = [_tool("bwrap"), "--die-with-parent", "--new-session", "--clearenv"]
   wrapped += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
   if os.geteuid():
@@ -226,7 +228,7 @@ def _bwrap(command: list[str], limits: Limits) -> list[str]:
   return [*wrapped, "--remount-ro", "/", "--chdir", "/tmp", "--", *command]
 
 
-def _unshare(command: list[str], limits: Limits) -> list[str]:
+def _unshare(command: list[str], limits: SandboxLimits) -> list[str]:
   is_root = not os.geteuid()
   user = [] if is_root else ["--user", "--map-root-user"]
   drop = " ".join(_becomes_nobody()) if is_root else ""

@@ -14,27 +14,9 @@ import subprocess
 import time
 from typing import Any
 
+from grpo_jax.problems.programs import ProgramTests
 from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.sandbox import runner
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-  """The tests of a program, with the code that they need.
-
-  Attributes:
-    place: The name of the problem in error messages.
-    tests: The tests. Each is a program that raises an exception if it fails.
-    setup: Code that runs before the tests, such as imports. It may use the program.
-    solution: A program that passes, or "". It says which names are the program's (`names.py`).
-    names: Names of the program that each test gets, whatever else it defines.
-  """
-
-  place: str
-  tests: tuple[str, ...]
-  setup: str = ""
-  solution: str = ""
-  names: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,21 +33,30 @@ class Verdict:
 
 
 def run_tests(
-  program: str, problem: Problem, limits: runner.Limits, sandbox: str, seconds: float
+  program: str,
+  tests: ProgramTests,
+  limits: runner.SandboxLimits,
+  sandbox: str,
+  seconds: float,
+  place: str,
+  *,
+  solution: str = "",
 ) -> Verdict:
-  """Runs a program, and the tests on it.
+  """Runs a program, and the asserts of its tests on it.
 
   Args:
     program: The program.
-    problem: Its tests.
+    tests: Its tests.
     limits: The limits of the program and of its tests, each.
     sandbox: One of `runner.KINDS`, or `runner.NONE`.
     seconds: Tests that have not passed by then have failed.
+    place: The name of the problem in error messages.
+    solution: A program that passes, or "". It says which names are the program's (`names.py`).
 
   Raises:
     RewardError: A sandbox did not start, or the setup fails.
   """
-  if not problem.tests:
+  if not tests.asserts:
     return Verdict(0, 0)
   deadline = time.monotonic() + seconds
   to_checker, to_player = os.pipe(), os.pipe()
@@ -83,26 +74,32 @@ def run_tests(
       start("from player import play; play()", to_player[0], to_checker[1], subprocess.DEVNULL)
       # The player says nothing before it has its job, and the checker nothing before the player.
       # So the first line of each pipe is the job, though the pipes have two writers.
-      _send(to_checker[1], dataclasses.asdict(problem), deadline)
-      _send(to_player[1], {"code": program, "setup": problem.setup}, deadline)
+      job = {"tests": tests.asserts, "setup": tests.setup, "names": tests.names}
+      _send(to_checker[1], job | {"solution": solution}, deadline)
+      _send(to_player[1], {"code": program, "setup": tests.setup}, deadline)
     finally:
       for end in (*to_checker, *to_player):
         os.close(end)
-    verdict = _read(started[0].stderr.fileno(), 1 + len(problem.tests), deadline)
+    found = _read(started[0].stderr.fileno(), 1 + len(tests.asserts), deadline)
   finally:
     for process in started:
       runner.stop(process)
       if process.stderr:
         process.stderr.close()
+  return _verdict(found, tests, place, seconds)
+
+
+def _verdict(found: bytes, tests: ProgramTests, place: str, seconds: float) -> Verdict:
+  """The verdict in the bytes that the checker wrote. Raises RewardError as `run_tests` does."""
   # Nothing but the verdict counts, such as what the checker's Python says when it fails.
-  match = re.match(rb"\+([01-]*)(!?)", verdict)
+  match = re.match(rb"\+([01-]*)(!?)", found)
   if match is None:
-    said = " ".join(verdict.decode(errors="replace").split())[-200:]
+    said = " ".join(found.decode(errors="replace").split())[-200:]
     failed = f"a sandbox did not start in {seconds:g} s"
-    raise RewardError(f"{problem.place}: {failed}{': ' if said else ''}{said}")
+    raise RewardError(f"{place}: {failed}{': ' if said else ''}{said}")
   if match[2]:
-    raise RewardError(f"{problem.place}: test_setup_code fails: {problem.setup!r:.200}")
-  return Verdict(match[1].count(b"1"), len(problem.tests) - match[1].count(b"-"))
+    raise RewardError(f"{place}: test_setup_code fails: {tests.setup!r:.200}")
+  return Verdict(match[1].count(b"1"), len(tests.asserts) - match[1].count(b"-"))
 
 
 def _send(pipe: int, job: dict[str, Any], deadline: float) -> None:

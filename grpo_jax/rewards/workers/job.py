@@ -6,11 +6,11 @@ import dataclasses
 
 from grpo_jax.rewards.answer import Answer, RewardError, joined, no_answer
 from grpo_jax.rewards.call import rows_of
-from grpo_jax.rewards.workers.messages import Call
+from grpo_jax.rewards.workers.messages import WorkerCall
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Task:
+class CallTask:
   """Some rows of a call, and how often calls with them have failed.
 
   Attributes:
@@ -20,13 +20,13 @@ class Task:
     failed: How many calls with these rows have failed.
   """
 
-  job: "Job"
+  job: "CallBatch"
   place: int
   rows: Sequence[int]
   failed: int = 0
 
   @property
-  def call(self) -> Call:
+  def call(self) -> WorkerCall:
     """The whole call."""
     return self.job.calls[self.place]
 
@@ -35,12 +35,12 @@ class Task:
     """The key of tasks that any worker may take in any order: equal for tasks of one lane."""
     return self.call.key, self.failed
 
-  def cut(self) -> Call:
+  def cut(self) -> WorkerCall:
     """The call with these rows alone."""
     return dataclasses.replace(self.call, columns=rows_of(self.call.columns, self.rows))
 
 
-class Job:
+class CallBatch:
   """Calls and their answers so far.
 
   A call that failed is made again, for one completion at a time, each in a new worker. What fails
@@ -51,7 +51,7 @@ class Job:
     future: Gets the answers, in the order of the calls, whichever comes first.
   """
 
-  def __init__(self, calls: Sequence[Call], stops_on_error: bool) -> None:
+  def __init__(self, calls: Sequence[WorkerCall], stops_on_error: bool) -> None:
     """`stops_on_error`: whether the first completion for which a function raises ends the job."""
     self.calls, self._stops_on_error = calls, stops_on_error
     self.future: Future[list[Answer]] = Future()
@@ -59,18 +59,18 @@ class Job:
     self._unanswered = len(calls)  # tasks
     self._end_if_done()
 
-  def tasks(self) -> list[Task]:
+  def tasks(self) -> list[CallTask]:
     """A task for each call."""
     sizes = [len(call.columns["completions"]) for call in self.calls]
-    return [Task(self, place, range(size)) for place, size in enumerate(sizes)]
+    return [CallTask(self, place, range(size)) for place, size in enumerate(sizes)]
 
-  def answer(self, task: Task, answer: Answer) -> None:
+  def answer(self, task: CallTask, answer: Answer) -> None:
     """Takes the answer for a task."""
     self._parts[task.place].append((task.rows, answer))
     self._unanswered -= 1
     self._end_if_done()
 
-  def failed(self, task: Task, kind: str, text: str, retries: int) -> list[Task]:
+  def failed(self, task: CallTask, kind: str, text: str, retries: int) -> list[CallTask]:
     """A call failed.
 
     Args:

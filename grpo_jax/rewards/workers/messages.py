@@ -24,7 +24,7 @@ _LONGEST_LINE = 2**28  # characters of an answer
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class WorkerCall:
   """A call of a function with the completions of one prompt.
 
   Attributes:
@@ -165,7 +165,7 @@ def send_line(channel: socket.socket, values: dict[str, Any]) -> None:
   channel.sendall(json.dumps(values).encode() + b"\n")
 
 
-class Lines:
+class LineReader:
   """The lines of JSON that come from a socket."""
 
   def __init__(self, channel: socket.socket) -> None:

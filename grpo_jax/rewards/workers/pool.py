@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from grpo_jax.rewards.answer import Answer
-from grpo_jax.rewards.workers.job import Job
-from grpo_jax.rewards.workers.messages import Call, portable
-from grpo_jax.rewards.workers.processes import Processes
+from grpo_jax.rewards.workers.job import CallBatch
+from grpo_jax.rewards.workers.messages import WorkerCall, portable
+from grpo_jax.rewards.workers.processes import WorkerProcesses
 from grpo_jax.rewards.workers.schedule import Schedule
 
 _SECONDS_TO_STOP = 5.0
@@ -29,7 +29,7 @@ class Pool:
       timeout: Seconds that a call may take.
       memory: GiB that a worker may have, 0 for no limit.
     """
-    self._processes = Processes(count, int(memory * 2**30))
+    self._processes = WorkerProcesses(count, int(memory * 2**30))
     self._schedule = Schedule(self._processes, timeout)
 
   def add(self, source: str, function: Callable[..., Any], is_named: bool) -> None:
@@ -50,7 +50,9 @@ class Pool:
         self._schedule.lock.wait_for(self._schedule.is_idle)
         self._processes.add(source, sent)
 
-  def start(self, calls: Sequence[Call], stops_on_error: bool = False) -> "Future[list[Answer]]":
+  def start(
+    self, calls: Sequence[WorkerCall], stops_on_error: bool = False
+  ) -> "Future[list[Answer]]":
     """Makes calls in the background.
 
     Args:
@@ -60,7 +62,7 @@ class Pool:
     Returns:
       The future answers, in the order of the calls.
     """
-    return self._schedule.start(Job(calls, stops_on_error))
+    return self._schedule.start(CallBatch(calls, stops_on_error))
 
   def close(self) -> None:
     """Ends all workers, and with them what is running."""

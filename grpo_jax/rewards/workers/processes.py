@@ -56,7 +56,7 @@ class ForkerProcess:
         env=os.environ | _ENVIRONMENT,
         start_new_session=True,
       )
-    self._lines = messages.Lines(self._channel)
+    self._lines = messages.LineReader(self._channel)
 
   def load(self, source: str, kind: str, data: bytes) -> bool:
     """Loads a function. Returns False if that started a thread.
@@ -154,9 +154,9 @@ class WorkerProcess:
     self.pending: list[int] = []
     self.is_ready, self.is_new, self.is_async = False, True, False
     self.deadline, self.answered_at, self.is_orphan = 0.0, 0.0, False
-    self._lines = messages.Lines(channel)
+    self._lines = messages.LineReader(channel)
 
-  def send(self, calls: Sequence[tuple[int, messages.Call]], timeout: float) -> None:
+  def send(self, calls: Sequence[tuple[int, messages.WorkerCall]], timeout: float) -> None:
     """Sends calls with their numbers.
 
     Raises:
@@ -180,7 +180,7 @@ class WorkerProcess:
     return self._lines.read()
 
 
-class Processes:
+class WorkerProcesses:
   """The worker processes of a run, and the forker that starts and ends them.
 
   Attributes:

@@ -22,9 +22,9 @@ from typing import Any
 
 from grpo_jax.rewards.answer import Answer, RewardError
 from grpo_jax.rewards.names import SECONDS_TO_LOAD
-from grpo_jax.rewards.workers.job import Job, Task
-from grpo_jax.rewards.workers.messages import Call, answer_from_json
-from grpo_jax.rewards.workers.processes import Processes, WorkerProcess
+from grpo_jax.rewards.workers.job import CallBatch, CallTask
+from grpo_jax.rewards.workers.messages import WorkerCall, answer_from_json
+from grpo_jax.rewards.workers.processes import WorkerProcess, WorkerProcesses
 
 CALLS_AT_ONCE = 64  # of async functions in a worker
 _SECONDS_BETWEEN_LOOKS = 1.0  # at whether the pool is closed
@@ -40,22 +40,22 @@ class Schedule:
     lock: A thread that holds it while `is_idle` may use the processes.
   """
 
-  def __init__(self, processes: Processes, timeout: float) -> None:
+  def __init__(self, processes: WorkerProcesses, timeout: float) -> None:
     """`timeout`: seconds that a call may take."""
     self.lock = threading.Condition()
     self._processes, self._timeout = processes, timeout
-    self._new: list[Job] = []
+    self._new: list[CallBatch] = []
     self._runs = False
     self._wakes, self._waker = socket.socketpair()
     self._waker.setblocking(False)
     self._numbers = itertools.count()
-    self._tasks: dict[int, Task] = {}  # without an answer, by number
+    self._tasks: dict[int, CallTask] = {}  # without an answer, by number
     # The numbers of those that no worker has. Those of a lane differ only in their completions.
     self._lanes: dict[tuple[str, int], collections.deque[int]] = {}
     self._seconds: dict[str, float] = {}  # of a call, by key
     self._failed_starts = 0
 
-  def start(self, job: Job) -> "Future[list[Answer]]":
+  def start(self, job: CallBatch) -> "Future[list[Answer]]":
     """Makes the calls of a job in the background. Returns the job's future."""
     with self.lock:
       self._new.append(job)
@@ -108,13 +108,13 @@ class Schedule:
         worker.deadline = time.monotonic() + max(SECONDS_TO_LOAD, self._timeout)
     self._wait()
 
-  def _queue(self, tasks: list[Task]) -> None:
+  def _queue(self, tasks: list[CallTask]) -> None:
     for task in tasks:
       number = next(self._numbers)
       self._tasks[number] = task
       self._lanes.setdefault(task.lane, collections.deque()).append(number)
 
-  def _drop(self, jobs: set[Job], error: BaseException) -> None:
+  def _drop(self, jobs: set[CallBatch], error: BaseException) -> None:
     """Ends jobs. The workers that are in one of their calls end, too."""
     dropped = {number for number, task in self._tasks.items() if task.job in jobs}
     for lane, numbers in self._lanes.items():
@@ -157,7 +157,7 @@ class Schedule:
           return [numbers.popleft() for _ in range(room)]
     return []
 
-  def _room(self, worker: WorkerProcess, task: Task, waiting: int) -> int:
+  def _room(self, worker: WorkerProcess, task: CallTask, waiting: int) -> int:
     """How many tasks like this one, of which so many wait, a worker may get now."""
     call = task.call
     if (task.failed and not worker.is_new) or (worker.pending and not worker.is_async):
@@ -177,7 +177,7 @@ class Schedule:
     fitting = int(_SECONDS_OF_CALLS / self._seconds.get(call.key, _SECONDS_OF_CALLS))
     return max(1, min(share, fitting))
 
-  def _may_begin(self, worker: WorkerProcess, call: Call) -> bool:
+  def _may_begin(self, worker: WorkerProcess, call: WorkerCall) -> bool:
     """Whether a worker may begin one more call of a function that is marked `one_worker`."""
     under_way = 0
     for other in self._processes.workers:
@@ -316,11 +316,11 @@ class Schedule:
       # With an async function, all that ran side by side is suspect. It is called alone at last.
       self._failed(task, kind, said, 2 if task.call.is_async else 1)
 
-  def _too_late(self, call: Call) -> str:
+  def _too_late(self, call: WorkerCall) -> str:
     limit = f"reward.timeout = {self._timeout:g} s"
     return f"reward function {call.name} has not returned within {limit}"
 
-  def _failed(self, task: Task, kind: str, text: str, retries: int) -> None:
+  def _failed(self, task: CallTask, kind: str, text: str, retries: int) -> None:
     if task.job.future.done():  # another one of its calls has just ended it
       return
     try:

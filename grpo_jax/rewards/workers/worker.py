@@ -24,7 +24,7 @@ from grpo_jax.rewards.asking import asking
 from grpo_jax.rewards.call import call, call_async
 from grpo_jax.rewards.votes import voting
 from grpo_jax.rewards.workers import messages
-from grpo_jax.rewards.workers.messages import Call
+from grpo_jax.rewards.workers.messages import WorkerCall
 from grpo_jax.settings import ConfigError
 
 # Exceptions that count as the end of a worker, though a function can raise them.
@@ -91,7 +91,7 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
       _send(channel, number, one.name, outcome)
 
 
-def _function(functions: dict[str, Any], one: Call) -> Any:
+def _function(functions: dict[str, Any], one: WorkerCall) -> Any:
   """The function that a call is for, or what asks it what it reads, or counts its answers."""
   function = functions[one.key]
   return asking(function) if one.asks else voting(function) if one.votes else function
@@ -115,13 +115,16 @@ def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> N
 
 
 async def _answer_side_by_side(
-  channel: socket.socket, functions: dict[str, Any], calls: list[tuple[int, Call]], timeout: float
+  channel: socket.socket,
+  functions: dict[str, Any],
+  calls: list[tuple[int, WorkerCall]],
+  timeout: float,
 ) -> None:
   """Makes calls of async functions, and those that come meanwhile, until none is left."""
   loop = asyncio.get_running_loop()
   running: set[asyncio.Task[None]] = set()
 
-  async def make(number: int, one: Call) -> None:
+  async def make(number: int, one: WorkerCall) -> None:
     function = _function(functions, one)
     try:
       if one.is_async:
@@ -132,7 +135,7 @@ async def _answer_side_by_side(
       outcome = error
     _send(channel, number, one.name, outcome)
 
-  def begin(calls: list[tuple[int, Call]]) -> None:
+  def begin(calls: list[tuple[int, WorkerCall]]) -> None:
     running.update(loop.create_task(make(number, one)) for number, one in calls)
 
   def receive() -> None:

@@ -29,12 +29,12 @@ def play() -> None:
   with contextlib.suppress(Exception):
     exec(compile(job["setup"], "<setup>", "exec"), names)
   exec(compile(job["code"], "<completion>", "exec"), names)
-  kept = Kept()
+  kept = NumberedObjects()
   for line in requests:
     _send(answers, _answer(json.loads(line), names, kept))
 
 
-class Kept:
+class NumberedObjects:
   """The objects that the checker knows by numbers."""
 
   def __init__(self) -> None:
@@ -52,7 +52,9 @@ class Kept:
     return self._objects[number]
 
 
-def _answer(request: dict[str, Any], names: dict[str, Any], kept: Kept) -> dict[str, Any]:
+def _answer(
+  request: dict[str, Any], names: dict[str, Any], kept: NumberedObjects
+) -> dict[str, Any]:
   """The value that a request is for, or the error that it ends with."""
   try:
     return {"value": encode(_result(request, names, kept), kept.number_of)}
@@ -60,7 +62,7 @@ def _answer(request: dict[str, Any], names: dict[str, Any], kept: Kept) -> dict[
     return _error(error, kept)
 
 
-def _result(request: dict[str, Any], names: dict[str, Any], kept: Kept) -> Any:
+def _result(request: dict[str, Any], names: dict[str, Any], kept: NumberedObjects) -> Any:
   if "name" in request:
     return names[request["name"]]
   if "set" in request:
@@ -72,7 +74,7 @@ def _result(request: dict[str, Any], names: dict[str, Any], kept: Kept) -> Any:
   return kept[request["object"]](*arguments, **keywords)
 
 
-def _error(error: Exception, kept: Kept) -> dict[str, Any]:
+def _error(error: Exception, kept: NumberedObjects) -> dict[str, Any]:
   """An exception: its class, and what it holds where that can be sent."""
   kind = describe_exception(type(error), kept.number_of)
   try:
