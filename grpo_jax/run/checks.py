@@ -172,8 +172,8 @@ def _check_engine(config: Config) -> None:
       getattr(sampling, name) == default,
       f"sampling.{name}",
       getattr(sampling, name),
-      "an engine returns the log-probs after its filters alone, and the learner needs those before"
-      f" them, too; with rollout.engine set {default}",
+      "an engine returns log-probs before or after its filters, and the learner needs both; with"
+      f" rollout.engine set {default}",
     )
   is_rslora = rollout.engine == "sglang" and config.lora.rank > 0 and config.lora.rslora
   refused: tuple[tuple[str, Any, Any, str], ...] = (
