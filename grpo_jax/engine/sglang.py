@@ -1,7 +1,4 @@
-"""SGLang: requests to a server and its answers, and the command line that starts one.
-
-Written from the source of SGLang 0.5.23, and not run with it.
-"""
+"""SGLang: requests to a server and its answers, and the command line that starts one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,18 +24,12 @@ _SPARE = 7  # a prompt has at most --context-length tokens less these
 _HOT = 1e4  # a temperature at which all tokens are equally likely
 _MOST_APART = 0.02  # log-probs of tokens that are
 # Its option --preferred-sampling-params could change them.
-_NO_FILTERS = dict(
-  top_p=1.0,
-  top_k=-1,
-  min_p=0.0,
-  repetition_penalty=1.0,
-  presence_penalty=0.0,
-  frequency_penalty=0.0,
-)
+_NO_FILTERS = dict(top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+_NO_FILTERS |= dict(presence_penalty=0.0, frequency_penalty=0.0)
 
 
 class SglangServer(EngineServer):
-  """A server of SGLang."""
+  """A server of SGLang, by the source of version 0.5.23. It was not run with SGLang."""
 
   load_adapter, unload_adapter = "/load_lora_adapter", "/unload_lora_adapter"
   is_loaded = "already loaded"
@@ -84,16 +75,12 @@ class SglangServer(EngineServer):
     sampling, scores, apart = dict(max_new_tokens=1, temperature=_HOT), [], 0.0
     for row in rows:
       meta = self._generate(row, sampling, name, logprob_start_len=0, top_logprobs_num=2)
-      given, likeliest = meta.get("input_token_logprobs"), meta.get("output_top_logprobs")
-      own = _columns(given)[0]
-      pair = _columns(likeliest[0])[0] if isinstance(likeliest, list) and likeliest else None
-      # The first token has no log-prob.
-      if not isinstance(own, list) or not are_logprobs(own[1:], len(row) - 1):
-        raise ServerRefused(f"{self.url} scored a row with {shown(given)}")
-      if not are_logprobs(pair, 2):
-        raise ServerRefused(f"{self.url} scored a row's next tokens with {shown(likeliest)}")
-      scores.append(own[1:])
-      apart = max(apart, pair[0] - pair[1])
+      own, _ = _columns((meta.get("input_token_logprobs") or [])[1:])  # the first token has none
+      likeliest, _ = _columns((meta.get("output_top_logprobs") or [None])[0])
+      if not are_logprobs(own, len(row) - 1) or not are_logprobs(likeliest, 2):
+        raise ServerRefused(f"{self.url} scored a row with {shown(meta)}")
+      scores.append(own)
+      apart = max(apart, likeliest[0] - likeliest[1])
     if apart > _MOST_APART:
       raise ServerRefused(
         f"{self.url} returns log-probs from before the temperature: start it with"
@@ -106,21 +93,21 @@ class SglangServer(EngineServer):
     # them up, so the format is named.
     body = {"model_path": folder, "load_format": "auto", "flush_cache": False}
     self._client.call("/update_weights_from_disk", body, self._seconds)
-    # This fails while it draws, as it may for a moment after nobody waits for a row.
+    # It draws for a moment after nobody waits for a row, and cannot drop its cache until then.
     self._client.call(f"/flush_cache?timeout={SHORT:g}", {}, max(self._seconds, SHORT))
 
   def _generate(
-    self, prompt: Sequence[int], sampling: Mapping[str, Any], name: str, **more: Any
+    self,
+    prompt: Sequence[int],
+    sampling: Mapping[str, Any],
+    name: str,
+    owner: Any = None,
+    **more: int,
   ) -> Mapping[str, Any]:
     """Draws a row with log-probs. Returns the answer's meta_info."""
-    body = dict(
-      input_ids=list(prompt),
-      sampling_params={**_NO_FILTERS, **sampling},
-      return_logprob=True,
-      lora_path=None if name == NAME else name,
-    )
-    owner = more.pop("owner", None)
-    answer = self._client.call("/generate", body | more, self._seconds, owner)
+    body = {"input_ids": list(prompt), "sampling_params": {**_NO_FILTERS, **sampling}, **more}
+    body |= {"return_logprob": True, "lora_path": None if name == NAME else name}
+    answer = self._client.call("/generate", body, self._seconds, owner)
     if isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict):
       return answer["meta_info"]
     raise ServerRefused(f"{self.url} answers /generate with {shown(answer)}")
