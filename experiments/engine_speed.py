@@ -17,8 +17,8 @@ import numpy as np
 
 import grpo_jax
 from grpo_jax.data import loader
-from grpo_jax.engine import command
 from grpo_jax.engine.connect import ExternalEngine
+from grpo_jax.engine.engines import ENGINES, line
 from grpo_jax.rollouts.complete import Completer, make_rollout
 from grpo_jax.run.run import Run
 
@@ -65,8 +65,8 @@ def main(argv: list[str]) -> None:
     },
   )
   if FLAGS.command:
-    words = command.command(config, FLAGS.url, on_cpu=True)
-    print(command.line(command.environment(config, on_cpu=True), words))
+    kind = ENGINES[config.rollout.engine]
+    print(line(kind.environment(config, True), kind.command(config, FLAGS.url, on_cpu=True)))
     return
   run = Run(config)
   indices = np.arange(FLAGS.prompts)

@@ -648,9 +648,9 @@ class Rollout:
   )
   engine: str = setting(
     "",
-    "an engine of others that draws the completions of training, at rollout.engine_urls: vllm."
-    " '' = the run samples itself",
-    one_of(("", "vllm")),
+    "an engine of others that draws the completions of training, at rollout.engine_urls: vllm or"
+    " sglang. '' = the run samples itself",
+    one_of(("", "vllm", "sglang")),
     before="",
   )
   engine_urls: tuple[str, ...] = setting(

@@ -1,4 +1,4 @@
-"""A server that answers as vLLM's does, with the model of this project in the place of its own."""
+"""Servers that answer as vLLM and SGLang do, with the model of this project in place of theirs."""
 
 import contextlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +21,7 @@ class Refusal(Exception):
     self.status = status
 
 
-class FakeVllm:
+class FakeEngine:
   """A server at a free port of this machine.
 
   Attributes:
@@ -35,7 +35,6 @@ class FakeVllm:
     self.folder = self.loaded = str(folder)
     self.calls, self.loads, self.adapters = [], "all", {}
     self.before = lambda body: None
-    self.settings = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
     self.longest, self.port, self._server = LENGTH, 0, None
     self._params, self._lock = {}, threading.Lock()
     self.tokens = tokenizer.load(str(folder))
@@ -63,25 +62,6 @@ class FakeVllm:
         with contextlib.suppress(OSError):
           connection.shutdown(2)
 
-  def answer(self, path, body):
-    self.calls.append(path)
-    route = path.partition("?")[0]
-    if route == "/v1/models":
-      return {"data": [{"id": "policy", "root": self.folder, "max_model_len": self.longest}]}
-    if route == "/server_info":
-      return {"vllm_config": {"model_config": self.settings}}
-    if route == "/detokenize":
-      return {"prompt": self.tokens.decode(body["tokens"])}
-    if route == "/collective_rpc" and body["method"] == "reload_weights":
-      self.load(body["kwargs"]["weights_path"])
-    if route == "/v1/load_lora_adapter":
-      self.adapters[body["lora_name"]] = body["lora_path"]
-    if route == "/v1/unload_lora_adapter":
-      del self.adapters[body["lora_name"]]
-    if route == "/v1/completions":
-      return self.completions(body)
-    return {}
-
   def load(self, folder):
     if self.loads == "nothing":
       threading.Event().wait(5)
@@ -106,46 +86,164 @@ class FakeVllm:
       shape, params = self.params(name)
       return np.asarray(forward(params, shape, padded(ids)))[: len(ids)]
 
-  def completions(self, body):
-    if isinstance(body["prompt"][0], list):
-      rows = enumerate(body["prompt"])
-      return {"choices": [self.scored(n, row, body["model"]) for n, row in rows]}
+  def drawn(self, body, name, ids, most, temperature, rng, stops_at):
+    """(Tokens, their log-probs, whether one has stopped them), as a request's `body` asks."""
     self.before(body)
-    rng, drawn = np.random.default_rng(body["seed"]), []
-    stop_ids, reason = body["stop_token_ids"], "length"
-    while len(drawn) < body["max_tokens"]:
-      ids = body["prompt"] + [token for token, _ in drawn]
-      logits_V = self.logits(ids, body["model"])[-1]
-      logprobs_V = np.asarray(jax.nn.log_softmax(logits_V / (body["temperature"] or 1.0)))
+    drawn = []
+    while len(drawn) < most:
+      logits_V = self.logits(ids + [token for token, _ in drawn], name)[-1]
+      logprobs_V = np.asarray(jax.nn.log_softmax(logits_V / (temperature or 1.0)))
       weights = np.exp(logprobs_V.astype(np.float64))
       token = rng.choice(len(weights), p=weights / weights.sum())
-      token = int(token if body["temperature"] else logits_V.argmax())
+      token = int(token if temperature else logits_V.argmax())
       drawn.append((token, float(logprobs_V[token])))
-      text = self.tokens.decode([token for token, _ in drawn])
-      if token in stop_ids or any(stop in text for stop in body["stop"]):
-        reason = "stop"
-        break
+      if stops_at([token for token, _ in drawn]):
+        return *map(list, zip(*drawn)), True
+    return *map(list, zip(*drawn)), False
+
+  def scored(self, row, name):
+    """The log-probs of a row's tokens from the second on."""
+    logprobs = np.asarray(jax.nn.log_softmax(self.logits(row, name)))
+    return [float(logprobs[place, token]) for place, token in enumerate(row[1:])]
+
+
+class FakeVllm(FakeEngine):
+  """Answers as vLLM does."""
+
+  engine = "vllm"
+
+  def __init__(self, folder):
+    self.settings = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
+    super().__init__(folder)
+
+  def answer(self, path, body):
+    self.calls.append(path)
+    route = path.partition("?")[0]
+    if route == "/v1/models":
+      return {"data": [{"id": "policy", "root": self.folder, "max_model_len": self.longest}]}
+    if route == "/server_info":
+      return {"vllm_config": {"model_config": self.settings}}
+    if route == "/detokenize":
+      return {"prompt": self.tokens.decode(body["tokens"])}
+    if route == "/collective_rpc" and body["method"] == "reload_weights":
+      self.load(body["kwargs"]["weights_path"])
+    if route == "/v1/load_lora_adapter":
+      self.adapters[body["lora_name"]] = body["lora_path"]
+    if route == "/v1/unload_lora_adapter":
+      del self.adapters[body["lora_name"]]
+    if route == "/v1/completions":
+      return self.completions(body)
+    return {}
+
+  def completions(self, body):
+    name, ids = body["model"], body["prompt"]
+    if isinstance(ids[0], list):
+      rows = enumerate(ids)
+      return {"choices": [self.choice_of_scores(n, row, self.scored(row, name)) for n, row in rows]}
+
+    def stops_at(tokens):
+      text = self.tokens.decode(tokens)
+      return tokens[-1] in body["stop_token_ids"] or any(stop in text for stop in body["stop"])
+
+    rng = np.random.default_rng(body["seed"])
+    drawn = self.drawn(body, name, ids, body["max_tokens"], body["temperature"], rng, stops_at)
+    tokens, logprobs, has_stopped = drawn
     choice = {
       "index": 0,
-      "token_ids": [token for token, _ in drawn],
-      "logprobs": {"token_logprobs": [logprob for _, logprob in drawn]},
-      "finish_reason": reason,
+      "token_ids": tokens,
+      "logprobs": {"token_logprobs": logprobs},
+      "finish_reason": "stop" if has_stopped else "length",
     }
     return {"choices": [choice]}
 
-  def scored(self, number, row, name):
-    logprobs = np.asarray(jax.nn.log_softmax(self.logits(row, name)))
-    scores = [
-      {str(token): {"logprob": float(logprobs[place, token])}}
-      for place, token in enumerate(row[1:])
-    ]
+  def choice_of_scores(self, number, row, scores):
+    pairs = zip(row[1:], scores)
+    scores = [{str(token): {"logprob": score}} for token, score in pairs]
     return {"index": number, "prompt_logprobs": [None, *scores]}
 
 
+class FakeSglang(FakeEngine):
+  """Answers as SGLang 0.5.23 does, by its source.
+
+  Attributes:
+    is_original: Whether log-probs are those before the temperature.
+    eos: Tokens at which it stops unasked, as at those of config.json.
+  """
+
+  engine = "sglang"
+
+  def __init__(self, folder):
+    self.is_original, self.eos = False, (1,)
+    self._rng = np.random.default_rng(0)  # one for all rows: it reads no seed
+    super().__init__(folder)
+
+  def answer(self, path, body):
+    self.calls.append(path)
+    route = path.partition("?")[0]
+    if route == "/model_info":
+      return {"model_path": self.folder}
+    if route == "/server_info":
+      return {"dtype": "float32", "max_req_input_len": self.longest}
+    if route == "/detokenize":
+      return {"text": self.tokens.decode(body["tokens"])}
+    if route == "/update_weights_from_disk":
+      assert body["load_format"] == "auto"
+      self.load(body["model_path"])
+      return {"success": True, "message": "", "num_paused_requests": 0}
+    if route == "/load_lora_adapter":
+      if body["lora_name"] in self.adapters:
+        raise Refusal(400, f"Failed to load LoRA adapter {body['lora_name']}: it is already loaded")
+      self.adapters[body["lora_name"]] = body["lora_path"]
+    if route == "/unload_lora_adapter":
+      del self.adapters[body["lora_name"]]
+    if route == "/generate":
+      return {"text": "", "meta_info": self.generate(body)}
+    return {}
+
+  def generate(self, body):
+    ids, name, sampling = body["input_ids"], body["lora_path"] or "", body["sampling_params"]
+    if unknown := {*sampling} - SGLANG_SAMPLING:
+      raise Refusal(400, f"unknown field `{unknown.pop()}`")
+    if name and name not in self.adapters:
+      raise Refusal(400, f"The following requested LoRA adapters are not loaded: {name}")
+    if "logprob_start_len" in body:
+      return self.likeliest(ids, name, sampling["temperature"])
+    ends = []
+
+    def stops_at(tokens):
+      text = self.tokens.decode(tokens)
+      texts = [stop for stop in sampling.get("stop", ()) if stop in text]
+      ids = {*sampling.get("stop_token_ids", ()), *self.eos} & {tokens[-1]}
+      ends[:] = texts or ([] if sampling.get("ignore_eos") else ids)
+      return bool(ends)
+
+    most, temperature = sampling["max_new_tokens"], sampling["temperature"]
+    tokens, logprobs, _ = self.drawn(body, name, ids, most, temperature, self._rng, stops_at)
+    if self.is_original:
+      logprobs = self.scored(ids + tokens, name)[-len(tokens) :]
+    reason = {"type": "stop", "matched": ends[0]} if ends else {"type": "length", "length": most}
+    pairs = [[logprob, token, None] for logprob, token in zip(logprobs, tokens)]
+    return {"output_token_logprobs": pairs, "finish_reason": reason}
+
+  def likeliest(self, ids, name, temperature):
+    """The log-probs of a prompt, and the two likeliest tokens that follow it."""
+    given = [[logprob, token, None] for logprob, token in zip([None, *self.scored(ids, name)], ids)]
+    logits_V = self.logits(ids, name)[-1] / (1.0 if self.is_original else temperature)
+    top = [[float(logprob), 0, None] for logprob in np.sort(jax.nn.log_softmax(logits_V))[:-3:-1]]
+    return {"input_token_logprobs": given, "output_top_logprobs": [top]}
+
+
+SGLANG_SAMPLING = {
+  *("max_new_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p"),
+  *("frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos"),
+  *("skip_special_tokens", "sampling_seed"),
+}
+
+
 @contextlib.contextmanager
-def serving(*folders):
+def serving(*folders, kind=FakeVllm):
   """A server for each of the folders."""
-  servers = [FakeVllm(folder) for folder in folders]
+  servers = [kind(folder) for folder in folders]
   try:
     yield servers
   finally:

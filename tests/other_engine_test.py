@@ -14,7 +14,7 @@ import threading
 import time
 import tracemalloc
 
-from engine_server import LENGTH, Refusal, serving
+from engine_server import LENGTH, FakeSglang, FakeVllm, Refusal, serving
 import jax
 from lora_run_test import make_checkpoint
 import numpy as np
@@ -23,15 +23,16 @@ from small_run import G, P, small_config, with_reward, with_section
 
 from grpo_jax import model
 from grpo_jax.asynchronous.learner import SamplingClosed
-from grpo_jax.engine import client, command, keep, weights
+from grpo_jax.engine import client, keep, vllm, weights
 from grpo_jax.engine import servers as servers_lib
 from grpo_jax.engine.client import Client, ServerGone, ServerRefused
 from grpo_jax.engine.connect import check_facts
 from grpo_jax.engine.drawn import DrawnFile, GroupTerms
+from grpo_jax.engine.engines import ENGINES
 from grpo_jax.engine.groups import EngineGroups, Rules
 from grpo_jax.engine.proof import mismatch
+from grpo_jax.engine.server import Ask, DrawnTokens, Facts
 from grpo_jax.engine.servers import Servers
-from grpo_jax.engine.vllm import Ask, DrawnTokens, Facts, VllmServer
 from grpo_jax.engine.weights import Folders, Written
 from grpo_jax.run.checks import check_config, corrected
 from grpo_jax.sampler.flight import Prompts
@@ -54,16 +55,22 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def server(folder):
-  with serving(folder) as servers:
+def server(folder, request):
+  with serving(folder, kind=getattr(request, "param", FakeVllm)) as servers:
     yield servers[0]
+
+
+of_each_engine = pytest.mark.parametrize(
+  "server", [FakeVllm, FakeSglang], indirect=True, ids=["vllm", "sglang"]
+)
 
 
 def config_for(folder, *servers, steps=2, **rollout):
   config = dataclasses.replace(with_section(small_config(), "model", path=folder), steps=steps)
   config = with_section(config, "checkpoint", every=1)
   urls = tuple(server.url for server in servers)
-  given = dict(engine="vllm", engine_urls=urls, engine_timeout=60.0) | rollout
+  engine = servers[0].engine if servers else "vllm"
+  given = dict(engine=engine, engine_urls=urls, engine_timeout=60.0) | rollout
   return with_section(config, "rollout", **given)
 
 
@@ -83,6 +90,7 @@ def paths(server):
 
 
 @pytest.mark.slow
+@of_each_engine
 def test_a_run_learns_from_what_servers_draw_and_is_replayed(folder, server, tmp_path):
   config = with_reward(config_for(folder, server), tmp_path, REWARD)
   run_steps(config, tmp_path / "drawn")
@@ -91,7 +99,9 @@ def test_a_run_learns_from_what_servers_draw_and_is_replayed(folder, server, tmp
   for row in rows:
     assert row["sampler/logprob_gap_max"] < 1e-4
     assert row["correction/raw_mean"] == pytest.approx(1, abs=1e-4)
-  assert paths(server).count("/v1/completions") == 3 + 2 * P * G  # a rehearsal and two proofs
+  # A rehearsal and two proofs, of four rows each.
+  route, proof = ("/v1/completions", 1) if server.engine == "vllm" else ("/generate", 4)
+  assert paths(server).count(route) == 3 * proof + 2 * P * G
   assert not list((tmp_path / "drawn" / "engine").iterdir())  # no folder is left
   server.stop()  # another run needs no engine
   replay = str(tmp_path / "drawn" / "drawn.jsonl")
@@ -125,6 +135,7 @@ def test_a_run_that_was_killed_goes_on_bit_equal(folder, server, tmp_path):
 
 
 @pytest.mark.slow
+@of_each_engine
 def test_a_server_that_lies_is_noticed_before_it_draws(folder, server, tmp_path):
   server.loads, drawn = "none", []
   server.before = drawn.append
@@ -144,13 +155,15 @@ def test_a_full_disk_is_one_line(folder, server, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@of_each_engine
 def test_adapters_are_loaded_under_new_names(folder, server, tmp_path):
   config = with_section(config_for(folder, server), "lora", rank=4, base_dtype="float32")
   names = []
-  server.before = lambda body: names.append(body["model"])
+  server.before = lambda body: names.append(body.get("model") or body["lora_path"])
   run_steps(with_reward(config, tmp_path, REWARD), tmp_path / "run")
   assert all(row["sampler/logprob_gap_max"] < 1e-4 for row in numbers(tmp_path / "run"))
-  assert len({*names}) == 2 and "/collective_rpc" not in paths(server)
+  assert len({*names}) == 2
+  assert not {"/collective_rpc", "/update_weights_from_disk"} & {*paths(server)}
   assert not server.adapters  # they are forgotten
 
 
@@ -624,7 +637,7 @@ def test_a_defect_of_a_thread_ends_the_run():
 
 
 def client_of(server, seconds=60.0):
-  return VllmServer(Client(server.url), seconds)
+  return ENGINES[server.engine].server(Client(server.url), seconds)
 
 
 ASK = Ask([3, 4], 4, 1.0, 7, (1,), ())
@@ -794,7 +807,7 @@ def test_weights_are_truncated_by_default():
 def test_the_command_starts_what_the_run_asks_for():
   config = with_section(small_config(), "model", path="hf", dtype="bfloat16")
   config = with_section(config, "rollout", engine="vllm", engine_tensor=2)
-  words = command.command(config, "http://10.0.0.7:8001")
+  words = vllm.command(config, "http://10.0.0.7:8001")
   pairs = dict(zip(words, words[1:]))
   wanted = {
     "serve": "hf",
@@ -807,12 +820,12 @@ def test_the_command_starts_what_the_run_asks_for():
     "--load-format": "dummy",
   }
   assert wanted.items() <= pairs.items()
-  on_cpu = command.command(config, "http://10.0.0.7:8001", "weights", on_cpu=True)
+  on_cpu = vllm.command(config, "http://10.0.0.7:8001", "weights", on_cpu=True)
   assert "--load-format" not in on_cpu and '{"tie_word_embeddings": false}' in on_cpu
   lora = with_section(config, "lora", rank=9)
-  words = command.command(lora, "http://10.0.0.7:8001")
+  words = vllm.command(lora, "http://10.0.0.7:8001")
   assert dict(zip(words, words[1:]))["--max-lora-rank"] == "16" and "dummy" not in words
-  assert command.environment(lora, False)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+  assert vllm.environment(lora, False)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")

@@ -10,7 +10,8 @@ from pathlib import Path
 from absl import flags
 
 from grpo_jax import cli
-from grpo_jax.engine import command, keep
+from grpo_jax.engine import keep
+from grpo_jax.engine.engines import ENGINES, line
 from grpo_jax.run.checks import check_config
 from grpo_jax.settings import ConfigError
 
@@ -21,20 +22,21 @@ def main(argv: list[str]) -> None:
   check_config(config)
   rollout = config.rollout
   if not rollout.engine:
-    raise ConfigError("config key rollout.engine is '': set 'vllm'")
+    raise ConfigError("config key rollout.engine is '': set 'vllm' or 'sglang'")
   urls = [values.url] if values.url else list(rollout.engine_urls)
   if any(url not in rollout.engine_urls for url in urls):
     raise ConfigError(
       f"flag --url={values.url}: it must be one of rollout.engine_urls = {rollout.engine_urls}"
     )
-  environment = command.environment(config, values.cpu)
+  engine = ENGINES[rollout.engine]
+  environment = engine.environment(config, values.cpu)
 
   def server_command(url: str, folder: str = "") -> list[str]:
-    return command.command(config, url, folder, on_cpu=values.cpu, program=values.program)
+    return engine.command(config, url, folder, on_cpu=values.cpu, program=values.program)
 
   if values.print:
     for url in urls:
-      print(command.line(environment, server_command(url)))
+      print(line(environment, server_command(url)))
     return
   if len(urls) > 1:
     raise ConfigError(f"flag --url is missing: name one of rollout.engine_urls = {urls}")
@@ -47,5 +49,5 @@ if __name__ == "__main__":
   flags.DEFINE_string("url", None, "which of rollout.engine_urls to serve")
   flags.DEFINE_bool("print", False, "print the command of each server, and start nothing")
   flags.DEFINE_bool("cpu", False, "the server computes on CPUs")
-  flags.DEFINE_string("program", "vllm", "vLLM's program")
+  flags.DEFINE_string("program", "", "vLLM's program, or the Python that has SGLang")
   cli.run(main)

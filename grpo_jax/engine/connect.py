@@ -11,11 +11,12 @@ import jax
 from grpo_jax.config import Config
 from grpo_jax.engine.client import Client, ServerGone, ServerRefused
 from grpo_jax.engine.drawn import DrawnFile
+from grpo_jax.engine.engines import ENGINES
 from grpo_jax.engine.groups import EngineGroups, Rules
 from grpo_jax.engine.keep import serve_now
 from grpo_jax.engine.proof import Probe
+from grpo_jax.engine.server import EngineServer, Facts, longest_row
 from grpo_jax.engine.servers import ADVICE, Servers
-from grpo_jax.engine.vllm import Facts, VllmServer
 from grpo_jax.engine.weights import Folders, Written
 from grpo_jax.progress import doing
 from grpo_jax.run.run import Run
@@ -24,7 +25,6 @@ from grpo_jax.sampler.stop import end_at
 from grpo_jax.sampler.stream import Feed
 from grpo_jax.settings import ConfigError
 
-KEY = "VLLM_API_KEY"  # the environment variable from which vLLM itself reads its key
 _TOKENS_COMPARED = 8
 
 
@@ -61,7 +61,7 @@ class ExternalEngine:
     )
     self._folders: Folders | None = None
     self.servers: Servers | None = None
-    self._servers: list[VllmServer] = []
+    self._servers: list[EngineServer] = []
     self._is_rehearsed = False
 
   def open(self, workdir: Path) -> None:
@@ -82,11 +82,12 @@ class ExternalEngine:
     run = self._run
     config, shape = run.config, run.parameters.sampling.model
     rollout, longest = config.rollout, longest_row(config)
+    kind = ENGINES[rollout.engine]
     folder = Path(rollout.engine_folder or workdir / "engine").expanduser()
     probe = Probe(shape, longest, is_exact(config))
     self._folders = Folders(run, folder, probe)
     self._servers = [
-      VllmServer(Client(url, os.environ.get(KEY, "")), rollout.engine_timeout)
+      kind.server(Client(url, os.environ.get(kind.key, "")), rollout.engine_timeout)
       for url in rollout.engine_urls
     ]
     bring: Loads | Restarts | Adapters = Loads()
@@ -95,7 +96,7 @@ class ExternalEngine:
     elif rollout.engine_restart:
       bring = Restarts(folder, rollout.engine_timeout)
 
-    def check(server: VllmServer) -> None:
+    def check(server: EngineServer) -> None:
       facts = server.facts()
       check_facts(server.url, facts, config)
       self._folders.is_untied = self._folders.is_untied or facts.is_untied
@@ -138,7 +139,7 @@ class Loads:
 
   advice = ADVICE
 
-  def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
+  def __call__(self, server: EngineServer, written: Written, before: Written | None) -> str:
     server.load(str(written.folder))
     return "policy"
 
@@ -148,7 +149,7 @@ class Adapters:
 
   advice = "look at its log, and start it as python -m grpo_jax.engine --print writes it"
 
-  def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
+  def __call__(self, server: EngineServer, written: Written, before: Written | None) -> str:
     server.add_adapters(written.name, str(written.folder))
     if before is not None:
       server.remove_adapters(before.name)
@@ -164,7 +165,7 @@ class Restarts:
     """`folder` is rollout.engine_folder, and `seconds` how long a restart may take."""
     self._folder, self._seconds = folder, seconds
 
-  def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
+  def __call__(self, server: EngineServer, written: Written, before: Written | None) -> str:
     serve_now(self._folder, written.folder)
     until, serves = time.monotonic() + self._seconds, ""
     while time.monotonic() < until:
@@ -187,11 +188,6 @@ def is_exact(config: Config) -> bool:
   return {config.model.dtype, config.sampling.dtype or config.model.dtype} == {"float32"}
 
 
-def longest_row(config: Config) -> int:
-  """The most tokens of a prompt and its completion."""
-  return config.data.max_prompt_tokens + config.sampling.max_tokens
-
-
 def check_run(run: Run) -> None:
   """Raises ConfigError for a run for which an engine cannot draw."""
   key = f"config key rollout.engine is {run.config.rollout.engine!r}"
@@ -204,6 +200,7 @@ def check_run(run: Run) -> None:
 def check_facts(url: str, facts: Facts, config: Config) -> None:
   """Raises ServerRefused for a server whose settings do not fit the run."""
   dtype, longest = config.sampling.dtype or config.model.dtype, longest_row(config)
+  kind = ENGINES[config.rollout.engine]
   for holds, is_so, wanted in (
     (facts.dtype == dtype, f"computes in {facts.dtype}", f"--dtype {dtype}"),
     (
@@ -214,7 +211,7 @@ def check_facts(url: str, facts: Facts, config: Config) -> None:
     (
       facts.longest > longest,
       f"has room for {facts.longest} tokens",
-      f"--max-model-len {longest + 1}",
+      f"{kind.length_option} {longest + kind.spare}",
     ),
   ):
     if not holds:
@@ -223,7 +220,7 @@ def check_facts(url: str, facts: Facts, config: Config) -> None:
       )
 
 
-def check_tokenizer(server: VllmServer, run: Run) -> None:
+def check_tokenizer(server: EngineServer, run: Run) -> None:
   """Raises ServerRefused for a server that makes other texts of tokens.
 
   Single tokens of letters and digits are compared: others are no whole texts.

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from grpo_jax.engine.drawn import DrawnFile, GroupTerms, Recorded, RecordedTurn, name_of
+from grpo_jax.engine.server import Ask, DrawnTokens
 from grpo_jax.engine.servers import RowRequest, Servers
-from grpo_jax.engine.vllm import Ask, DrawnTokens
 from grpo_jax.sampler.requests import Finished, GroupRequest, News, StoppedRow
 from grpo_jax.sampler.stop import End
 from grpo_jax.sampler.stream import Feed

@@ -69,7 +69,7 @@ def _start(words: list[str], environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
   except OSError as error:
     raise ConfigError(
-      f"flag --program={words[0]} cannot be started ({error.strerror}): name vLLM's program"
+      f"flag --program={words[0]} cannot be started ({error.strerror}): name the engine's program"
     ) from None
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from grpo_jax.asynchronous.learner import SamplingClosed
 from grpo_jax.engine.client import ServerGone, ServerRefused
 from grpo_jax.engine.proof import Probe, mismatch
-from grpo_jax.engine.vllm import Ask, DrawnTokens, VllmServer
+from grpo_jax.engine.server import Ask, DrawnTokens, EngineServer
 from grpo_jax.engine.weights import Written
 from grpo_jax.settings import RunFailed
 
@@ -38,7 +38,7 @@ class Brings(Protocol):
 
   advice: str
 
-  def __call__(self, server: VllmServer, written: Written, before: Written | None) -> str:
+  def __call__(self, server: EngineServer, written: Written, before: Written | None) -> str:
     """Brings weights to a server. `before` are the weights that it has, or None.
 
     Returns:
@@ -78,7 +78,7 @@ class _ServerState:
     jobs: The requests that it draws.
   """
 
-  server: VllmServer
+  server: EngineServer
   weights: Written | None = None
   scores: Sequence[Sequence[float]] = ()
   name: str = ""
@@ -93,9 +93,9 @@ class Servers:
 
   def __init__(
     self,
-    servers: Sequence[VllmServer],
+    servers: Sequence[EngineServer],
     bring: Brings,
-    check: Callable[[VllmServer], None],
+    check: Callable[[EngineServer], None],
     probe: Probe,
     should_stop: Callable[[], bool] = lambda: False,
   ):

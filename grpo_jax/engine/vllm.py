@@ -1,109 +1,46 @@
-"""Sends requests to a server of vLLM, and reads its answers.
+"""vLLM: requests to a server and its answers, and the command line that starts one.
 
 Tried with vLLM 0.32. Loading weights and the settings of a server are routes of its development
-mode (VLLM_SERVER_DEV_MODE=1), which `command.py` turns on.
+mode (VLLM_SERVER_DEV_MODE=1), which `environment` turns on.
 """
 
 from collections.abc import Mapping, Sequence
-import math
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import urlsplit
 
-from grpo_jax.engine.client import Client, ServerGone, ServerRefused
+from grpo_jax.config import Config
+from grpo_jax.engine.client import ServerRefused
+from grpo_jax.engine.server import (
+  NAME,
+  SHORT,
+  Ask,
+  DrawnTokens,
+  EngineKind,
+  EngineServer,
+  Facts,
+  are_logprobs,
+  checked,
+  longest_row,
+)
 from grpo_jax.settings import shown
 
-NAME = "policy"  # of the model, in requests
-_SHORT = 30.0  # seconds for calls that compute nothing
-_SOON = 2.0  # seconds for such calls at the end of a run
+_TOKENS_AT_ONCE = 4096  # of prompts, on CPUs
+_UNTIED = '{"tie_word_embeddings": false}'
 
 
-class Ask(NamedTuple):
-  """A request for tokens that follow a prompt.
+class VllmServer(EngineServer):
+  """A server of vLLM."""
 
-  Attributes:
-    prompt: All token ids before them.
-    most: The most tokens to draw.
-    temperature: The sampling temperature. 0 takes the likeliest tokens.
-    seed: The seed of the random numbers.
-    stop_ids: Tokens that end the row.
-    stop: Texts that end the row.
-  """
-
-  prompt: Sequence[int]
-  most: int
-  temperature: float
-  seed: int
-  stop_ids: Sequence[int]
-  stop: Sequence[str]
-
-
-class DrawnTokens(NamedTuple):
-  """Tokens that were drawn.
-
-  Attributes:
-    tokens: The token ids.
-    logprobs: Their log-probs under softmax(logits / temperature). At temperature 0, those under
-      temperature 1.
-    has_stopped: Whether a stop id or a stop text ended the row, and not its limit.
-  """
-
-  tokens: list[int]
-  logprobs: list[float]
-  has_stopped: bool
-
-
-class Facts(NamedTuple):
-  """The settings that a server reports.
-
-  Attributes:
-    dtype: The dtype in which it computes, such as float32.
-    longest: The most tokens of a row, with its prompt.
-    logprobs_mode: Which log-probs it returns.
-    is_untied: Whether it reads an output head of its own for a model that uses the embedding.
-    folder: The folder that it was started with.
-  """
-
-  dtype: str
-  longest: int
-  logprobs_mode: str
-  is_untied: bool
-  folder: str
-
-
-class VllmServer:
-  """A server of vLLM.
-
-  Attributes:
-    url: The address of the server.
-  """
-
-  def __init__(self, client: Client, seconds: float):
-    """`seconds` is how long it may take for a completion, or to load weights."""
-    self._client, self._seconds = client, seconds
-    self._adapters: set[str] = set()  # names of the adapters that it was told to load
-    self.url = client.url
-
-  def is_there(self) -> None:
-    """Checks its health. Raises ServerGone, or ServerRefused if it has no such route."""
-    try:
-      self._client.call("/health", seconds=_SHORT)
-    except ServerRefused as error:
-      if error.status < 500:
-        raise
-      raise ServerGone(str(error)) from None  # it starts, or has failed
-
-  def drop(self, ask: Ask | None = None) -> None:
-    """Ends all calls that wait for it, or the one of this request: they raise ServerGone."""
-    self._client.drop(ask)
+  load_adapter, unload_adapter = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+  is_loaded = "already been loaded"
 
   def folder(self) -> str:
-    """The folder that it was started with."""
     return str(self._model()["root"])
 
   def facts(self) -> Facts:
-    """The settings that it reports. Raises ServerGone, or ServerRefused if it reports none."""
     longest, folder = self._model()["max_model_len"], self.folder()
     try:
-      info = self._client.call("/server_info?config_format=json", seconds=_SHORT)
+      info = self._client.call("/server_info?config_format=json", seconds=SHORT)
     except ServerRefused as error:
       raise ServerRefused(
         f"{error}; start it in development mode, as python -m grpo_jax.engine --print writes it"
@@ -124,17 +61,10 @@ class VllmServer:
       ) from None
 
   def text(self, token: int) -> str:
-    """The text of a token by its tokenizer."""
     body = {"model": NAME, "tokens": [token]}
-    return str(self._client.call("/detokenize", body, _SHORT)["prompt"])
+    return str(self._client.call("/detokenize", body, SHORT)["prompt"])
 
   def draw(self, ask: Ask, name: str = NAME) -> DrawnTokens:
-    """Draws tokens. `name` is the name of the model or of adapters.
-
-    Raises:
-      ServerGone: It does not answer, or was told to drop the row.
-      ServerRefused: It does not draw, or the answer cannot be right.
-    """
     # All settings are given that a folder's generation_config.json could change.
     body = dict(
       model=name,
@@ -157,25 +87,11 @@ class VllmServer:
     )
     answer = self._client.call("/v1/completions", body, self._seconds, owner=ask)
     choice = _choice(answer, self.url)
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
     reason = choice.get("finish_reason")
-    if reason == "abort":
-      raise ServerGone(f"{self.url} dropped a row")
-    tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-    are_ids = isinstance(tokens, list) and all(
-      type(token) is int and token >= 0 for token in tokens
-    )
-    if not are_ids or not 1 <= len(tokens) <= ask.most:
-      raise ServerRefused(
-        f"{self.url} drew {shown(tokens)}, and was asked for 1 to {ask.most} token ids"
-      )
-    if not _are_logprobs(logprobs, len(tokens)):
-      raise ServerRefused(f"{self.url} drew {len(tokens)} tokens with log-probs {shown(logprobs)}")
-    if reason != "stop" and len(tokens) < ask.most:
-      raise ServerRefused(f"{self.url} ended a row after {len(tokens)} tokens, for {shown(reason)}")
-    return DrawnTokens(tokens, logprobs, reason == "stop")
+    return checked(self.url, ask, choice.get("token_ids"), logprobs, reason)
 
   def score(self, rows: Sequence[Sequence[int]], name: str = NAME) -> list[list[float]]:
-    """The log-probs of each row's tokens from the second on. Raises ServerGone or ServerRefused."""
     body = dict(
       model=name,
       prompt=[list(row) for row in rows],
@@ -190,16 +106,12 @@ class VllmServer:
         own = [of_tokens[place][str(row[place])]["logprob"] for place in range(1, len(row))]
       except (KeyError, IndexError, TypeError):
         own = None
-      if not _are_logprobs(own, len(row) - 1):
+      if not are_logprobs(own, len(row) - 1):
         raise ServerRefused(f"{self.url} scored a row with {shown(of_tokens)}")
       scores.append(own)
     return scores
 
   def load(self, folder: str) -> None:
-    """Lets it read the weights of a folder. Raises ServerGone or ServerRefused.
-
-    `proof.py` then finds out whether it has them.
-    """
     self._client.call("/pause?mode=keep", {}, self._seconds)
     try:
       # A server that was started without weights would go on to make them up.
@@ -210,37 +122,13 @@ class VllmServer:
     finally:
       self._client.call("/resume", {}, self._seconds)
 
-  def add_adapters(self, name: str, folder: str) -> None:
-    """Lets it read adapters under a new name. Raises ServerGone or ServerRefused."""
-    body, is_again = {"lora_name": name, "lora_path": folder}, name in self._adapters
-    self._adapters.add(name)
-    try:
-      self._client.call("/v1/load_lora_adapter", body, self._seconds)
-    except ServerRefused as error:
-      # It may have loaded them although its answer was lost.
-      if not is_again or "already been loaded" not in str(error):
-        raise
-
-  def remove_adapters(self, name: str, seconds: float = _SHORT) -> None:
-    """Lets it forget adapters that are no longer used."""
-    self._adapters.discard(name)
-    try:
-      self._client.call("/v1/unload_lora_adapter", {"lora_name": name}, seconds)
-    except (ServerGone, ServerRefused):  # it has ended since, and with it the adapters
-      pass
-
-  def remove_all_adapters(self) -> None:
-    """Lets it forget all adapters that it was told to load, if it does so soon."""
-    for name in [*self._adapters]:
-      self.remove_adapters(name, _SOON)
-
   def _all_workers(self, method: str, arguments: Mapping[str, Any]) -> None:
     body = {"method": method, "kwargs": arguments}
     self._client.call("/collective_rpc", body, self._seconds)
 
   def _model(self) -> Mapping[str, Any]:
     """The entry of its model in /v1/models."""
-    answer = self._client.call("/v1/models", seconds=_SHORT)
+    answer = self._client.call("/v1/models", seconds=SHORT)
     models = answer.get("data") if isinstance(answer, dict) else None
     for model in models or ():
       if isinstance(model, dict) and model.get("id") == NAME:
@@ -260,9 +148,49 @@ def _choice(answer: Any, url: str, number: int = 0) -> Mapping[str, Any]:
   raise ServerRefused(f"{url} answers /v1/completions with {shown(answer)}")
 
 
-def _are_logprobs(values: Any, count: int) -> bool:
-  return (
-    isinstance(values, list)
-    and len(values) == count
-    and all(type(x) in (int, float) and math.isfinite(x) and x < 1e-3 for x in values)
-  )
+def environment(config: Config, on_cpu: bool) -> dict[str, str]:
+  """The environment variables of a server."""
+  found = {"VLLM_SERVER_DEV_MODE": "1"}  # routes that load weights
+  if config.lora.rank:
+    found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+  if on_cpu:
+    found |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "2"}
+  return found
+
+
+def command(
+  config: Config, url: str, folder: str = "", *, on_cpu: bool = False, program: str = ""
+) -> list[str]:
+  """The command line of a server. The arguments are those of `server.WritesCommand`."""
+  split, sampling = urlsplit(url), config.sampling
+  found = [program or "vllm", "serve", folder or config.model.path, "--served-model-name", NAME]
+  found += ["--host", split.hostname or "127.0.0.1", "--port", str(split.port)]
+  found += ["--dtype", sampling.dtype or config.model.dtype]
+  # One more, because a prompt that is only scored is followed by a token.
+  length = longest_row(config) + 1
+  found += ["--max-model-len", str(length), "--seed", str(config.seed)]
+  found += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+  if config.data.tokenizer:
+    found += ["--tokenizer", config.data.tokenizer]
+  if config.rollout.engine_tensor > 1:
+    found += ["--tensor-parallel-size", str(config.rollout.engine_tensor)]
+  if config.lora.rank:
+    found += ["--enable-lora", "--max-lora-rank", str(_rank(config.lora.rank))]
+  elif not folder:
+    found += ["--load-format", "dummy"]
+  if on_cpu:
+    # vLLM 0.32 ends on CPUs when it splits the prompt of a row that has a seed.
+    found += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    found += ["--max-num-batched-tokens", str(max(length, _TOKENS_AT_ONCE))]
+    if not config.lora.rank:
+      # vLLM 0.32 packs an output head for CPUs once, and never again if it is the embedding.
+      found += ["--hf-overrides", _UNTIED]
+  return found
+
+
+def _rank(rank: int) -> int:
+  """The smallest rank that vLLM has room for."""
+  return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+ENGINE = EngineKind(VllmServer, command, environment, "VLLM_API_KEY", "--max-model-len", 1)

@@ -159,7 +159,7 @@ def _check_engine(config: Config) -> None:
       ("rollout.engine_restart", rollout.engine_restart),
       ("eval.engine", config.eval.engine),
     ):
-      _require(not given, name, given, "it needs rollout.engine='vllm'")
+      _require(not given, name, given, "it needs rollout.engine='vllm' or 'sglang'")
     return
   urls = rollout.engine_urls
   _require(urls or rollout.replay, "rollout.engine_urls", urls, "name the servers of the engine")
@@ -172,9 +172,10 @@ def _check_engine(config: Config) -> None:
       getattr(sampling, name) == default,
       f"sampling.{name}",
       getattr(sampling, name),
-      "an engine returns the log-probs after its filters alone, and the learner needs those before"
-      f" them, too; with rollout.engine set {default}",
+      "an engine returns log-probs before or after its filters, and the learner needs both; with"
+      f" rollout.engine set {default}",
     )
+  is_rslora = rollout.engine == "sglang" and config.lora.rank > 0 and config.lora.rslora
   refused: tuple[tuple[str, Any, Any, str], ...] = (
     ("rollout.listen", rollout.listen, "", "the engine takes the place of sampler processes"),
     ("mesh.sampler", config.mesh.sampler, 0, "the engine has devices of its own"),
@@ -182,6 +183,7 @@ def _check_engine(config: Config) -> None:
     ("sampling.weights_dtype", sampling.weights_dtype, "", "weights are written as they are"),
     ("sampling.cache_dtype", sampling.cache_dtype, "", "the engine's own options choose it"),
     ("learner.router_replay", config.learner.router_replay, False, "an engine keeps no experts"),
+    ("lora.rslora", is_rslora, False, "SGLang scales adapters by alpha / rank"),
     ("eval.engine", config.eval.engine and config.eval.tasks != (), False, "exams have own limits"),
   )
   for key, value, off, why in refused:
