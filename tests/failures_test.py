@@ -694,13 +694,10 @@ def test_a_run_whose_stdout_is_closed_saves_and_says_so(tmp_path):
   process = start(tmp_path / "run", SLEEPS)
   process.stdout.readline()
   process.stdout.close()
-  lines = [
-    x
-    for x in process.stderr.read().splitlines()
-    if not x.startswith(("step 1", "making", "preparing"))
-  ]
+  said = process.stderr.read()
   assert process.wait(timeout=300) == 75
-  assert len(lines) == 1 and lines[0].startswith("stdout was closed: stopping after this step")
+  assert said.count("stdout was closed: stopping after this step") == 1
+  assert not re.search("Traceback|Error", said), said  # lines of what takes long may be there
   assert saved_steps(tmp_path / "run")
 
 
