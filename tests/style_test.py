@@ -103,7 +103,6 @@ NOT_YET_CLEAR = (
   "engine",
   "environments",
   "rollouts",
-  "serving",
   "batches/rollout_metrics.py",
   "sampler/requests.py",
   "sampler/stream.py",

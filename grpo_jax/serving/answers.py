@@ -41,7 +41,7 @@ class Choice:
     prompt: The token ids before it.
     tokens: Those that it has.
     logprobs: Their log-probs.
-    versions: Of the weights that wrote each.
+    versions: The version of the weights that wrote each.
     finish: Empty while it goes on, then "stop" or "length".
     computed: How many tokens of the prompt were computed.
     number: How many completions the client had asked for before, where the endpoint records.
@@ -130,7 +130,7 @@ class Choice:
     return echo + new, calls
 
   def trace(self) -> Trace:
-    """What was read and written, once it has ended."""
+    """The tokens that were read and written, once it has ended."""
     finish = "length" if self.finish == "length" else "stop"
     version = self.versions[-1] if self.versions else 0
     return Trace(
@@ -220,10 +220,10 @@ def _by_text(seen: _Seen) -> dict[str, float] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-  """What all pieces of an answer begin with.
+  """The fields with which all pieces of an answer begin.
 
   Attributes:
-    id: Of the answer.
+    id: The answer's id.
     created: Seconds since 1970.
     model: Its name.
     request: The request that is answered.

@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass
 class Counts:
-  """What an engine has done since it was made.
+  """Counts of what an engine has done since it was made.
 
   Attributes:
     prompts: Prompts that were computed.
@@ -110,7 +110,7 @@ class PromptScores(NamedTuple):
   """The log-probs of a prompt's tokens under softmax(logits). The first token has none.
 
   Attributes:
-    logprobs: Those of the other tokens.
+    logprobs: The log-probs of the other tokens.
     alternatives: The likeliest tokens in the place of each.
   """
 
@@ -285,7 +285,7 @@ class Decoder:
         it, or else all do.
 
     Returns:
-      What the rows drew and which of them go on, as arrays that are still being computed.
+      The drawn tokens and which rows go on, as arrays that are still being computed.
     """
     # The token that was drawn last has no slot yet. A new row draws its first without a round.
     written = max(longest - 1, 0)
@@ -327,7 +327,7 @@ class Decoder:
 
   @functools.cached_property
   def _whole_from(self) -> int:
-    """Of longer texts, a prompt has all tokens or none: layers have forgotten some of them."""
+    """A prompt has all tokens of a longer text or none: layers have forgotten some of them."""
     prefix = self._flight.cache.prefix
     slots = [keys.shape[3] for keys in prefix.keys.values()]
     return 0 if prefix.states else min(slots)

@@ -45,7 +45,7 @@ class Closed(Exception):
 
 
 class Guided(Protocol):
-  """What a row may draw, whatever the others do. `guides.Guide` is one."""
+  """Says what a row may draw, whatever the others do. `guides.Guide` is one."""
 
   def fill(self, bits_W: np.ndarray) -> None:
     """Sets the bit of each token that may follow, and of no other."""
@@ -59,12 +59,12 @@ class Guided(Protocol):
 
 
 class Part(NamedTuple):
-  """What a row drew in a chunk.
+  """The tokens that a row drew in a chunk.
 
   Attributes:
     tokens: With the one that ended the row.
     logprobs: Under softmax(logits / temperature). At temperature 0, of temperature 1.
-    version: Of the weights that wrote the tokens.
+    version: The version of the weights that wrote the tokens.
     finish: "" while the row goes on, "stop" after a stop id or a text that ends it, "length" at
       its limit, and "closed" if the engine ended first.
     computed: How many tokens of the prompt were computed for it. 0 after the first part.
@@ -94,7 +94,7 @@ class Job:
     guide: Says which tokens it may draw, or None.
     alternatives: How many of the likeliest tokens to return in the place of each that is drawn and,
       with `is_scored`, of each of the prompt.
-    bias: What is added to the logits of tokens, at most `MOST_BIASED` of them.
+    bias: The numbers to add to the logits of tokens, at most `MOST_BIASED` of them.
     is_scored: Whether to return the log-probs of the prompt's tokens.
   """
 
@@ -125,7 +125,7 @@ class Engine:
   Attributes:
     sizes: Its limits.
     max_tokens: T, the longest completion.
-    counts: What it has done.
+    counts: Counts of what it has done.
     failure: The error that ended it, or None.
   """
 
@@ -144,7 +144,7 @@ class Engine:
       decoding: Stop ids and the longest completion.
       sizes: The limits.
       params: All parameters, as `Parameters.for_sampling` returns them.
-      version: What to call these weights.
+      version: A name for these weights.
     """
     self.sizes, self.max_tokens, self.counts = sizes, decoding.max_tokens, Counts()
     self.failure: BaseException | None = None
@@ -219,7 +219,7 @@ class Engine:
 
     Args:
       params: As those that the engine was made with.
-      version: What to call them.
+      version: A name for them.
 
     Raises:
       ValueError: They have other shapes.
@@ -341,7 +341,7 @@ class Engine:
     return extras
 
   def _part(self, row: Row, tokens: list[int], logprobs: list[float], finish: str) -> Part:
-    """What a row has drawn, up to a text that ends it."""
+    """The tokens that a row has drawn, up to a text that ends it."""
     seen = len(row.tokens)
     row.tokens += tokens
     kept = row.job.end(row.tokens, seen) if row.job.end and tokens else None

@@ -55,7 +55,7 @@ class RequestError(Exception):
   """A request that cannot be answered.
 
   Attributes:
-    status: Of HTTP.
+    status: The status of HTTP.
     message: Says what to do.
     param: The field that is wrong, or None.
     code: A word for programs.
@@ -69,12 +69,12 @@ class RequestError(Exception):
 
 
 def _as_text(said: str) -> str:
-  """What UTF-8 can hold of a client's words. Half of a surrogate pair is shown as JSON has it."""
+  """A client's words as UTF-8 can hold them. Half of a surrogate pair is shown as JSON has it."""
   return said.encode("utf-8", "backslashreplace").decode()
 
 
 class Limits(NamedTuple):
-  """What a request may ask for.
+  """Bounds on what a request may ask for.
 
   Attributes:
     model: The one name that `model` may have.
@@ -82,7 +82,7 @@ class Limits(NamedTuple):
     prompt_tokens: The longest prompt.
     max_tokens: The longest completion.
     choices: The most completions of a request, over all its prompts.
-    longest: What sets prompt_tokens, for errors.
+    longest: The flag or key that sets prompt_tokens, for errors.
   """
 
   model: str
@@ -94,7 +94,7 @@ class Limits(NamedTuple):
 
 
 class Form(NamedTuple):
-  """What an answer must be.
+  """The form that an answer must have.
 
   Attributes:
     param: The parameter that asks for it.
@@ -124,17 +124,17 @@ class Texts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """What somebody wants.
+  """A request for completions.
 
   Attributes:
     prompts: Token ids of each prompt.
     n: How many completions of each.
-    seed: What the random numbers depend on, beside the number of a choice.
+    seed: The random numbers depend on it and on the number of a choice.
     settings: How rows draw, as numbers.
     stop: Texts that end a completion.
     logprobs: Whether to return the log-probs of the tokens.
     alternatives: How many of the likeliest tokens to return in the place of each.
-    bias: What is added to the logits of tokens, by their ids.
+    bias: The numbers that are added to the logits of tokens, by their ids.
     shows_special: Whether texts have the special tokens.
     echo: The texts of the prompts, where the answers begin with them, and None for prompts that
       were given as token ids. Else None.
@@ -143,12 +143,12 @@ class Request:
     calls_before: How many calls the messages have, after which those of the answer are numbered.
     most_calls: The most calls that the answer may have. Others are left out.
     stop_ids: Token ids that end a completion, beside those of the model. They are kept.
-    form: What the answer must be, or None.
+    form: The form that the answer must have, or None.
     guides: With a form, what says for each choice which tokens it may draw.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
-    repeated: What a response of /v1/responses repeats of its request. None for other paths.
+    repeated: The fields that a response of /v1/responses repeats. None for other paths.
   """
 
   prompts: tuple[tuple[int, ...], ...]
@@ -273,7 +273,7 @@ def _request(
 
   Args:
     body: The body.
-    limits: What it may ask for.
+    limits: Bounds on what it may ask for.
     prompts: The tokens of its prompts.
     logprobs: How many alternatives to each token it asks for. None: no log-probs.
     extra: The fields that one kind alone has.
@@ -468,7 +468,7 @@ def _bias(body: Mapping[str, Any], limits: Limits) -> dict[int, float]:
 
 
 def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any) -> Form | None:
-  """What response_format and tool_choice ask for."""
+  """The form that response_format or tool_choice asks for."""
   if choice not in ("auto", "none"):
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -498,7 +498,7 @@ def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any)
 
 
 def _template_options(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-  """What the chat template gets beside messages and tools, and whether the last one goes on."""
+  """The variables of the chat template, and whether the last message goes on."""
   given = body.get("chat_template_kwargs")
   options = {} if given is None else given
   if not isinstance(options, dict) or not {*options}.isdisjoint(_OF_TEMPLATES):

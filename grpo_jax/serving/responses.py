@@ -77,7 +77,7 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
 
 
 def _repeated(body: Mapping[str, Any], asked: Request, effort: Any) -> dict[str, Any]:
-  """What a response repeats of its request."""
+  """The fields of the request that a response repeats."""
   return {
     "instructions": body.get("instructions"),
     "max_output_tokens": body.get("max_output_tokens"),

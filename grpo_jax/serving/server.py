@@ -70,7 +70,7 @@ class Settings:
     choices: The most completions of a request.
     seconds: The longest that an answer may take.
     grace: How many seconds requests may still take once the server was asked to stop.
-    longest: What sets the longest prompt, for errors.
+    longest: The flag or key that sets the longest prompt, for errors.
     calls: How the model writes calls of tools, as in environment.calls.
   """
 
@@ -89,8 +89,8 @@ class Server:
   """Answers requests with an engine.
 
   Attributes:
-    app: What aiohttp runs.
-    metrics: What it has done.
+    app: The application that aiohttp runs.
+    metrics: Counts of what it has done.
   """
 
   def __init__(

@@ -47,11 +47,11 @@ class Writer:
     """Asks nothing yet.
 
     Args:
-      engine: What writes.
+      engine: The engine that writes.
       tokenizer: Texts to tokens and back.
       seconds: The longest that an answer may take.
       recorder: Keeps what the conversations of clients read and wrote.
-      longest: What sets the longest prompt, for errors.
+      longest: The flag or key that sets the longest prompt, for errors.
       calls: How the model writes calls of tools, as in environment.calls.
       vocabulary: How many ids the model has. None means as many as the tokenizer.
     """
@@ -80,7 +80,7 @@ class Writer:
 
     Args:
       asked: The request.
-      name: Of the conversation.
+      name: The conversation's name.
       cut: Called if the reader of a stream is too slow.
     """
     loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part]]()
