@@ -246,7 +246,7 @@ def _with_alternatives(
 
 
 def _bias(extras: Extras, shape: tuple[int, int]) -> jax.Array | None:
-  """What is added to all logits [R, V]. None if nothing is."""
+  """The bias of all logits, float32 [R, V], or None."""
   if extras.bias_RN is None:
     return None
   rows_R1 = jnp.arange(shape[0])[:, None]

@@ -285,25 +285,7 @@ def _request(
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
   most, why = limits.choices // len(prompts), f"{limits.choices} choices over all prompts"
   n = _whole(body, "n", 1, (1, most), why)
-  default = min(extra.pop("max_tokens", limits.max_tokens), limits.max_tokens)
-  least = 0 if extra["echo"] else 1
-  # As with vLLM, what does not fit is cut off.
-  max_tokens = min(limits.max_tokens, _whole(body, "max_tokens", default, (least, 2**31 - 1)))
-  temperature = _number(body, "temperature", 1.0, (0, 1000))
-  if temperature and temperature < SMALLEST_FLOAT:
-    raise RequestError("temperature: for the likeliest token set 0", "temperature")
-  settings = RowSettings(
-    temperature=temperature,
-    top_k=max(0, _whole(body, "top_k", 0, (-1, 2**31 - 1))),  # -1 is off, too, as in vLLM
-    top_p=_number(body, "top_p", 1.0, (SMALLEST_FLOAT, 1)),
-    min_p=_number(body, "min_p", 0.0, (0, 1)),
-    min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
-    max_tokens=max_tokens,
-  )
-  if extra["form"] and settings.min_tokens:
-    raise RequestError(f"min_tokens: {extra['form'].param} says when an answer ends", "min_tokens")
-  if settings.temperature == 0:  # the filters keep the likeliest token
-    settings = settings.replace(top_k=0, top_p=1.0, min_p=0.0)
+  settings = _settings(body, limits, extra.pop("max_tokens", limits.max_tokens), extra)
   options = body.get("stream_options")
   if options is not None and not isinstance(options, dict):
     raise RequestError("stream_options must be an object", "stream_options")
@@ -330,6 +312,32 @@ def _request(
     return_token_ids=_flag(body, "return_token_ids"),
     **extra,
   )
+
+
+def _settings(
+  body: Mapping[str, Any], limits: Limits, default: int, extra: Mapping[str, Any]
+) -> RowSettings:
+  """How rows draw. `default` is how many tokens they have if the body does not say it."""
+  default = min(default, limits.max_tokens)
+  least = 0 if extra["echo"] else 1
+  # As with vLLM, what does not fit is cut off.
+  max_tokens = min(limits.max_tokens, _whole(body, "max_tokens", default, (least, 2**31 - 1)))
+  temperature = _number(body, "temperature", 1.0, (0, 1000))
+  if temperature and temperature < SMALLEST_FLOAT:
+    raise RequestError("temperature: for the likeliest token set 0", "temperature")
+  settings = RowSettings(
+    temperature=temperature,
+    top_k=max(0, _whole(body, "top_k", 0, (-1, 2**31 - 1))),  # -1 is off, too, as in vLLM
+    top_p=_number(body, "top_p", 1.0, (SMALLEST_FLOAT, 1)),
+    min_p=_number(body, "min_p", 0.0, (0, 1)),
+    min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
+    max_tokens=max_tokens,
+  )
+  if extra["form"] and settings.min_tokens:
+    raise RequestError(f"min_tokens: {extra['form'].param} says when an answer ends", "min_tokens")
+  if settings.temperature == 0:  # the filters keep the likeliest token
+    settings = settings.replace(top_k=0, top_p=1.0, min_p=0.0)
+  return settings
 
 
 def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
