@@ -164,15 +164,24 @@ def test_prompts_that_are_scored_and_others_share_the_engine(client):
   assert [one.token_ids for one in after] == [one.token_ids for one in alone]
 
 
-def test_only_those_who_ask_have_other_programs(client, engine):
-  programs = engine._decoder._programs
-  asks = dict(logprobs=2, logit_bias={"5": 1.0})
+def test_only_those_who_ask_have_other_programs(client, engine, monkeypatch):
+  programs, chunk, seen = engine._decoder._programs, engine._decoder.chunk, []
+
+  def told(params, taken_R, longest, leaves_early, extras):
+    seen.append(extras)
+    return chunk(params, taken_R, longest, leaves_early, extras)
+
+  monkeypatch.setattr(engine._decoder, "chunk", told)
   plain = dict(model="m", prompt="Ann has", max_tokens=9, seed=1, extra_body=IDS)
-  before = client.completions.create(**plain).choices[0].token_ids
-  client.completions.create(**plain, **asks)
-  compiled = programs.chunk.jitted._cache_size(), programs.arrive.jitted._cache_size()
+  asks = plain | {"logprobs": 2, "logit_bias": {"5": 1.0}}
+  before = client.completions.create(**(plain | {"logprobs": 0})).choices[0].token_ids
+  assert seen and not any(seen)
+  client.completions.create(**asks)
+  assert seen[-1].alternatives == 20 and seen[-1].bias_RN.any()
+  compiled = programs.chunk.jitted._cache_size()
+  seen.clear()
   assert client.completions.create(**plain).choices[0].token_ids == before
-  assert (programs.chunk.jitted._cache_size(), programs.arrive.jitted._cache_size()) == compiled
+  assert seen and not any(seen) and programs.chunk.jitted._cache_size() == compiled
 
 
 def test_a_bias_over_http(client, policy):

@@ -241,7 +241,6 @@ class Decoder:
     self, prompts: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
   ) -> None:
     """Computes whole prompts and the log-probs of their tokens."""
-    self._known.forget(prompts)
     for place, prompt in prompts.items():
       self._known.put(place, prompt)
       computed[place] = len(prompt)
