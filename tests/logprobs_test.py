@@ -1,10 +1,13 @@
 """Log-probs of the endpoint: alternatives to tokens, those of prompts, and a bias on logits."""
 
+import dataclasses
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +16,12 @@ import openai
 import pytest
 
 from grpo_jax import model
+from grpo_jax.config import Mesh
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.sharding import model_shardings, param_specs
 from grpo_jax.sampler.logits import RowSettings, draws_per_token, likeliest, sample_token
 from grpo_jax.serving import requests
+from grpo_jax.serving.engine import Job
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.serving.writer import Writer
 from tests import serving_parts
@@ -182,6 +189,53 @@ def test_only_those_who_ask_have_other_programs(client, engine, monkeypatch):
   seen.clear()
   assert client.completions.create(**plain).choices[0].token_ids == before
   assert seen and not any(seen) and programs.chunk.jitted._cache_size() == compiled
+
+
+@pytest.mark.slow
+def test_a_mesh_returns_the_same():
+  config = model.ModelConfig(
+    vocab_size=96, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+  )
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), config)
+  found = []
+  for shape in ((1, 1, 1, 1), (2, 1, 2, 1)):
+    mesh = make_mesh(Mesh(*shape), jax.devices()[: math.prod(shape)])
+    sharded = dataclasses.replace(config, **model_shardings(config, mesh))
+    placed = jax.device_put(params, param_specs(params, mesh))
+    engine = serving_parts.make_engine(sharded, placed, rows=4, tokens=9)
+    heard = [Heard() for _ in range(5)]
+    for i, one in enumerate(heard):
+      asks = dict(alternatives=3, bias={7: 2.0, 90: -100.0}, is_scored=i % 2 == 0)
+      settings = RowSettings(1.0, max_tokens=3 * i)
+      engine.submit([Job((5, 6, 7, 30 + i), i, settings, one, None, None, **asks)])
+    found.append([one.whole() for one in heard])
+    engine.close()
+  alone, on_mesh = found
+  for one, other in zip(alone, on_mesh):
+    assert one.keys() == other.keys()
+    for key in one:
+      np.testing.assert_allclose(one[key], other[key], atol=1e-4, err_msg=key)
+
+
+class Heard:
+  """Hears what an engine writes for a job."""
+
+  def __init__(self):
+    self.parts, self.is_ended = [], threading.Event()
+
+  def __call__(self, part):
+    self.parts.append(part)
+    if part.finish:
+      self.is_ended.set()
+
+  def whole(self):
+    assert self.is_ended.wait(60)
+    scores = self.parts[0].scores
+    seen = {
+      "tokens": sum((one.tokens for one in self.parts), []),
+      "alternatives": sum((list(one.alternatives) for one in self.parts), []),
+    }
+    return seen if scores is None else {**seen, **scores._asdict()}
 
 
 def test_a_bias_over_http(client, policy):
