@@ -133,6 +133,7 @@ def test_log_probs_of_a_prompt_are_those_of_the_model(client, policy):
     model="m", prompt=[ids, ids[:9], ids[:1]], max_tokens=0, temperature=0, echo=True, logprobs=5
   )
   assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (42, 0)
+  assert made.weights_version == 3
   for choice, count in zip(made.choices, (32, 9, 1)):
     seen = choice.logprobs
     assert choice.text == policy[2].decode(ids[:count]) and choice.finish_reason == "length"

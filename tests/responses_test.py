@@ -8,6 +8,7 @@ import pytest
 
 from grpo_jax.serving import requests
 from grpo_jax.serving.responses import response_request
+from grpo_jax.serving.traces import Recorder, Trace
 from grpo_jax.serving.writer import Writer
 from tests import serving_parts
 from tests.serving_parts import PROMPT_TOKENS, TOKENS, Scripted, serving
@@ -197,6 +198,21 @@ def test_a_call_without_a_text_is_the_first_item(policy):
       made = client.responses.create(model="m", input="1+1?", tools=[TOOL], stream=stream)
       last = list(made)[-1].response if stream else made
       assert [one.type for one in last.output] == ["function_call"]
+
+
+def test_a_run_that_records_keeps_the_tokens_of_a_conversation(policy):
+  """A harness may ask for responses, too."""
+  tokens, recorder = policy[2], Recorder()
+  texts = Writer(Scripted(lambda _: []), tokens, 1.0, recorder).texts("x")
+  user = {"role": "user", "content": "Pens?"}
+  (prompt,) = response_request({"input": [user]}, LIMITS, texts).prompts
+  drawn = [*tokens.encode("A"), *tokens.encode("nn has"), tokens.stop_ids[0]]
+  recorder.add("x", Trace([*prompt], drawn, [0.0] * len(drawn), 1, "stop", said="Ann has"))
+  part = {"type": "output_text", "text": "Ann has", "annotations": []}
+  answer = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+  (after,) = response_request({"input": [user, answer, user]}, LIMITS, texts).prompts
+  assert after[: len(prompt) + len(drawn)] == (*prompt, *drawn)
+  assert tokens.encode("Ann has") != drawn[:-1]
 
 
 @pytest.mark.slow

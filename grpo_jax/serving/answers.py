@@ -42,6 +42,7 @@ class Choice:
     tokens: Those that it has.
     logprobs: Their log-probs.
     versions: The version of the weights that wrote each.
+    version: That of the last token or, before the first, of the weights that read the prompt.
     finish: Empty while it goes on, then "stop" or "length".
     computed: How many tokens of the prompt were computed.
     number: How many completions the client had asked for before, where the endpoint records.
@@ -70,6 +71,7 @@ class Choice:
     self.tokens: list[int] = []
     self.logprobs: list[float] = []
     self.versions: list[int] = []
+    self.version: int | None = None
     self.finish, self.computed, self.number = "", 0, 0
     self._decode, self._stop = decode, request.stop
     self._held = (*request.stop, *calls.opens) if request.tools else request.stop
@@ -94,6 +96,8 @@ class Choice:
     self.tokens += part.tokens
     self.logprobs += part.logprobs
     self.versions += [part.version] * len(part.tokens)
+    if part.tokens or self.version is None:
+      self.version = part.version
     self.finish = part.finish
     self.computed += part.computed
     self._alternatives += part.alternatives
@@ -132,12 +136,11 @@ class Choice:
   def trace(self) -> Trace:
     """The tokens that were read and written, once it has ended."""
     finish = "length" if self.finish == "length" else "stop"
-    version = self.versions[-1] if self.versions else 0
     return Trace(
       prompt=list(self.prompt),
       tokens=list(self.tokens),
       logprobs=list(self.logprobs),
-      version=version,
+      version=self.version or 0,
       finish=finish,
       said=self._said,
       calls=tuple(
@@ -239,12 +242,11 @@ class Head:
   def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
     """The answer, once all choices have ended."""
     is_chat = self.request.is_chat
-    versions = [choice.versions[-1] for choice in choices if choice.versions]
     return {
       **self._fields("chat.completion" if is_chat else "text_completion"),
       "choices": [self._choice(choice, is_stream=False) for choice in choices],
       "usage": usage(self.request, choices),
-      "weights_version": max(versions, default=None),
+      "weights_version": max(choice.version for choice in choices),
     }
 
   def first(self) -> list[dict[str, Any]]:
@@ -260,9 +262,8 @@ class Head:
     """
     kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
     made = self._choice(choice, is_stream=True, is_first=is_first)
-    version = choice.versions[-1] if choice.versions else None
     counts = {"usage": None} if self.request.include_usage else {}
-    return [{**self._fields(kind), "choices": [made], "weights_version": version, **counts}]
+    return [{**self._fields(kind), "choices": [made], "weights_version": choice.version, **counts}]
 
   def last(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
     """The piece with the counts of tokens, for a stream that asks for it."""

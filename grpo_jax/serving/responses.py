@@ -307,7 +307,7 @@ class ResponseHead:
       "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
       "output": self._output,
       "usage": None if choice is None else _usage(choice),
-      "weights_version": choice.versions[-1] if choice and choice.versions else None,
+      "weights_version": choice and choice.version,
       **self.request.repeated,
     }
 
