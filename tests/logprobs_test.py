@@ -321,7 +321,7 @@ def test_lm_eval_reads_the_log_likelihoods(folder, policy, address, tmp_path):
   server = f"model=m,base_url={address}/v1/completions,num_concurrent=4,tokenizer={folder}"
   command = [sys.executable, "-m", "lm_eval", "--model=local-completions", "--tasks=choices"]
   command += [f"--include_path={tmp_path}", f"--output_path={tmp_path / 'out'}"]
-  command += [f"--model_args={server},tokenizer_backend=huggingface"]
+  command += [f"--model_args={server}"]
   offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
   done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr

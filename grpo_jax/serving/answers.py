@@ -42,7 +42,7 @@ class Choice:
     tokens: Those that it has.
     logprobs: Their log-probs.
     versions: The version of the weights that wrote each.
-    version: That of the last token or, before the first, of the weights that read the prompt.
+    version: The version of the weights that wrote the last token or, before it, read the prompt.
     finish: Empty while it goes on, then "stop" or "length".
     computed: How many tokens of the prompt were computed.
     number: How many completions the client had asked for before, where the endpoint records.
