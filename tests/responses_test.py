@@ -262,6 +262,13 @@ def test_wrong_values_are_refused_by_name(name, policy):
     assert error.status == 400
 
 
+def test_null_means_that_a_parameter_is_left_out(policy):
+  texts = Writer(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
+  named = ("truncation", "background", "previous_response_id", "text", "tools", "reasoning")
+  asked = response_request({"input": "a", **dict.fromkeys(named)}, LIMITS, texts)
+  assert asked.form is None and asked.tools == () and not asked.logprobs
+
+
 def test_errors_name_the_parameters_of_responses(client):
   with pytest.raises(openai.BadRequestError, match="^Error code: 400.*max_output_tokens") as caught:
     client.responses.create(model="m", input="a", max_output_tokens=0)

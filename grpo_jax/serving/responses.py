@@ -39,16 +39,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
   """The request of a body of /v1/responses. Raises RequestError."""
-  for name, value in body.items():
-    known = name in _AS_IN_CHAT | _TRANSLATED | _IGNORED or value is None
-    if name in _NEUTRAL and value != _NEUTRAL[name]:
-      raise RequestError(
-        f"{name} is {shown(value)}: this server does not support it; leave it out", name
-      )
-    if not known and name not in _NEUTRAL:
-      hint = "; it keeps no responses: send the whole conversation as input"
-      why = hint if name in ("previous_response_id", "conversation") else ""
-      raise RequestError(f"{name!s:.100}: this server does not know the parameter{why}", name)
+  _check_names(body)
   chat = {name: body[name] for name in _AS_IN_CHAT if name in body}
   include = _list(body, "include")
   asks = _LOGPROBS in include or bool(body.get("top_logprobs"))
@@ -74,6 +65,23 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
   if form is not None and form.param in _RENAMED:
     form = form._replace(param=_RENAMED[form.param])
   return dataclasses.replace(asked, form=form, repeated=_repeated(body, asked, effort))
+
+
+def _check_names(body: Mapping[str, Any]) -> None:
+  """Raises RequestError for a parameter that is not known, or that would change the answer."""
+  for name, value in body.items():
+    if value is None or name in _AS_IN_CHAT | _TRANSLATED | _IGNORED:
+      continue
+    if name in ("previous_response_id", "conversation"):
+      raise RequestError(
+        f"{name}: this server keeps no responses; send the whole conversation as input", name
+      )
+    if name not in _NEUTRAL:
+      raise RequestError(f"{name!s:.100}: this server does not know the parameter", f"{name:.100}")
+    if value != _NEUTRAL[name]:
+      raise RequestError(
+        f"{name} is {shown(value)}: this server does not support it; leave it out", name
+      )
 
 
 def _repeated(body: Mapping[str, Any], asked: Request, effort: Any) -> dict[str, Any]:
@@ -148,8 +156,11 @@ def _content(content: Any) -> Any:
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
   tools = _list(body, "tools")
   for tool in tools:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-      raise RequestError("tools: this server knows those of type function alone", "tools")
+    is_function = isinstance(tool, dict) and tool.get("type") == "function"
+    if not is_function or not isinstance(tool.get("name"), str):
+      raise RequestError(
+        "tools: each must be a function, such as {'type': 'function', 'name': ...}", "tools"
+      )
   keys = "name", "description", "parameters"
   return [
     {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}
@@ -158,20 +169,31 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _choice(choice: Any) -> Any:
-  if isinstance(choice, dict) and choice.get("type") == "function":
-    return {"type": "function", "function": {"name": choice.get("name")}}
-  return choice
+  if not isinstance(choice, dict):
+    return choice
+  if choice.get("type") != "function":
+    raise RequestError(
+      "tool_choice: auto, none, required or {'type': 'function', 'name': ...}", "tool_choice"
+    )
+  return {"type": "function", "function": {"name": choice.get("name")}}
 
 
-def _format(body: Mapping[str, Any]) -> dict[str, Any] | None:
+def _format(body: Mapping[str, Any]) -> dict[str, Any]:
   """The response_format of a chat."""
   text = _object(body, "text")
   if text.get("verbosity") not in (None, "medium"):
     raise RequestError("text: this server does not support verbosity; leave it out", "text")
-  given = text.get("format")
-  if isinstance(given, dict) and given.get("type") == "json_schema":
-    return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
-  return given
+  given = text.get("format") or {"type": "text"}
+  kind = given.get("type") if isinstance(given, dict) else None
+  if kind == "json_schema" and isinstance(given.get("schema"), dict):
+    return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+  if kind not in ("text", "json_object"):
+    raise RequestError(
+      "text: its format must be {'type': 'text'}, {'type': 'json_object'} or"
+      " {'type': 'json_schema', 'schema': {...}}",
+      "text",
+    )
+  return {"type": kind}
 
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
