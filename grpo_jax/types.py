@@ -10,6 +10,7 @@
   W  slots of a group's targets, the tokens to predict
   Y  the experts of a token in all layers: U of the first sparse layer, U of the next, ...
   I  pictures that a prompt sees, of N patches with C numbers each
+  A  alternatives to a token, the likeliest
   Q  seats of a place in the sampler, whose rows in flight are R, and N its places
 
 `logprobs_PGT[..., t]` is the log-prob of completion token t given all tokens before it. Prompts and

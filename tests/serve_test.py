@@ -392,14 +392,15 @@ WRONG = {
   "min_tokens": [-1, 17, None.__class__.__name__],
   "seed": ["x", 1.5, 2**70],
   "stop": [1, [1], [""], "", ["a"] * 17, "a" * 2000, {}],
-  "logprobs": [-1, 2, True, "x"],
+  "logprobs": [-1, 6, True, "x"],
   "stream": [1, "yes"],
   "stream_options": [1, []],
   "echo": ["x"],
   "return_token_ids": [1],
   "presence_penalty": [0.5, "x"],
   "frequency_penalty": [1],
-  "logit_bias": [{"5": 1}],
+  "logit_bias": [{"5": 101}, {"x": 1}, {"-1": 1}, {"1000000": 1}, {"5": "x"}, {"5": True}, [5]],
+  "skip_special_tokens": [1],
   "best_of": [2],
   "response_format": [{"type": "json_object"}],
   "suffix": ["x"],
@@ -459,7 +460,7 @@ def test_wrong_tools_are_refused(address):
 
   assert {param(tools=tools) for tools in ([1], {}, "add", [{"type": "function"}])} == {"tools"}
   assert param(tools=TOOLS, tool_choice="sometimes") == "tool_choice"
-  assert param(logprobs=True, top_logprobs=2) == "top_logprobs"
+  assert param(logprobs=True, top_logprobs=21) == param(top_logprobs=2) == "top_logprobs"
   assert param(logprobs=1) == "logprobs"
   assert param(prompt="x") == "prompt"
 

@@ -218,12 +218,29 @@ def _of_token(x_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
   return jnp.take_along_axis(x_BV, tokens_B[:, None], axis=-1)[:, 0]
 
 
+def likeliest(logits_BV: jax.Array, temperature_B: Any, count: int) -> tuple[jax.Array, jax.Array]:
+  """The A = `count` likeliest tokens of each row, the likeliest first.
+
+  Args:
+    logits_BV: float32.
+    temperature_B: float32. 0 counts as 1.
+    count: At most V.
+
+  Returns:
+    Tokens, int32 [B, A], and their log-probs under softmax(logits / temperature), float32 [B, A].
+  """
+  tempered_BV = logits_BV / jnp.where(temperature_B == 0, 1, temperature_B)[:, None]
+  best_BA, tokens_BA = jax.lax.top_k(tempered_BV, count)
+  return tokens_BA, best_BA - jax.nn.logsumexp(tempered_BV, axis=-1, keepdims=True)
+
+
 def sample_token(
   logits_BV: jax.Array,
   uniforms_BN: jax.Array,
   settings: RowSettings,
   is_barred_BV: jax.Array | None = None,
   sharding: NamedSharding | None = None,
+  bias_BV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Draws the next token of each row.
 
@@ -233,17 +250,21 @@ def sample_token(
     settings: Temperature and filters of each row, as arrays [B].
     is_barred_BV: Tokens that a row may not draw now, or None.
     sharding: `Decoding.sharding`.
+    bias_BV: Added to the logits before the draw, or None.
 
   Returns:
     (token, logprob, behavior_logprob), each [B]. The first log-prob is under softmax(logits /
-    temperature), the second under the distribution that is left by the filters and without the
-    tokens that are barred. At temperature 0, the first is of temperature 1 and the second is 0,
-    because the choice is certain.
+    temperature), the second under the distribution with the bias that is left by the filters and
+    without the tokens that are barred. At temperature 0, the first is of temperature 1 and the
+    second is 0, because the choice is certain.
   """
   is_greedy_B = settings.temperature == 0
   logits_BV = _rows_fastest(logits_BV, sharding)
-  tempered_BV = logits_BV / jnp.where(is_greedy_B, 1, settings.temperature)[:, None]
+  divisor_B1 = jnp.where(is_greedy_B, 1, settings.temperature)[:, None]
+  tempered_BV = logits_BV / divisor_B1
   kept_BV = tempered_BV
+  if bias_BV is not None:
+    kept_BV = kept_BV + bias_BV / divisor_B1
   if is_barred_BV is not None:  # before the filters, which could keep barred tokens alone
     kept_BV = jnp.where(is_barred_BV, -jnp.inf, kept_BV)
   kept_BV = filtered(kept_BV, settings)
@@ -254,7 +275,7 @@ def sample_token(
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
   logprobs_B = behavior_B = _of_token(kept_BV, tokens_B) - log_total_B
-  if settings.filters:
+  if settings.filters or bias_BV is not None:
     total_B = jax.nn.logsumexp(tempered_BV, axis=-1)
     logprobs_B = _of_token(tempered_BV, tokens_B) - total_B
   return tokens_B, logprobs_B, jnp.where(is_greedy_B, 0, behavior_B)

@@ -8,13 +8,17 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.sampler.flight import Flight, placed
-from grpo_jax.sampler.programs import FlightPrograms
+from grpo_jax.sampler.flight import Flight, Prompts, everywhere, placed
+from grpo_jax.sampler.logits import likeliest
+from grpo_jax.sampler.programs import FlightPrograms, Prefilled
+
+_MOST_LOGITS = 2**25  # of the tokens of prompts, at once
 
 
 class Suffixes(NamedTuple):
@@ -51,6 +55,21 @@ class EndedRows(NamedTuple):
   texts_n: np.ndarray
 
 
+class Scores(struct.PyTreeNode):
+  """The log-probs of the tokens of n prompts, under softmax(logits).
+
+  Attributes:
+    logprobs_nS: float32. Place s has that of token s + 1, given those up to s. The place of the
+      last token and padding have numbers without a meaning.
+    alternatives_nSA: int32, the likeliest tokens in the place of token s + 1, the likeliest first.
+    alternative_logprobs_nSA: float32, their log-probs.
+  """
+
+  logprobs_nS: jax.Array
+  alternatives_nSA: jax.Array
+  alternative_logprobs_nSA: jax.Array
+
+
 class PrefixPrograms(FlightPrograms):
   """The programs of a flight whose places have one seat each, and those of its prefix cache."""
 
@@ -58,6 +77,11 @@ class PrefixPrograms(FlightPrograms):
   def no_texts(self) -> Any:
     """(flight, texts) -> a `Prefix` with room for so many texts."""
     return jax.jit(self._no_texts, static_argnums=1)
+
+  @functools.cached_property
+  def arrive_scored(self) -> Any:
+    """(flight, params, Prompts, places_n, A) -> (Flight, Scores): `arrive` with scores."""
+    return jax.jit(self._arrive_scored, donate_argnums=0, static_argnums=4)
 
   @functools.cached_property
   def go_on(self) -> Any:
@@ -78,6 +102,29 @@ class PrefixPrograms(FlightPrograms):
     lengths_P = jnp.zeros(texts, jnp.int32)
     kept = prefix.replace(keys=keys, values=values, states=states, lengths_P=lengths_P)
     return self._as_prompts_lie(flight, kept)
+
+  def _arrive_scored(
+    self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array, count: int
+  ) -> tuple[Flight, Scores]:
+    made = self._prefill(params, prompts, flight.cache.prefix.slots)
+    scores = everywhere(self._config, self._scores(params, made, prompts, count))
+    return self._seated(flight, made, places_n), scores
+
+  def _scores(self, params: Any, made: Prefilled, prompts: Prompts, count: int) -> Scores:
+    n, S = prompts.tokens_nS.shape
+    temperature_n = jnp.ones(n)
+
+    def of_position(given: tuple[jax.Array, jax.Array]) -> Scores:
+      hidden_nD, next_n = given
+      logits_nV = model.unembed(params, self._config, hidden_nD)
+      total_n = jax.nn.logsumexp(logits_nV, axis=-1)
+      own_n = jnp.take_along_axis(logits_nV, next_n[:, None], axis=1)[:, 0] - total_n
+      return Scores(own_n, *likeliest(logits_nV, temperature_n, count))
+
+    given = made.hidden_nTD.swapaxes(0, 1), jnp.roll(prompts.tokens_nS, -1, axis=1).T
+    at_once = max(1, min(S, _MOST_LOGITS // (n * self._config.vocab_size)))
+    by_position = jax.lax.map(of_position, given, batch_size=at_once)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), by_position)
 
   def _go_on(self, flight: Flight, kept: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
     tokens_nU, lengths_n, from_n, known_n, places_n = map(jnp.asarray, suffixes)

@@ -24,7 +24,15 @@ from grpo_jax.sampler.flight import (
   shard_grid,
 )
 from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token
-from grpo_jax.sampler.rows import Chunk, Drawn, Rows, decode_chunk, draw_first, row_uniforms
+from grpo_jax.sampler.rows import (
+  Chunk,
+  Drawn,
+  Extras,
+  Rows,
+  decode_chunk,
+  draw_first,
+  row_uniforms,
+)
 from grpo_jax.sampler.seats import Grid
 from grpo_jax.types import Visual
 
@@ -58,12 +66,14 @@ class Prefilled(NamedTuple):
     last_nD: The features of their last tokens.
     next_n: `Flight.next_N` of them.
     experts_nSY: The experts of their tokens with `keeps_experts`, otherwise None.
+    hidden_nTD: The features of the tokens after those that all prompts share.
   """
 
   prefix: model.Prefix
   last_nD: jax.Array
   next_n: jax.Array | None
   experts_nSY: jax.Array | None
+  hidden_nTD: jax.Array
 
 
 def most_rewound(columns: int) -> int:
@@ -131,7 +141,7 @@ class FlightPrograms:
 
   @functools.cached_property
   def chunk(self) -> Jitted:
-    """(params, flight, new, goes_on_R, chunk, allowed_RW=None) -> (Flight, Drawn, goes_on_R).
+    """(params, flight, new, goes_on_R, chunk, extras=None) -> (Flight, Drawn, goes_on_R).
 
     All but the Flight lies whole on every device. The argument goes_on_R is False for free seats.
     """
@@ -204,7 +214,7 @@ class FlightPrograms:
     if self._config.has_axes:
       next_n = jnp.asarray(prompts.lengths_n if visual is None else visual.next_P)
     prefix = model.within_windows(config, make(cache, prompts.lengths_n))
-    return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts))
+    return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts), hidden_nTD)
 
   def _encode(self, params: Any, prompts: Prompts) -> Visual | None:
     """The visual tokens of the prompts' images. Each device computes those of its own prompts."""
@@ -261,14 +271,18 @@ class FlightPrograms:
   def _arrive(
     self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array
   ) -> tuple[Flight, jax.Array | None]:
-    made, next_N = self._prefill(params, prompts, flight.cache.prefix.slots), flight.next_N
+    made = self._prefill(params, prompts, flight.cache.prefix.slots)
+    return self._seated(flight, made, places_n), made.experts_nSY
+
+  def _seated(self, flight: Flight, made: Prefilled, places_n: jax.Array) -> Flight:
+    """The Flight with prompts at n places. One past the last is left out."""
+    next_N = flight.next_N
     prefix = model.put_prompts(flight.cache.prefix, places_n, made.prefix)
     last_ND = flight.last_ND.at[places_n].set(made.last_nD, mode="drop")
     if next_N is not None:
       next_N = next_N.at[places_n].set(made.next_n, mode="drop")
     cache = flight.cache.replace(prefix=prefix)
-    flight = flight.replace(cache=cache, last_ND=last_ND, next_N=next_N)
-    return placed(self._config, flight), made.experts_nSY
+    return placed(self._config, flight.replace(cache=cache, last_ND=last_ND, next_N=next_N))
 
   def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
     def copy(flight: Flight, from_N: jax.Array) -> Flight:
@@ -326,7 +340,7 @@ class FlightPrograms:
     new: NewRows,
     goes_on_R: jax.Array,
     chunk: Chunk,
-    allowed_RW: jax.Array | None = None,
+    extras: Extras | None = None,
   ) -> tuple[Flight, Drawn, jax.Array]:
     cache, rows, (N, Q) = flight.cache, flight.rows, flight.grid
     config = self._shaped(cache.prefix.slots)
@@ -350,7 +364,7 @@ class FlightPrograms:
       uniforms_RTU=uniforms_RTU,
       idle_R=jnp.where(is_new_R, 0, rows.idle_R),
       given_RT=jnp.where(is_new_R[:, None], -1, rows.given_RT),
-      allowed_RW=None if allowed_RW is None else rows_placed(self._config, allowed_RW),
+      extras=jax.tree.map(lambda x: rows_placed(self._config, jnp.asarray(x)), extras),
     )
     next_N = cache.prefix.lengths_P if flight.next_N is None else flight.next_N
     next_R = jnp.repeat(next_N, Q)
@@ -377,7 +391,7 @@ class FlightPrograms:
     if kept is not None:
       drawn = drawn.replace(experts_RNY=kept.experts_RNY)
     seen = everywhere(self._config, (drawn, rows.goes_on_R))
-    flight = Flight(cache, flight.last_ND, rows.replace(allowed_RW=None), flight.next_N)
+    flight = Flight(cache, flight.last_ND, rows.replace(extras=None), flight.next_N)
     return placed(self._config, flight), *seen
 
   def _nothing_kept(self, rows: Rows) -> "KeptExperts | None":

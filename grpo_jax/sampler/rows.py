@@ -10,7 +10,31 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token, sample_token
+from grpo_jax.sampler.logits import (
+  Decoding,
+  RowSettings,
+  draws_per_token,
+  likeliest,
+  sample_token,
+)
+
+
+class Extras(struct.PyTreeNode):
+  """Parts of the draw that few rows need. A program that has one is compiled when it is needed.
+
+  Attributes:
+    allowed_RW: int32, a bit for each token that the row may draw next, 32 in each of W words. None
+      if all rows may draw all.
+    biased_RN: int32, N tokens of each row. An id past the vocabulary is none.
+    bias_RN: float32, what is added to their logits. Log-probs stay those of the model. None if no
+      row has any.
+    alternatives: A, how many of the likeliest tokens are returned beside each drawn one.
+  """
+
+  allowed_RW: Any = None
+  biased_RN: Any = None
+  bias_RN: Any = None
+  alternatives: int = struct.field(pytree_node=False, default=0)
 
 
 class Rows(struct.PyTreeNode):
@@ -24,8 +48,7 @@ class Rows(struct.PyTreeNode):
     uniforms_RTU: Uniform numbers in [0, 1), from `row_uniforms`.
     idle_R: int32, how many rounds have passed since the row drew its last token.
     given_RT: int32, the tokens that the row takes instead of drawing them, and -1 where it draws.
-    allowed_RW: int32, a bit for each token that the row may draw next, 32 in each of W words. None
-      if all rows may draw all.
+    extras: Other parts of the draw, or None.
   """
 
   token_R: jax.Array
@@ -35,7 +58,7 @@ class Rows(struct.PyTreeNode):
   uniforms_RTU: jax.Array
   idle_R: jax.Array
   given_RT: jax.Array
-  allowed_RW: jax.Array | None = None
+  extras: Extras | None = None
 
 
 # step(cache, rows) -> (logits_RV of the next token, cache). It computes token_R, which is token
@@ -54,6 +77,9 @@ class Drawn(struct.PyTreeNode):
     behavior_logprobs_RN: float32, the same.
     stopped_by_R: int32, the stop id that ended the row in this chunk, or -1.
     experts_RNY: The experts of the token before, if whoever decodes keeps them.
+    alternatives_RNA: int32, the likeliest tokens in the place of each, the likeliest first. None if
+      `Extras.alternatives` is 0.
+    alternative_logprobs_RNA: float32, their log-probs under softmax(logits / temperature).
   """
 
   is_drawn_RN: jax.Array
@@ -62,6 +88,8 @@ class Drawn(struct.PyTreeNode):
   behavior_logprobs_RN: jax.Array
   stopped_by_R: jax.Array
   experts_RNY: jax.Array | None = None
+  alternatives_RNA: jax.Array | None = None
+  alternative_logprobs_RNA: jax.Array | None = None
 
 
 class Chunk(NamedTuple):
@@ -91,12 +119,15 @@ def draw_first(
     The rows and what they drew, in N columns. Only the first has been used.
   """
   shape = (len(rows.token_R), columns)
+  count = rows.extras.alternatives if rows.extras else 0
   drawn = Drawn(
     is_drawn_RN=jnp.zeros(shape, bool),
     tokens_RN=jnp.zeros(shape, jnp.int32),
     logprobs_RN=jnp.zeros(shape, jnp.float32),
     behavior_logprobs_RN=jnp.zeros(shape, jnp.float32),
     stopped_by_R=jnp.full(shape[0], -1, jnp.int32),
+    alternatives_RNA=jnp.zeros((*shape, count), jnp.int32) if count else None,
+    alternative_logprobs_RNA=jnp.zeros((*shape, count), jnp.float32) if count else None,
   )
   is_new_R = rows.goes_on_R & (rows.drawn_R == 0)
 
@@ -155,17 +186,22 @@ def _draw(
   uniforms_RU = jnp.take_along_axis(rows.uniforms_RTU, rows.drawn_R[:, None, None], 1)[:, 0]
   given_R = jnp.take_along_axis(rows.given_RT, rows.drawn_R[:, None], 1)[:, 0]
   is_given_R, stop_ids = given_R >= 0, jnp.asarray(decoding.stop_ids, jnp.int32)
-  limit, is_barred_RV = decoding.max_tokens, None
+  limit, is_barred_RV, extras = decoding.max_tokens, None, rows.extras or Extras()
   if rows.settings.max_tokens is not None:
     limit = jnp.minimum(limit, rows.settings.max_tokens)
   if rows.settings.min_tokens is not None:
     is_stop_V = jnp.zeros(logits_RV.shape[1], bool).at[stop_ids].set(True)
     is_barred_RV = (rows.drawn_R < rows.settings.min_tokens)[:, None] & is_stop_V
-  if rows.allowed_RW is not None:
-    is_other_RV = ~_bits(rows.allowed_RW, logits_RV.shape[1])
+  if extras.allowed_RW is not None:
+    is_other_RV = ~_bits(extras.allowed_RW, logits_RV.shape[1])
     is_barred_RV = is_other_RV if is_barred_RV is None else is_barred_RV | is_other_RV
   token_R, *logprobs = sample_token(
-    logits_RV, uniforms_RU, rows.settings, is_barred_RV, decoding.sharding
+    logits_RV,
+    uniforms_RU,
+    rows.settings,
+    is_barred_RV,
+    decoding.sharding,
+    _bias(extras, logits_RV.shape),
   )
   # A given token is not the policy's: it has no log-prob, and ends no row even if it is a stop id.
   token_R = jnp.where(is_given_R, given_R, token_R.astype(jnp.int32))
@@ -177,6 +213,9 @@ def _draw(
   def put(x_RN: jax.Array, x_R: jax.Array) -> jax.Array:
     x_R = jnp.where(draws_R, x_R, 0).astype(x_RN.dtype)
     return jax.lax.dynamic_update_index_in_dim(x_RN, x_R, column, 1)
+
+  if extras.alternatives:
+    drawn = _with_alternatives(drawn, logits_RV, rows.settings, column)
 
   drawn = drawn.replace(
     is_drawn_RN=put(drawn.is_drawn_RN, draws_R),
@@ -191,6 +230,27 @@ def _draw(
     goes_on_R=rows.goes_on_R & ~ends_R,
   )
   return rows, drawn
+
+
+def _with_alternatives(
+  drawn: Drawn, logits_RV: jax.Array, settings: RowSettings, column: jax.Array
+) -> Drawn:
+  """Puts the likeliest tokens into a column, for rows that draw nothing too."""
+  count = drawn.alternatives_RNA.shape[2]
+  tokens_RA, logprobs_RA = likeliest(logits_RV, settings.temperature, count)
+  put = jax.lax.dynamic_update_index_in_dim
+  return drawn.replace(
+    alternatives_RNA=put(drawn.alternatives_RNA, tokens_RA, column, 1),
+    alternative_logprobs_RNA=put(drawn.alternative_logprobs_RNA, logprobs_RA, column, 1),
+  )
+
+
+def _bias(extras: Extras, shape: tuple[int, int]) -> jax.Array | None:
+  """The bias of all logits, float32 [R, V], or None."""
+  if extras.bias_RN is None:
+    return None
+  rows_R1 = jnp.arange(shape[0])[:, None]
+  return jnp.zeros(shape).at[rows_R1, extras.biased_RN].add(extras.bias_RN, mode="drop")
 
 
 def _bits(words_RW: jax.Array, count: int) -> jax.Array:

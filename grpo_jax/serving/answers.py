@@ -1,13 +1,14 @@
 """From the tokens of choices to the JSON of answers. Only a `Choice` has a state: it grows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 import dataclasses
 import itertools
 import json
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from grpo_jax.data.tokenizers.replies import call_id, tool_calls
 from grpo_jax.environments.tool_calls import Call, Format
+from grpo_jax.serving.decoder import Likely, PromptScores
 from grpo_jax.serving.engine import Part
 from grpo_jax.serving.requests import Request, RequestError
 from grpo_jax.serving.traces import Trace
@@ -18,6 +19,20 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 Decode = Callable[[list[int]], str]
 
 
+class _Seen(NamedTuple):
+  """A token of an answer.
+
+  Attributes:
+    text: Its text.
+    logprob: Its log-prob. None for the first token of a prompt.
+    likely: The likeliest tokens in its place, as texts with log-probs. None if nobody asks.
+  """
+
+  text: str
+  logprob: float | None
+  likely: list[tuple[str, float]] | None
+
+
 class Choice:
   """One completion of a request, as its tokens come.
 
@@ -25,15 +40,22 @@ class Choice:
     index: Its number in the request.
     prompt: The token ids before it.
     tokens: Those that it has.
-    logprobs: Theirs.
-    versions: Of the weights that wrote each.
+    logprobs: Their log-probs.
+    versions: The version of the weights that wrote each.
+    version: The version of the weights that wrote the last token or, before it, read the prompt.
     finish: Empty while it goes on, then "stop" or "length".
     computed: How many tokens of the prompt were computed.
     number: How many completions the client had asked for before, where the endpoint records.
   """
 
   def __init__(
-    self, index: int, request: Request, decode: Decode, calls: Format, marks: Sequence[str] = ()
+    self,
+    index: int,
+    request: Request,
+    decode: Decode,
+    calls: Format,
+    marks: Sequence[str] = (),
+    ends: Collection[int] = (),
   ):
     """It has no tokens yet.
 
@@ -43,17 +65,24 @@ class Choice:
       decode: Token ids -> the text that they add.
       calls: How the model writes calls of tools.
       marks: Special tokens that `decode` shows for `calls`. They are no content.
+      ends: Special tokens that `decode` shows, but for the one that ends the choice.
     """
     self.index, self.prompt = index, request.prompts[index // request.n]
     self.tokens: list[int] = []
     self.logprobs: list[float] = []
     self.versions: list[int] = []
+    self.version: int | None = None
     self.finish, self.computed, self.number = "", 0, 0
     self._decode, self._stop = decode, request.stop
     self._held = (*request.stop, *calls.opens) if request.tools else request.stop
     self._calls, self._tools = calls if request.tools else None, request.tools
-    self._marks = marks
-    self._echo = request.echo[index // request.n] if request.echo else ""
+    self._marks, self._ends = marks, ends
+    self._echo = ""
+    if request.echo is not None:
+      given = request.echo[index // request.n]
+      self._echo = decode([*self.prompt]) if given is None else given
+    self._asks, self._alternatives = bool(request.alternatives), list[Likely]()
+    self._scores: PromptScores | None = None
     self._said, self._called = "", list[Call]()  # what the client has got
     self._calls_before, self._most_calls = request.calls_before, request.most_calls
     self._text = ""  # of the first tokens,
@@ -67,8 +96,12 @@ class Choice:
     self.tokens += part.tokens
     self.logprobs += part.logprobs
     self.versions += [part.version] * len(part.tokens)
+    if part.tokens or self.version is None:
+      self.version = part.version
     self.finish = part.finish
     self.computed += part.computed
+    self._alternatives += part.alternatives
+    self._scores = part.scores or self._scores
 
   def take_text(self) -> tuple[str, list[Call]]:
     """(the text that is new since the last time, the calls of tools in it).
@@ -76,7 +109,9 @@ class Choice:
     While the choice goes on, it leaves out what may become a stop text, a call or a character of
     several tokens.
     """
-    text = self._text + self._decode(self.tokens[self._decoded :])
+    is_ended = self.finish == "stop" and self.tokens[-1:] and self.tokens[-1] in self._ends
+    new_tokens = self.tokens[self._decoded : len(self.tokens) - bool(is_ended)]
+    text = self._text + self._decode(new_tokens)
     if not text.endswith("\ufffd"):  # which stands for a part of a character
       self._text, self._decoded = text, len(self.tokens)
     ends = [text.index(stop) for stop in self._stop if stop in text]
@@ -99,14 +134,13 @@ class Choice:
     return echo + new, calls
 
   def trace(self) -> Trace:
-    """What was read and written, once it has ended."""
+    """The tokens that were read and written, once it has ended."""
     finish = "length" if self.finish == "length" else "stop"
-    version = self.versions[-1] if self.versions else 0
     return Trace(
       prompt=list(self.prompt),
       tokens=list(self.tokens),
       logprobs=list(self.logprobs),
-      version=version,
+      version=self.version or 0,
       finish=finish,
       said=self._said,
       calls=tuple(
@@ -129,49 +163,98 @@ class Choice:
 
   def logprobs_of(self, tokens: slice, is_chat: bool) -> dict[str, Any]:
     """The log-probs of some tokens in OpenAI's shape. Take the tokens in their order."""
-    texts = [self._decode([token]) for token in self.tokens[tokens]]
-    values = [max(_LEAST_LOGPROB, value) for value in self.logprobs[tokens]]
+    seen = [*self._seen_of_prompt(), *self._seen(tokens)]
     if is_chat:
       content = [
-        {"token": text, "logprob": value, "bytes": [*text.encode()], "top_logprobs": []}
-        for text, value in zip(texts, values, strict=True)
+        {**_token(one.text, one.logprob), "top_logprobs": [_token(*x) for x in one.likely or ()]}
+        for one in seen
       ]
       return {"content": content, "refusal": None}
-    offsets = [*itertools.accumulate(map(len, texts), initial=self._offset)]
+    offsets = [*itertools.accumulate((len(one.text) for one in seen), initial=self._offset)]
     self._offset = offsets.pop()
-    names = "tokens", "token_logprobs", "text_offset"
-    return {**dict(zip(names, (texts, values, offsets), strict=True)), "top_logprobs": None}
+    return {
+      "tokens": [one.text for one in seen],
+      "token_logprobs": [one.logprob for one in seen],
+      "text_offset": offsets,
+      "top_logprobs": [_by_text(one) for one in seen] if self._asks else None,
+    }
+
+  def _seen(self, tokens: slice) -> Iterator[_Seen]:
+    likely = self._alternatives[tokens] if self._asks else []
+    drawn = self.tokens[tokens], self.logprobs[tokens], likely
+    for token, logprob, best in itertools.zip_longest(*drawn):
+      yield _Seen(self._decode([token]), _finite(logprob), self._texts_of(best))
+
+  def _seen_of_prompt(self) -> Iterator[_Seen]:
+    """The prompt's tokens, once, where their log-probs are returned."""
+    if self._scores is None:
+      return
+    scores, self._scores = self._scores, None
+    yield _Seen(self._decode([self.prompt[0]]), None, None)
+    known = self.prompt[1:], scores.logprobs, scores.alternatives
+    for token, logprob, best in zip(*known, strict=True):
+      yield _Seen(self._decode([token]), _finite(logprob), self._texts_of(best))
+
+  def _texts_of(self, likely: Likely | None) -> list[tuple[str, float]] | None:
+    if likely is None:
+      return None
+    return [(self._decode([token]), _finite(logprob)) for token, logprob in likely]
+
+
+def _finite(logprob: float) -> float:
+  """A log-prob that JSON can hold."""
+  return max(_LEAST_LOGPROB, logprob)
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
+  return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+
+
+def _by_text(seen: _Seen) -> dict[str, float] | None:
+  """The likeliest tokens and the token itself, with their log-probs. None for a first token.
+
+  Of tokens with the same text, the likeliest counts.
+  """
+  if seen.logprob is None:
+    return None
+  least_first = sorted([(seen.text, seen.logprob), *seen.likely], key=lambda one: one[1])
+  return dict(least_first)
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-  """What all pieces of an answer begin with.
+  """The fields with which all pieces of an answer begin.
 
   Attributes:
-    id: Of the answer.
+    id: The answer's id.
     created: Seconds since 1970.
     model: Its name.
-    request: What is answered.
+    request: The request that is answered.
+    is_ended_by_done: Whether a stream ends with [DONE].
   """
 
   id: str
   created: int
   model: str
   request: Request
+  is_ended_by_done: ClassVar[bool] = True
 
   def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
     """The answer, once all choices have ended."""
     is_chat = self.request.is_chat
-    versions = [choice.versions[-1] for choice in choices if choice.versions]
     return {
       **self._fields("chat.completion" if is_chat else "text_completion"),
       "choices": [self._choice(choice, is_stream=False) for choice in choices],
       "usage": usage(self.request, choices),
-      "weights_version": max(versions, default=None),
+      "weights_version": max(choice.version for choice in choices),
     }
 
-  def piece(self, choice: Choice, is_first: bool) -> dict[str, Any]:
-    """What is new of a choice, for a stream.
+  def first(self) -> list[dict[str, Any]]:
+    """The pieces of a stream before its first token: none."""
+    return []
+
+  def piece(self, choice: Choice, is_first: bool) -> list[dict[str, Any]]:
+    """The piece of a stream with what is new of a choice.
 
     Args:
       choice: The choice.
@@ -179,14 +262,19 @@ class Head:
     """
     kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
     made = self._choice(choice, is_stream=True, is_first=is_first)
-    version = choice.versions[-1] if choice.versions else None
     counts = {"usage": None} if self.request.include_usage else {}
-    return {**self._fields(kind), "choices": [made], "weights_version": version, **counts}
+    return [{**self._fields(kind), "choices": [made], "weights_version": choice.version, **counts}]
 
-  def last_piece(self, choices: Sequence[Choice]) -> dict[str, Any]:
-    """The piece with the counts of tokens, which ends a stream that asks for it."""
+  def last(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """The piece with the counts of tokens, for a stream that asks for it."""
+    if not self.request.include_usage:
+      return []
     kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
-    return {**self._fields(kind), "choices": [], "usage": usage(self.request, choices)}
+    return [{**self._fields(kind), "choices": [], "usage": usage(self.request, choices)}]
+
+  def error(self, wrong: RequestError) -> dict[str, Any]:
+    """The piece that says why a stream ends early."""
+    return error(wrong)
 
   def _fields(self, kind: str) -> dict[str, Any]:
     return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -7,7 +7,7 @@ place of the flight, or as a text that is kept, which is the prompt and the toke
 ended (see prefix_cache.py and sampler/prefixes.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import functools
 from typing import Any, NamedTuple, TypeVar
@@ -18,8 +18,8 @@ import numpy as np
 from grpo_jax import model
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, Suffixes
-from grpo_jax.sampler.rows import Chunk, Drawn
+from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, Scores, Suffixes
+from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.sampling import sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
 from grpo_jax.sampler.stream import by_row
@@ -34,6 +34,7 @@ _MOST_PROMPTS, _TOKENS_AT_ONCE = 8, 512
 _SUFFIXES = (32, 256)  # tokens of the rest of a prompt. A longer one takes several calls
 _MOST_SCORES = 2**27  # of attention, where the rest of prompts is computed
 _LEAST_KNOWN = 8  # tokens: of a shorter beginning, nothing is used
+MOST_ALTERNATIVES = 20  # as with OpenAI. Whoever wants fewer gets the first of them
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass
 class Counts:
-  """What an engine has done since it was made.
+  """Counts of what an engine has done since it was made.
 
   Attributes:
     prompts: Prompts that were computed.
@@ -93,11 +94,28 @@ class NewRow(NamedTuple):
     prompt: Token ids.
     number: An int32 on which its random numbers depend.
     settings: Temperature, filters and limits, as numbers. None is off.
+    is_scored: Whether the log-probs of the prompt's tokens are computed.
   """
 
   prompt: tuple[int, ...]
   number: int
   settings: RowSettings
+  is_scored: bool = False
+
+
+Likely = list[tuple[int, float]]  # the likeliest tokens in one place with their log-probs
+
+
+class PromptScores(NamedTuple):
+  """The log-probs of a prompt's tokens under softmax(logits). The first token has none.
+
+  Attributes:
+    logprobs: The log-probs of the other tokens.
+    alternatives: The likeliest tokens in the place of each.
+  """
+
+  logprobs: list[float]
+  alternatives: list[Likely]
 
 
 class EndedRow(NamedTuple):
@@ -130,6 +148,7 @@ class Decoder:
     self._known = PrefixCache(sizes.rows, sizes.texts, sizes.prompt_tokens)
     self._sizes, self._config, self._decoding = sizes, config, decoding
     self._rounds = 0  # since the cache counted from 0
+    self._scores: list[tuple[list[tuple[int, tuple[int, ...]]], Scores]] = []
     self._new = NewRows(
       is_new_R=np.zeros(self._rows, bool),
       key_R2=np.tile(key, (self._rows, 1)),
@@ -209,13 +228,42 @@ class Decoder:
       settings = _whole(row.settings, self._decoding)
       for all_R, own in zip(*map(jax.tree.leaves, (self._new.settings, settings))):
         all_R[place] = own
-    left = {place: row.prompt for place, row in rows.items()}
-    self._counts.prompt_tokens += sum(map(len, left.values()))
+    self._counts.prompt_tokens += sum(len(row.prompt) for row in rows.values())
     computed = dict.fromkeys(rows, 0)
+    self._score({p: row.prompt for p, row in rows.items() if row.is_scored}, computed, params)
+    left = {p: row.prompt for p, row in rows.items() if not row.is_scored}
     while left:
       left = self._computed(self._copied(left), computed, params)
     self._counts.computed_tokens += sum(computed.values())
     return computed
+
+  def _score(
+    self, prompts: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
+  ) -> None:
+    """Computes whole prompts and the log-probs of their tokens."""
+    for place, prompt in prompts.items():
+      self._known.put(place, prompt)
+      computed[place] = len(prompt)
+    self._counts.prompts += len(prompts)
+    for length, some in self._by_length([*prompts.items()]):
+      self._arrive(some, length, params, is_scored=True)
+
+  def take_scores(self, counts: Mapping[int, int]) -> dict[int, PromptScores]:
+    """The scores of the prompts that were seated last, by their places.
+
+    Args:
+      counts: How many of the likeliest tokens they have, by their places.
+    """
+    found: dict[int, PromptScores] = {}
+    for prompts, scores in self._scores:
+      logprobs_nS, *alternatives = jax.device_get(dataclasses.astuple(scores))
+      for number, (place, prompt) in enumerate(prompts):
+        rest = len(prompt) - 1
+        pairs = zip(*(x[number, :rest, : counts[place]] for x in alternatives), strict=True)
+        likely = [likely_tokens(*pair) for pair in pairs]
+        found[place] = PromptScores(logprobs_nS[number, :rest].tolist(), likely)
+    self._scores.clear()
+    return found
 
   def chunk(
     self,
@@ -223,7 +271,7 @@ class Decoder:
     taken_R: np.ndarray,
     longest: int,
     leaves_early: bool,
-    allowed_RW: np.ndarray | None = None,
+    extras: Extras | None = None,
   ) -> tuple[Drawn, jax.Array]:
     """Begins to decode a chunk.
 
@@ -232,10 +280,11 @@ class Decoder:
       taken_R: bool, which seats have rows.
       longest: The most tokens that one of them has drawn.
       leaves_early: Whether the chunk ends once some rows have.
-      allowed_RW: `Rows.allowed_RW`, of the next token alone: new rows draw it, or else all do.
+      extras: Other parts of the draw. `allowed_RW` is that of the next token alone: new rows draw
+        it, or else all do.
 
     Returns:
-      What the rows drew and which of them go on, as arrays that are still being computed.
+      The drawn tokens and which rows go on, as arrays that are still being computed.
     """
     # The token that was drawn last has no slot yet. A new row draws its first without a round.
     written = max(longest - 1, 0)
@@ -247,32 +296,37 @@ class Decoder:
       self._rounds = 0
     rounds = min(self._programs.columns - 1, slots - written)
     ended = int(IDLE_SHARE * self._rows) if leaves_early else self._rows
-    if allowed_RW is not None:
+    if extras is not None and extras.allowed_RW is not None:
       rounds = 0 if self._new.is_new_R.any() else min(rounds, 1)
     self._rounds += rounds
-    return self._decode(params, taken_R, Chunk(np.int32(rounds), np.int32(ended)), allowed_RW)
+    return self._decode(params, taken_R, Chunk(np.int32(rounds), np.int32(ended)), extras)
 
   def _decode(
     self,
     params: model.Params,
     taken_R: np.ndarray,
     chunk: Chunk,
-    allowed_RW: np.ndarray | None = None,
+    extras: Extras | None = None,
   ) -> tuple[Drawn, jax.Array]:
     given: tuple[Any, ...] = params, self._flight, self._new, taken_R, chunk
-    if allowed_RW is not None:  # a program of its own, compiled when a request first asks for it
-      given = *given, allowed_RW
+    if extras is not None:  # a program of its own, compiled when a request first asks for it
+      given = *given, extras
     self._flight, *seen = self._programs.chunk(*given)
     return seen
 
   @property
-  def words(self) -> int:
-    """W of `Rows.allowed_RW`."""
-    return -(-self._config.vocab_size // 32)
+  def vocabulary(self) -> int:
+    """V."""
+    return self._config.vocab_size
+
+  @property
+  def alternatives(self) -> int:
+    """The likeliest tokens that a program returns, for rows that ask for any."""
+    return min(MOST_ALTERNATIVES, self.vocabulary)
 
   @functools.cached_property
   def _whole_from(self) -> int:
-    """Of longer texts, a prompt has all tokens or none: layers have forgotten some of them."""
+    """A prompt has all tokens of a longer text or none: layers have forgotten some of them."""
     prefix = self._flight.cache.prefix
     slots = [keys.shape[3] for keys in prefix.keys.values()]
     return 0 if prefix.states else min(slots)
@@ -303,7 +357,7 @@ class Decoder:
     Returns:
       Those that begin as one of them does, and wait for it.
     """
-    whole: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by length
+    whole: list[tuple[int, tuple[int, ...]]] = []
     parts: list[tuple[int, tuple[int, ...], Beginning]] = []
     now, later = list[int](), {}
     for place, prompt in left.items():
@@ -317,11 +371,10 @@ class Decoder:
       if beginning.tokens:
         parts.append((place, prompt, beginning))
       else:
-        whole.setdefault(_holding(self._lengths, len(prompt)), []).append((place, prompt))
+        whole.append((place, prompt))
     self._counts.prompts += len(now)
-    for length, prompts in whole.items():
-      for some in _split(prompts, self._at_once(length) * self._shards):
-        self._arrive(some, length, params)
+    for length, some in self._by_length(whole):
+      self._arrive(some, length, params)
     self._compute_parts(parts, params)
     return later
 
@@ -353,18 +406,38 @@ class Decoder:
       return tokens + 1
     return max(_LEAST_KNOWN, min(tokens - max(self._suffixes), -(-tokens // 2)))
 
+  def _by_length(
+    self, prompts: list[tuple[int, tuple[int, ...]]]
+  ) -> Iterator[tuple[int, list[tuple[int, tuple[int, ...]]]]]:
+    """Prompts of places that a call computes together, and the length that holds them."""
+    by_length: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for place, prompt in prompts:
+      by_length.setdefault(_holding(self._lengths, len(prompt)), []).append((place, prompt))
+    for length, some in by_length.items():
+      for group in _split(some, self._at_once(length) * self._shards):
+        yield length, group
+
   def _at_once(self, length: int) -> int:
     """The most prompts of a length that a call computes on each shard of the mesh."""
     return max(1, min(_MOST_PROMPTS, self._rows // self._shards, _TOKENS_AT_ONCE // length))
 
   def _arrive(
-    self, prompts: list[tuple[int, tuple[int, ...]]], length: int, params: model.Params
+    self,
+    prompts: list[tuple[int, tuple[int, ...]]],
+    length: int,
+    params: model.Params,
+    is_scored: bool = False,
   ) -> None:
     """Computes whole prompts for places. One past the last is left out."""
     count = self._count(len(prompts), self._at_once(length))
     places = np.array(_filled([place for place, _ in prompts], count, self._rows))
     padded = self._padded(_filled([prompt for _, prompt in prompts], count, (0,)), length)
-    self._flight, _ = self._programs.arrive(self._flight, params, padded, places)
+    if is_scored:  # compiled when a request first asks for it
+      arrive, count = self._programs.arrive_scored, self.alternatives
+      self._flight, scores = arrive(self._flight, params, padded, places, count)
+      self._scores.append((prompts, scores))
+    else:
+      self._flight, _ = self._programs.arrive(self._flight, params, padded, places)
     self._counts.calls += 1
 
   def _go_on(
@@ -400,6 +473,11 @@ class Decoder:
     for own_S, prompt in zip(tokens_nS, prompts, strict=True):
       own_S[: len(prompt)] = prompt
     return Prompts(tokens_nS, np.array([*map(len, prompts)], np.int32))
+
+
+def likely_tokens(tokens_A: np.ndarray, logprobs_A: np.ndarray) -> Likely:
+  """Tokens with their log-probs."""
+  return [*zip(tokens_A.tolist(), logprobs_A.tolist(), strict=True)]
 
 
 def _suffixes(config: model.ModelConfig, sizes: Sizes) -> dict[int, int]:

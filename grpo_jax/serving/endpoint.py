@@ -21,7 +21,7 @@ class Endpoint:
 
   Attributes:
     recorder: Keeps what clients ask.
-    url: What clients call `base_url`.
+    url: The `base_url` of clients.
     key: The key. A client appends `:NAME` to it.
   """
 

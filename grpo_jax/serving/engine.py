@@ -9,7 +9,7 @@ decides the random numbers. In float32, the rows beside it change no token.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import threading
 import time
@@ -20,8 +20,20 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.rows import Drawn, Extras
 from grpo_jax.sampler.stop import End
-from grpo_jax.serving.decoder import Counts, Decoder, EndedRow, NewRow, Sizes
+from grpo_jax.serving.decoder import (
+  Counts,
+  Decoder,
+  EndedRow,
+  Likely,
+  NewRow,
+  PromptScores,
+  Sizes,
+  likely_tokens,
+)
+
+MOST_BIASED = 300  # tokens of a row that have a bias
 
 
 class Full(Exception):
@@ -33,7 +45,7 @@ class Closed(Exception):
 
 
 class Guided(Protocol):
-  """What a row may draw, whatever the others do. `guides.Guide` is one."""
+  """Says what a row may draw, whatever the others do. `guides.Guide` is one."""
 
   def fill(self, bits_W: np.ndarray) -> None:
     """Sets the bit of each token that may follow, and of no other."""
@@ -47,15 +59,17 @@ class Guided(Protocol):
 
 
 class Part(NamedTuple):
-  """What a row drew in a chunk.
+  """The tokens that a row drew in a chunk.
 
   Attributes:
     tokens: With the one that ended the row.
     logprobs: Under softmax(logits / temperature). At temperature 0, of temperature 1.
-    version: Of the weights that wrote the tokens.
+    version: The version of the weights that wrote the tokens.
     finish: "" while the row goes on, "stop" after a stop id or a text that ends it, "length" at
       its limit, and "closed" if the engine ended first.
     computed: How many tokens of the prompt were computed for it. 0 after the first part.
+    alternatives: For each of the tokens, the likeliest ones in its place, if the job asks for any.
+    scores: The log-probs of the prompt's tokens, in the first part of a job that asks for them.
   """
 
   tokens: list[int]
@@ -63,6 +77,8 @@ class Part(NamedTuple):
   version: int
   finish: str
   computed: int = 0
+  alternatives: Sequence[Likely] = ()
+  scores: PromptScores | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +92,10 @@ class Job:
     hear: Called in the engine's thread with each part of the completion. It must return at once.
     end: Ends the row at texts, as `sampler.stop.end_at` returns it, or None.
     guide: Says which tokens it may draw, or None.
+    alternatives: How many of the likeliest tokens to return in the place of each that is drawn and,
+      with `is_scored`, of each of the prompt.
+    bias: The numbers to add to the logits of tokens, at most `MOST_BIASED` of them.
+    is_scored: Whether to return the log-probs of the prompt's tokens.
   """
 
   prompt: tuple[int, ...]
@@ -84,6 +104,9 @@ class Job:
   hear: Callable[[Part], None]
   end: End | None = None
   guide: Guided | None = None
+  alternatives: int = 0
+  bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+  is_scored: bool = False
 
 
 class Row:
@@ -102,7 +125,7 @@ class Engine:
   Attributes:
     sizes: Its limits.
     max_tokens: T, the longest completion.
-    counts: What it has done.
+    counts: Counts of what it has done.
     failure: The error that ended it, or None.
   """
 
@@ -121,7 +144,7 @@ class Engine:
       decoding: Stop ids and the longest completion.
       sizes: The limits.
       params: All parameters, as `Parameters.for_sampling` returns them.
-      version: What to call these weights.
+      version: A name for these weights.
     """
     self.sizes, self.max_tokens, self.counts = sizes, decoding.max_tokens, Counts()
     self.failure: BaseException | None = None
@@ -196,7 +219,7 @@ class Engine:
 
     Args:
       params: As those that the engine was made with.
-      version: What to call them.
+      version: A name for them.
 
     Raises:
       ValueError: They have other shapes.
@@ -259,15 +282,17 @@ class Engine:
       for place, row in new.items():
         self._seats[place] = row
       leaves_early = bool(self._waiting)
-    seated = {
-      place: NewRow(row.job.prompt, row.job.number, row.job.settings) for place, row in new.items()
-    }
+    seated = {place: _new_row(row.job) for place, row in new.items()}
     computed = self._decoder.seat(seated, self._params)
     longest = max(len(row.tokens) for row in self._seats if row is not None)
-    taken_R = np.array([row is not None for row in self._seats])
-    seen = self._decoder.chunk(self._params, taken_R, longest, leaves_early, self._allowed())
+    # A row of no tokens is there for its prompt alone.
+    taken_R = np.array(
+      [row is not None and row.job.settings.max_tokens != 0 for row in self._seats]
+    )
+    seen = self._decoder.chunk(self._params, taken_R, longest, leaves_early, self._extras())
     self._tell()
     drawn, goes_on_R = jax.device_get(seen)
+    scores = self._decoder.take_scores({place: row.job.alternatives for place, row in new.items()})
     ended: dict[int, EndedRow] = {}
     for place, row in enumerate(self._seats):
       if row is None:
@@ -276,10 +301,14 @@ class Engine:
       tokens, logprobs = drawn.tokens_RN[place, own], drawn.logprobs_RN[place, own]
       finish = "" if goes_on_R[place] else "stop" if drawn.stopped_by_R[place] >= 0 else "length"
       part = self._part(row, tokens.tolist(), logprobs.tolist(), finish)
-      part = part._replace(computed=computed.get(place, 0))
+      part = part._replace(
+        computed=computed.get(place, 0),
+        alternatives=_alternatives(row.job, drawn, place)[: len(part.tokens)],
+        scores=scores.get(place),
+      )
       if part.tokens or part.finish:
         self._untold.append((row, part))
-      if part.finish:
+      if part.finish and row.tokens:
         ended[place] = EndedRow(row.tokens, len(part.tokens) < len(tokens))
       if part.finish or row.is_cancelled:
         self._seats[place] = None
@@ -287,19 +316,32 @@ class Engine:
     self.counts.chunks += 1
     self.counts.seconds += time.monotonic() - start
 
-  def _allowed(self) -> np.ndarray | None:
-    """`Rows.allowed_RW` for the next chunk. None where no row has a guide."""
-    guides = [None if row is None else row.job.guide for row in self._seats]
-    if not any(guides):
+  def _extras(self) -> Extras | None:
+    """The other parts of the next draw. None where no row needs any."""
+    jobs = [None if row is None else row.job for row in self._seats]
+    guides = [job.guide if job else None for job in jobs]
+    biases = [job.bias if job else {} for job in jobs]
+    asks = any(job and job.alternatives for job in jobs)
+    if not (any(guides) or any(biases) or asks):
       return None
-    allowed_RW = np.full((len(guides), self._decoder.words), -1, np.int32)
-    for bits_W, guide in zip(allowed_RW, guides, strict=True):
-      if guide:
-        guide.fill(bits_W)
-    return allowed_RW
+    extras = Extras(alternatives=self._decoder.alternatives if asks else 0)
+    vocabulary = self._decoder.vocabulary
+    if any(guides):
+      allowed_RW = np.full((len(jobs), -(-vocabulary // 32)), -1, np.int32)
+      for bits_W, guide in zip(allowed_RW, guides, strict=True):
+        if guide:
+          guide.fill(bits_W)
+      extras = extras.replace(allowed_RW=allowed_RW)
+    if any(biases):
+      biased_RN = np.full((len(jobs), MOST_BIASED), vocabulary, np.int32)
+      bias_RN = np.zeros((len(jobs), MOST_BIASED), np.float32)
+      for place, bias in enumerate(biases):
+        biased_RN[place, : len(bias)], bias_RN[place, : len(bias)] = [*bias], [*bias.values()]
+      extras = extras.replace(biased_RN=biased_RN, bias_RN=bias_RN)
+    return extras
 
   def _part(self, row: Row, tokens: list[int], logprobs: list[float], finish: str) -> Part:
-    """What a row has drawn, up to a text that ends it."""
+    """The tokens that a row has drawn, up to a text that ends it."""
     seen = len(row.tokens)
     row.tokens += tokens
     kept = row.job.end(row.tokens, seen) if row.job.end and tokens else None
@@ -323,6 +365,20 @@ class Engine:
         except RuntimeError:  # its event loop is closed
           row.is_cancelled = True
     self._untold.clear()
+
+
+def _new_row(job: Job) -> NewRow:
+  return NewRow(job.prompt, job.number, job.settings, job.is_scored)
+
+
+def _alternatives(job: Job, drawn: Drawn, place: int) -> list[Likely]:
+  """The likeliest tokens in the place of each that a row has drawn, as many as it wants."""
+  if not job.alternatives:
+    return []
+  own_N, count = drawn.is_drawn_RN[place], slice(job.alternatives)
+  tokens_TA = drawn.alternatives_RNA[place, own_N, count]
+  logprobs_TA = drawn.alternative_logprobs_RNA[place, own_N, count]
+  return [likely_tokens(*pair) for pair in zip(tokens_TA, logprobs_TA, strict=True)]
 
 
 def _shapes(params: model.Params) -> Any:

@@ -27,7 +27,7 @@ _TAGS = ("<tool_call>", "</tool_call>")
 
 
 class Guide:
-  """What one row may write."""
+  """Says what one row may write."""
 
   def __init__(self, matcher: Any) -> None:
     """`matcher` is a LLMatcher."""

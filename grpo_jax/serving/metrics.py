@@ -1,4 +1,4 @@
-"""What a server has done, in the text format that Prometheus reads."""
+"""Counts of what a server has done, in the text format that Prometheus reads."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ class Metrics:
   Attributes:
     requests: How many were answered, by path and status.
     seconds: How long all answers took together, by path.
-    prompt_tokens: Of all requests that were taken.
+    prompt_tokens: Tokens of the prompts of all requests that were taken.
     active: How many are being answered.
   """
 

@@ -13,7 +13,7 @@ _NONE = -1  # no token
 
 
 class Beginning(NamedTuple):
-  """What is known of a prompt.
+  """The beginning of a prompt that is known.
 
   Attributes:
     number: Who has it.
@@ -35,7 +35,7 @@ class PrefixCache:
     """Knows nothing yet.
 
     Args:
-      places: Of the flight.
+      places: How many places the flight has.
       texts: The most that are kept.
       slots: The most tokens of a prompt and of a text.
     """
@@ -81,8 +81,8 @@ class PrefixCache:
 
     Args:
       prompt: Token ids.
-      whole_from: Of what is longer than this, all tokens are used or none, because layers have
-        forgotten the first ones or all but the last state.
+      whole_from: All tokens of a longer text are used or none, because layers have forgotten the
+        first ones or all but the last state.
       among: Numbers that count only if they have `least` more tokens than all others, or all.
       least: A beginning of fewer tokens is none.
 

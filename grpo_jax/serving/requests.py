@@ -9,17 +9,20 @@ from typing import Any, NamedTuple
 
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.serving import tools as tools_lib
+from grpo_jax.serving.decoder import MOST_ALTERNATIVES
+from grpo_jax.serving.engine import MOST_BIASED
 from grpo_jax.settings import SMALLEST_FLOAT, ConfigError, is_text, shown
 
 _DEEPEST = 64  # lists and objects inside each other
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # texts, and characters of one
 _DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's reference says
+_MOST_OF_COMPLETIONS = 5  # alternatives, as OpenAI's reference says
 GOES_ON = "goes_on"  # among the options of a template: the last message is not ended
 _OF_TEMPLATES = {"messages", "tools", "add_generation_prompt", GOES_ON}
 LONGEST = "flag --max_prompt_tokens"  # sets the longest prompt of `serve`
 
 # What changes no answer of this server.
-_IGNORED = {
+IGNORED = {
   "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
 # What would change the answer, and the values that do not. Every other value is refused.
@@ -27,25 +30,24 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "presence_penalty": (0,),
   "frequency_penalty": (0,),
   "repetition_penalty": (1,),
-  "logit_bias": ({},),
-  "skip_special_tokens": (True,),
   "add_generation_prompt": (True,),
   "best_of": (1,),
   "suffix": ("",),
   "function_call": ("none",),
   "functions": ([],),
   "modalities": (["text"],),
-  "top_logprobs": (0,),
   "ignore_eos": (False,),
 }
 _SHARED = {
   "model", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens",
   "min_tokens", "logprobs", "stream", "stream_options", "return_token_ids", "stop_token_ids",
+  "logit_bias", "skip_special_tokens",
 }  # fmt: skip
 _OF_COMPLETIONS = _SHARED | {"prompt", "echo"}
 _OF_CHAT = _SHARED | {
   "messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs",
   "reasoning_effort", "continue_final_message", "parallel_tool_calls", "response_format",
+  "top_logprobs",
 }  # fmt: skip
 
 
@@ -53,7 +55,7 @@ class RequestError(Exception):
   """A request that cannot be answered.
 
   Attributes:
-    status: Of HTTP.
+    status: The status of HTTP.
     message: Says what to do.
     param: The field that is wrong, or None.
     code: A word for programs.
@@ -67,12 +69,12 @@ class RequestError(Exception):
 
 
 def _as_text(said: str) -> str:
-  """What UTF-8 can hold of a client's words. Half of a surrogate pair is shown as JSON has it."""
+  """A client's words as UTF-8 can hold them. Half of a surrogate pair is shown as JSON has it."""
   return said.encode("utf-8", "backslashreplace").decode()
 
 
 class Limits(NamedTuple):
-  """What a request may ask for.
+  """Bounds on what a request may ask for.
 
   Attributes:
     model: The one name that `model` may have.
@@ -80,7 +82,7 @@ class Limits(NamedTuple):
     prompt_tokens: The longest prompt.
     max_tokens: The longest completion.
     choices: The most completions of a request, over all its prompts.
-    longest: What sets prompt_tokens, for errors.
+    longest: The flag or key that sets prompt_tokens, for errors.
   """
 
   model: str
@@ -92,7 +94,7 @@ class Limits(NamedTuple):
 
 
 class Form(NamedTuple):
-  """What an answer must be.
+  """The form that an answer must have.
 
   Attributes:
     param: The parameter that asks for it.
@@ -122,26 +124,31 @@ class Texts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """What somebody wants.
+  """A request for completions.
 
   Attributes:
     prompts: Token ids of each prompt.
     n: How many completions of each.
-    seed: What the random numbers depend on, beside the number of a choice.
+    seed: The random numbers depend on it and on the number of a choice.
     settings: How rows draw, as numbers.
     stop: Texts that end a completion.
     logprobs: Whether to return the log-probs of the tokens.
-    echo: The texts of the prompts, where the answers begin with them. Else None.
+    alternatives: How many of the likeliest tokens to return in the place of each.
+    bias: The numbers that are added to the logits of tokens, by their ids.
+    shows_special: Whether texts have the special tokens.
+    echo: The texts of the prompts, where the answers begin with them, and None for prompts that
+      were given as token ids. Else None.
     is_chat: Whether it is a conversation.
     tools: The schemas of the functions whose calls are looked for in the answer.
     calls_before: How many calls the messages have, after which those of the answer are numbered.
     most_calls: The most calls that the answer may have. Others are left out.
     stop_ids: Token ids that end a completion, beside those of the model. They are kept.
-    form: What the answer must be, or None.
+    form: The form that the answer must have, or None.
     guides: With a form, what says for each choice which tokens it may draw.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
+    repeated: The fields that a response of /v1/responses repeats. None for other paths.
   """
 
   prompts: tuple[tuple[int, ...], ...]
@@ -150,7 +157,10 @@ class Request:
   settings: RowSettings
   stop: tuple[str, ...]
   logprobs: bool
-  echo: tuple[str, ...] | None
+  alternatives: int
+  bias: Mapping[int, float]
+  shows_special: bool
+  echo: tuple[str | None, ...] | None
   is_chat: bool
   tools: tuple[dict[str, Any], ...]
   calls_before: int
@@ -161,11 +171,17 @@ class Request:
   include_usage: bool
   return_token_ids: bool
   guides: Sequence[Any] = ()
+  repeated: Mapping[str, Any] | None = None
 
   @property
   def choices(self) -> int:
     """How many completions it has."""
     return len(self.prompts) * self.n
+
+  @property
+  def is_scored(self) -> bool:
+    """Whether the log-probs of the prompts' tokens are returned."""
+    return self.logprobs and self.echo is not None
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -196,17 +212,11 @@ def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) ->
   prompts = _prompts(body, limits, texts)
   echo = None
   if _flag(body, "echo"):
-    if body.get("logprobs") is not None:
-      raise RequestError("echo with logprobs: log-probs of prompts are not computed", "echo")
-    given = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
-    if not all(isinstance(one, str) for one in given):
-      raise RequestError("echo: the prompt must be a text", "echo")
-    echo = tuple(given)
-  # 0 and 1 both ask for the tokens that were drawn. More would ask for others beside them.
-  logprobs = _whole(body, "logprobs", None, (0, 1), "others than the drawn token are not computed")
-  return _request(
-    body, limits, prompts, logprobs is not None, {"max_tokens": _DEFAULT_TOKENS, "echo": echo}
-  )
+    given = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
+    texts_of = [one if isinstance(one, str) else None for one in given]
+    echo = tuple(texts_of[: len(prompts)])
+  logprobs = _whole(body, "logprobs", None, (0, _MOST_OF_COMPLETIONS))
+  return _request(body, limits, prompts, logprobs, {"max_tokens": _DEFAULT_TOKENS, "echo": echo})
 
 
 def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
@@ -230,7 +240,10 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
     prompt = tuple(texts.render(messages, tools, _template_options(body, messages)))
   except ConfigError as error:
     raise RequestError(str(error), "messages") from None
-  logprobs = _flag(body, "logprobs")
+  alternatives = _whole(body, "top_logprobs", 0, (0, MOST_ALTERNATIVES))
+  if alternatives and not _flag(body, "logprobs"):
+    raise RequestError("top_logprobs: set logprobs to true, too", "top_logprobs")
+  logprobs = alternatives if _flag(body, "logprobs") else None
   before = sum(len(message.get("tool_calls") or ()) for message in messages)
   one_call = body.get("parallel_tool_calls") is not None and not _flag(body, "parallel_tool_calls")
   extra = {
@@ -253,10 +266,18 @@ def _request(
   body: Mapping[str, Any],
   limits: Limits,
   prompts: tuple[tuple[int, ...], ...],
-  logprobs: bool,
+  logprobs: int | None,
   extra: dict[str, Any],
 ) -> Request:
-  """What both kinds of requests have in common. `extra` has what one kind alone has."""
+  """Reads the parameters that both kinds of requests have.
+
+  Args:
+    body: The body.
+    limits: Bounds on what it may ask for.
+    prompts: The tokens of its prompts.
+    logprobs: How many alternatives to each token it asks for. None: no log-probs.
+    extra: The fields that one kind alone has.
+  """
   none = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0, most_calls=None)
   extra = none | {"form": None} | extra
   _check_model(body, limits)
@@ -264,24 +285,7 @@ def _request(
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
   most, why = limits.choices // len(prompts), f"{limits.choices} choices over all prompts"
   n = _whole(body, "n", 1, (1, most), why)
-  default = min(extra.pop("max_tokens", limits.max_tokens), limits.max_tokens)
-  # As with vLLM, what does not fit is cut off.
-  max_tokens = min(limits.max_tokens, _whole(body, "max_tokens", default, (1, 2**31 - 1)))
-  temperature = _number(body, "temperature", 1.0, (0, 1000))
-  if temperature and temperature < SMALLEST_FLOAT:
-    raise RequestError("temperature: for the likeliest token set 0", "temperature")
-  settings = RowSettings(
-    temperature=temperature,
-    top_k=max(0, _whole(body, "top_k", 0, (-1, 2**31 - 1))),  # -1 is off, too, as in vLLM
-    top_p=_number(body, "top_p", 1.0, (SMALLEST_FLOAT, 1)),
-    min_p=_number(body, "min_p", 0.0, (0, 1)),
-    min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
-    max_tokens=max_tokens,
-  )
-  if extra["form"] and settings.min_tokens:
-    raise RequestError(f"min_tokens: {extra['form'].param} says when an answer ends", "min_tokens")
-  if settings.temperature == 0:  # the filters keep the likeliest token
-    settings = settings.replace(top_k=0, top_p=1.0, min_p=0.0)
+  settings = _settings(body, limits, extra.pop("max_tokens", limits.max_tokens), extra)
   options = body.get("stream_options")
   if options is not None and not isinstance(options, dict):
     raise RequestError("stream_options must be an object", "stream_options")
@@ -298,7 +302,11 @@ def _request(
     settings=settings,
     stop=_stops(body),
     stop_ids=_stop_ids(body, limits),
-    logprobs=logprobs,
+    logprobs=logprobs is not None,
+    alternatives=logprobs or 0,
+    bias=_bias(body, limits),
+    shows_special=body.get("skip_special_tokens") is not None
+    and not _flag(body, "skip_special_tokens"),
     stream=_flag(body, "stream"),
     include_usage=_flag(options or {}, "include_usage"),
     return_token_ids=_flag(body, "return_token_ids"),
@@ -306,10 +314,36 @@ def _request(
   )
 
 
+def _settings(
+  body: Mapping[str, Any], limits: Limits, default: int, extra: Mapping[str, Any]
+) -> RowSettings:
+  """How rows draw. `default` is how many tokens they have if the body does not say it."""
+  default = min(default, limits.max_tokens)
+  least = 0 if extra["echo"] else 1
+  # As with vLLM, what does not fit is cut off.
+  max_tokens = min(limits.max_tokens, _whole(body, "max_tokens", default, (least, 2**31 - 1)))
+  temperature = _number(body, "temperature", 1.0, (0, 1000))
+  if temperature and temperature < SMALLEST_FLOAT:
+    raise RequestError("temperature: for the likeliest token set 0", "temperature")
+  settings = RowSettings(
+    temperature=temperature,
+    top_k=max(0, _whole(body, "top_k", 0, (-1, 2**31 - 1))),  # -1 is off, too, as in vLLM
+    top_p=_number(body, "top_p", 1.0, (SMALLEST_FLOAT, 1)),
+    min_p=_number(body, "min_p", 0.0, (0, 1)),
+    min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
+    max_tokens=max_tokens,
+  )
+  if extra["form"] and settings.min_tokens:
+    raise RequestError(f"min_tokens: {extra['form'].param} says when an answer ends", "min_tokens")
+  if settings.temperature == 0:  # the filters keep the likeliest token
+    settings = settings.replace(top_k=0, top_p=1.0, min_p=0.0)
+  return settings
+
+
 def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
   """Raises RequestError for a parameter that is not known, or that would change the answer."""
   for name, value in body.items():
-    if name in known or name in _IGNORED or value is None:
+    if name in known or name in IGNORED or value is None:
       continue
     if name == "add_generation_prompt" and value is False and body.get("continue_final_message"):
       continue  # as clients of vLLM must say it
@@ -418,8 +452,31 @@ def _stop_ids(body: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
   return tuple(ids)
 
 
+def _bias(body: Mapping[str, Any], limits: Limits) -> dict[int, float]:
+  """The bias of token ids, which JSON has as texts."""
+  given = body.get("logit_bias")
+  if given is None:
+    return {}
+  wrong = RequestError(
+    f"logit_bias must be an object of at most {MOST_BIASED} token ids, 0 to"
+    f" {limits.vocabulary - 1}, with numbers from -100 to 100",
+    "logit_bias",
+  )
+  if not isinstance(given, dict) or len(given) > MOST_BIASED:
+    raise wrong
+  found: dict[int, float] = {}
+  for token, value in given.items():
+    is_id = token.isascii() and token.isdecimal() and len(token) < 10
+    if not is_id or int(token) >= limits.vocabulary or type(value) not in (int, float):
+      raise wrong
+    if not -100 <= value <= 100:
+      raise wrong
+    found[int(token)] = float(value)
+  return found
+
+
 def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any) -> Form | None:
-  """What response_format and tool_choice ask for."""
+  """The form that response_format or tool_choice asks for."""
   if choice not in ("auto", "none"):
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -449,7 +506,7 @@ def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any)
 
 
 def _template_options(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-  """What the chat template gets beside messages and tools, and whether the last one goes on."""
+  """The variables of the chat template, and whether the last message goes on."""
   given = body.get("chat_template_kwargs")
   options = {} if given is None else given
   if not isinstance(options, dict) or not {*options}.isdisjoint(_OF_TEMPLATES):

@@ -1,7 +1,7 @@
 """The HTTP edge of the endpoint: aiohttp, keys, streams, and what ends a request early."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -25,6 +25,7 @@ from grpo_jax.serving.connections import Connections, listen, room
 from grpo_jax.serving.engine import Closed, Engine
 from grpo_jax.serving.metrics import Metrics
 from grpo_jax.serving.requests import Limits, Request, RequestError
+from grpo_jax.serving.responses import ResponseHead, response_request
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.serving.writer import Writer, Writing, stopping
 from grpo_jax.settings import ConfigError, is_text
@@ -69,7 +70,7 @@ class Settings:
     choices: The most completions of a request.
     seconds: The longest that an answer may take.
     grace: How many seconds requests may still take once the server was asked to stop.
-    longest: What sets the longest prompt, for errors.
+    longest: The flag or key that sets the longest prompt, for errors.
     calls: How the model writes calls of tools, as in environment.calls.
   """
 
@@ -88,8 +89,8 @@ class Server:
   """Answers requests with an engine.
 
   Attributes:
-    app: What aiohttp runs.
-    metrics: What it has done.
+    app: The application that aiohttp runs.
+    metrics: Counts of what it has done.
   """
 
   def __init__(
@@ -142,6 +143,7 @@ class Server:
         web.get("/v1/models/{name:.+}", self._model),
         web.post("/v1/completions", completions),
         web.post("/v1/chat/completions", conversations),
+        web.post("/v1/responses", functools.partial(self._complete, response_request)),
         web.post("/admin/reload", self._load_newest),
       ]
     )
@@ -318,8 +320,7 @@ class Server:
   async def _answer(self, request: web.Request, asked: Request, name: str) -> web.StreamResponse:
     """Lets the engine write, and sends what it wrote."""
     self.metrics.prompt_tokens += sum(map(len, asked.prompts))
-    kind = "chatcmpl" if asked.is_chat else "cmpl"
-    head = answers.Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._settings.model, asked)
+    head = self._head(asked)
     if asked.stream:
       return await self._stream(request, head, name)
     async with self._choices(asked, request, name) as (choices, parts):
@@ -338,28 +339,38 @@ class Server:
     await _in_time(response.write_eof())
     return response
 
+  def _head(self, asked: Request) -> answers.Head | ResponseHead:
+    number, now, model = uuid.uuid4().hex, int(time.time()), self._settings.model
+    if asked.repeated is not None:
+      return ResponseHead(number, now, model, asked)
+    kind = "chatcmpl" if asked.is_chat else "cmpl"
+    return answers.Head(f"{kind}-{number}", now, model, asked)
+
   async def _stream(
-    self, request: web.Request, head: answers.Head, name: str
+    self, request: web.Request, head: answers.Head | ResponseHead, name: str
   ) -> web.StreamResponse:
     """Sends what is new of the choices as it comes."""
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     response, begun = web.StreamResponse(headers=headers), set[int]()
 
-    async def send(data: str) -> None:
-      await _in_time(response.write(f"data: {data}\n\n".encode()))
+    async def send(pieces: Iterable[dict[str, Any]]) -> None:
+      for made in pieces:  # events of responses have a type
+        event = f"event: {made['type']}\n" if "type" in made else ""
+        await _in_time(response.write(f"{event}data: {_dumps(made)}\n\n".encode()))
 
     async with self._choices(head.request, request, name) as (choices, parts):
       await response.prepare(request)
       try:
+        await send(head.first())
         async for choice in parts:
-          await send(_dumps(head.piece(choice, choice.index not in begun)))
+          await send(head.piece(choice, choice.index not in begun))
           begun.add(choice.index)
         self._writer.record(name, choices)
-        if head.request.include_usage:
-          await send(_dumps(head.last_piece(choices)))
-        await send("[DONE]")
+        await send(head.last(choices))
+        if head.is_ended_by_done:
+          await _in_time(response.write(b"data: [DONE]\n\n"))
       except RequestError as error:  # the status is sent already
-        await send(_dumps(answers.error(error)))
+        await send([head.error(error)])
     await _in_time(response.write_eof())
     return response
 

@@ -71,7 +71,9 @@ def _content(content: Any) -> str:
     return content or ""
   is_parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
   if not is_parts or not all(map(_is_text_part, content)):
-    raise ValueError("messages: a content must be a text, or a list of parts of type text")
+    raise ValueError(
+      "messages: a content must be a text, or a list of parts of type text; images are not read"
+    )
   return "".join(part["text"] for part in content)
 
 

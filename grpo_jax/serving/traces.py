@@ -1,4 +1,4 @@
-"""What an endpoint records, so that a run can learn from what other programs asked the policy.
+"""An endpoint records what other programs asked the policy, so that a run can learn from it.
 
 A client names its conversation in its key: `KEY:NAME`. Whatever it asks under that name, the
 endpoint keeps the tokens that it read and wrote.
@@ -21,14 +21,14 @@ class Trace(NamedTuple):
   Attributes:
     prompt: The token ids that it read.
     tokens: The token ids that it wrote, with the one that ended it.
-    logprobs: Of these, at the run's temperature.
-    version: Of the weights that wrote the last of them.
+    logprobs: Their log-probs at the run's temperature.
+    version: The version of the weights that wrote the last of them.
     finish: "stop" or "length".
     said: The content of the answer that the client got.
     calls: The calls of tools in it, as messages have them. Their arguments are dicts.
     computed: How many tokens of the prompt were computed.
     number: How many completions the client had asked for before.
-    messages: What the client sent, if it was a conversation. Otherwise None.
+    messages: The messages that the client sent, if it was a conversation. Otherwise None.
   """
 
   prompt: list[int]
@@ -62,8 +62,8 @@ class Recorder:
     """Forgets what it has, and draws with other settings.
 
     Args:
-      settings: Of every completion. A request's own limit of tokens is kept.
-      seed: What the random numbers depend on, beside the conversation's name and how many
+      settings: How every completion is drawn. A request's own limit of tokens is kept.
+      seed: The random numbers depend on it, on the conversation's name and on how many
         completions it asked for before.
     """
     with self._lock:

@@ -1,7 +1,7 @@
 """From requests to the engine and back: prompts become tokens, and rows become choices."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -47,11 +47,11 @@ class Writer:
     """Asks nothing yet.
 
     Args:
-      engine: What writes.
+      engine: The engine that writes.
       tokenizer: Texts to tokens and back.
       seconds: The longest that an answer may take.
       recorder: Keeps what the conversations of clients read and wrote.
-      longest: What sets the longest prompt, for errors.
+      longest: The flag or key that sets the longest prompt, for errors.
       calls: How the model writes calls of tools, as in environment.calls.
       vocabulary: How many ids the model has. None means as many as the tokenizer.
     """
@@ -80,7 +80,7 @@ class Writer:
 
     Args:
       asked: The request.
-      name: Of the conversation.
+      name: The conversation's name.
       cut: Called if the reader of a stream is too slow.
     """
     loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part]]()
@@ -93,9 +93,14 @@ class Writer:
     def hear(index: int, part: Part) -> None:  # in the thread of the engine
       loop.call_soon_threadsafe(receive, index, part)
 
-    shown = self._shown if asked.tools else {}
-    decode, marks = functools.partial(self._tokenizer.decode, shown=shown), [*shown.values()]
-    choices = [Choice(index, asked, decode, self._calls, marks) for index in range(asked.choices)]
+    shown: Mapping[int, str] = self._shown if asked.tools else {}
+    marks, ends = [*shown.values()], set[int]()
+    if asked.shows_special:
+      shown, marks = self._tokenizer.special_texts, []
+      ends = {*shown}
+    decode = functools.partial(self._tokenizer.decode, shown=shown)
+    told = asked, decode, self._calls, marks, ends
+    choices = [Choice(index, *told) for index in range(asked.choices)]
     guides = asked.guides or [None] * len(choices)
     jobs = []
     for choice, guide in zip(choices, guides, strict=True):
@@ -103,7 +108,10 @@ class Writer:
       end = _end_of(asked.stop, decode) if asked.stop else None
       end = _end_at_ids(asked.stop_ids, end) if asked.stop_ids else end
       hears = functools.partial(hear, choice.index)
-      jobs.append(Job(choice.prompt, number, settings, hears, end, guide))
+      asks = dict[str, Any](
+        alternatives=asked.alternatives, bias=asked.bias, is_scored=asked.is_scored
+      )
+      jobs.append(Job(choice.prompt, number, settings, hears, end, guide, **asks))
     rows = self._submit(jobs)
     try:
       yield choices, self._parts(choices, heard)
@@ -123,13 +131,10 @@ class Writer:
     Raises:
       RequestError: No answer can have the form here.
     """
+    if self._recorder is not None:
+      _check_recorded(asked)
     if asked.form is None:
       return asked
-    if self._recorder is not None:
-      raise RequestError(
-        f"{asked.form.param}: a run learns from what the policy writes by itself; leave it out",
-        asked.form.param,
-      )
     return dataclasses.replace(asked, guides=self._guides.of(asked.form, asked.choices))
 
   def _draws(self, asked: Request, name: str, choice: Choice) -> tuple[RowSettings, int]:
@@ -247,6 +252,15 @@ class Writer:
   @functools.cached_property
   def _reads_calls(self) -> bool:
     return self._names_calls or are_read(self._tokenizer)
+
+
+def _check_recorded(asked: Request) -> None:
+  """Raises RequestError for what a run cannot learn from."""
+  param = "logit_bias" if asked.bias else "max_tokens" if not asked.settings.max_tokens else None
+  param = asked.form.param if asked.form else param
+  if param is not None:
+    why = "a run learns from what the policy writes by itself; leave it out"
+    raise RequestError(f"{param}: {why}", param)
 
 
 def stopping() -> RequestError:

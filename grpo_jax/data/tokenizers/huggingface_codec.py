@@ -38,6 +38,7 @@ class HuggingFaceCodec:
     special_tokens: Empty, because tokenizer.json does not say which token ends a text.
     prefix_ids: The ids that the tokenizer's post-processor puts before a text.
     longest_token: How many characters the longest token has.
+    special_texts: The texts of the tokens that `decode` skips, by their ids.
   """
 
   def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -54,8 +55,11 @@ class HuggingFaceCodec:
     self.prefix_ids = _post_processor_prefix(self._engine)
     self._symbols = _needed_symbols(parts["model"])
     self._expressible: set[str] = set()  # characters that _check_characters has seen
-    added_tokens = [token.content for token in self._engine.get_added_tokens_decoder().values()]
-    self._added_token = re.compile("|".join(map(re.escape, added_tokens)))
+    added_tokens = self._engine.get_added_tokens_decoder()
+    texts = [token.content for token in added_tokens.values()]
+    self._added_token = re.compile("|".join(map(re.escape, texts)))
+    special = {i: token.content for i, token in added_tokens.items() if token.special}
+    self.special_texts: Mapping[int, str] = special
 
   def token_to_id(self, token: str) -> int | None:
     """The id of a token, or None if it is not in the vocabulary."""

@@ -45,6 +45,7 @@ class SentencePieceCodec:
     special_tokens: The special tokens of the model file by their roles, such as "eos_token".
     prefix_ids: Empty, because a model file does not say what a text begins with.
     longest_token: How many characters the longest token has.
+    special_texts: The texts of the tokens that `decode` skips, by their ids.
   """
 
   def __init__(
@@ -84,6 +85,7 @@ class SentencePieceCodec:
     # The tokens at which a text is split.
     self._ids = special_ids | added_ids
     self._decoded = {i: "" if text in special_ids else text for text, i in self._ids.items()}
+    self.special_texts: Mapping[int, str] = {i: text for text, i in special_ids.items()}
 
     # Longer tokens come first, so that a token is not mistaken for another one that it begins with.
     tokens = {token["content"]: token for token in added_tokens.values()}

@@ -33,10 +33,12 @@ class Codec(Protocol):
       "eos_token".
     prefix_ids: The ids that the file itself puts before a text.
     longest_token: How many characters the longest token has.
+    special_texts: The texts of the tokens that `decode` skips, by their ids.
   """
 
   vocab_size: int
   longest_token: int
+  special_texts: Mapping[int, str]
   special_tokens: Mapping[str, SpecialToken]
   prefix_ids: tuple[int, ...]
 
@@ -164,6 +166,11 @@ class Tokenizer:
     """Each conversation as text: see `render`."""
     given = {**self.special, **self.chat_options, **(options or {})}
     return self._template.render(conversations, generation_prompt, given, tools)
+
+  @property
+  def special_texts(self) -> Mapping[int, str]:
+    """The texts of the special tokens, which `decode` skips, by their ids."""
+    return self.codec.special_texts
 
   @property
   def longest_token(self) -> int:
