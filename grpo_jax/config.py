@@ -746,10 +746,10 @@ class Config:
   def old_is_policy(self) -> bool:
     """Whether old log-probs are the policy's own, so that the ratio is 1.
 
-    Batches that older policies drew are compared with them by a correction. Without one, the old
-    log-probs are those that the tokens were drawn with.
+    Batches that older policies drew are compared with them by a correction or a rejection. Without
+    one, the old log-probs are those that the tokens were drawn with.
     """
-    is_older = self.rollout.max_staleness > 0 and not self.algo.has_correction
+    is_older = self.rollout.max_staleness > 0 and not self.algo.compares_with_sampler
     return self.algo.old_is_policy and not is_older
 
   @property

@@ -1,6 +1,7 @@
-"""Controllers: coefficients that follow a measured value.
+"""Coefficients that change during a run: controllers follow a measured value, a plan the steps.
 
-They change once per optimizer update. The coefficients are part of the checkpoint.
+Controllers change them once per optimizer update, a plan once per GRPO step. The coefficients are
+part of the checkpoint.
 """
 
 import dataclasses
@@ -55,3 +56,12 @@ def stepwise(coef: jax.Array, entropy: jax.Array, algo: Algo) -> jax.Array:
   That paper, Skywork-OR1, also leaves the bonus out of an update whose entropy is above the target.
   """
   return jnp.maximum(coef + algo.entropy_step * jnp.sign(algo.entropy_target - entropy), 0)
+
+
+def entropy_coef_at(algo: Algo, index: int, steps: int) -> float:
+  """The planned coefficient of GRPO step `index`, from 0, in a run of `steps` GRPO steps.
+
+  It goes linearly from entropy_coef at the first step to entropy_coef_end at the last one.
+  """
+  share = min(index / max(1, steps - 1), 1)
+  return algo.entropy_coef + share * (algo.entropy_coef_end - algo.entropy_coef)

@@ -110,7 +110,7 @@ def _check_rollout(config: Config) -> None:
   if rollout.max_staleness:
     key, value = "rollout.max_staleness", rollout.max_staleness
     _require(
-      algo.has_correction or algo.old_logprobs == "sampler",
+      algo.compares_with_sampler or algo.old_logprobs == "sampler",
       key,
       value,
       "log-probs that are computed again are those of a newer policy than the one that drew; set"

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from grpo_jax.algo import metrics as metrics_lib
+from grpo_jax.algo.controllers import entropy_coef_at
 from grpo_jax.algo.metrics import Metrics, disjoint
 from grpo_jax.asynchronous.ahead import Ahead
 from grpo_jax.asynchronous.learner import Closed
@@ -175,12 +176,13 @@ class GrpoStep:
     )
     batch, advantage_metrics = self._prepare(state, collected)
     clock.lap("reference")
-    train, update_metrics = self._update(state, batch)
+    batch, rejected = self._with_old_logprobs(state.train, batch)
+    train, update_metrics = self._update(state, batch, index)
     state = state.replace(train=train, host=collected.host)
     if algo.ref_sync_steps and (index + 1) % algo.ref_sync_steps == 0:
       state = self._store.sync_reference(state)
     clock.lap("update")
-    metrics = disjoint(collected.metrics, advantage_metrics, update_metrics)
+    metrics = disjoint(collected.metrics, advantage_metrics, rejected, update_metrics)
     metrics = disjoint(metrics, self._step_metrics(index, metrics, clock))
     return StepResult(state, metrics, self._rows(collected, batch), collected.why_unscored)
 
@@ -199,13 +201,29 @@ class GrpoStep:
     batch = batch.replace(**seen)
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
-  def _update(self, state: RunState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
-    """Passes algo.updates_per_batch times over the minibatches."""
+  def _with_old_logprobs(
+    self, train: TrainState, batch: Batch
+  ) -> tuple[Batch, dict[str, float]]:
+    """Adds the old log-probs that are computed, and rejects tokens. Also returns metrics."""
+    run, algo = self._run, self._algo
+    is_recomputed = not run.config.old_is_policy and algo.old_logprobs == "recomputed"
+    if not is_recomputed and not algo.has_rejection:
+      return batch, {}
+    old_PGT = run.programs.logprobs(run.parameters.policy(train.params), batch)
+    if is_recomputed:
+      batch = batch.replace(old_logprobs_PGT=old_PGT)
+    if not algo.has_rejection:
+      return batch, {}
+    given = old_PGT, batch.behavior_logprobs_PGT, batch.mask_PGT
+    mask_PGT, metrics = run.programs.without_rejected(*given)
+    return batch.replace(mask_PGT=mask_PGT), jax.device_get(metrics)
+
+  def _update(
+    self, state: RunState, batch: Batch, index: int
+  ) -> tuple[TrainState, dict[str, float]]:
+    """Passes algo.updates_per_batch times over the minibatches of GRPO step `index`."""
     run, algo, train = self._run, self._algo, state.train
     base, reference = run.parameters.base, self._store.reference_params(state)
-    if not run.config.old_is_policy and algo.old_logprobs == "recomputed":
-      logprobs_PGT = run.programs.logprobs(run.parameters.policy(train.params), batch)
-      batch = batch.replace(old_logprobs_PGT=logprobs_PGT)
     parts = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
     measured: Metrics | None = None
     with doing("updating", algo.updates_per_batch * len(parts), "minibatches") as work:
@@ -215,11 +233,22 @@ class GrpoStep:
           measured = metrics if measured is None else _merge_updates(measured, metrics)
           work.advance()
       reduced = metrics_lib.reduced(measured)
+    train = self._with_entropy_coef(train, index + 1)
     if algo.kl_target:
       reduced["kl_coef"] = float(train.coefs.kl)  # the coefficient of the next update
-    if algo.entropy_target:
+    if algo.moves_entropy_coef:
       reduced["entropy_coef"] = float(train.coefs.entropy)
     return train, reduced
+
+  def _with_entropy_coef(self, train: TrainState, index: int) -> TrainState:
+    """The state with the coefficient that `algo` plans for GRPO step `index`."""
+    algo, coefs = self._algo, train.coefs
+    if not algo.plans_entropy_coef:
+      return train
+    coef = np.float32(entropy_coef_at(algo, index, self._run.config.steps))
+    place = coefs.entropy.sharding  # as it was, so that nothing is compiled again
+    entropy = jax.make_array_from_callback((), place, lambda _: coef)
+    return train.replace(coefs=coefs.replace(entropy=entropy))
 
   def _step_metrics(self, index: int, metrics: dict[str, float], clock: Clock) -> dict[str, float]:
     last_update = (index + 1) * self._algo.updates_per_step - 1
