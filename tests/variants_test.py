@@ -276,7 +276,7 @@ def test_a_record_declares_the_settings_that_it_reads(axis, name):
   for example in record.examples:
     reads = Reads(Algo(**example.settings))
     if axis == "rejection":
-      log_w = jnp.log(array(example.inputs["w"]))
+      log_w = jnp.log(array(example.inputs["w"]))[None, None]
       record.is_on(reads)
       jax.eval_shape(lambda x=log_w, reads=reads: record.accepts(x, x, reads))
     elif axis == "token_weight":

@@ -201,9 +201,7 @@ class GrpoStep:
     batch = batch.replace(**seen)
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
-  def _with_old_logprobs(
-    self, train: TrainState, batch: Batch
-  ) -> tuple[Batch, dict[str, float]]:
+  def _with_old_logprobs(self, train: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
     """Adds the old log-probs that are computed, and rejects tokens. Also returns metrics."""
     run, algo = self._run, self._algo
     is_recomputed = not run.config.old_is_policy and algo.old_logprobs == "recomputed"
