@@ -234,9 +234,9 @@ def test_only_coefficients_with_a_target_change():
 @pytest.mark.parametrize(
   "steps, coefs",
   [
-    (5, [0.1, 0.075, 0.05, 0.025, 0.0, 0.0]),  # the step after the last one is never taken
-    (2, [0.1, 0.0, 0.0]),
-    (1, [0.1, 0.0]),
+    (5, [0.1, 0.075, 0.05, 0.025, 0.0]),
+    (2, [0.1, 0.0]),
+    (1, [0.1]),
   ],
 )
 def test_the_planned_entropy_coefficient_goes_from_the_first_step_to_the_last(steps, coefs):

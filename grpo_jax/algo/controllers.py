@@ -63,5 +63,5 @@ def entropy_coef_at(algo: Algo, index: int, steps: int) -> float:
 
   It goes linearly from entropy_coef at the first step to entropy_coef_end at the last one.
   """
-  share = min(index / max(1, steps - 1), 1)
+  share = index / max(1, steps - 1)
   return algo.entropy_coef + share * (algo.entropy_coef_end - algo.entropy_coef)

@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax import learner
 from grpo_jax.algo import batch as batch_lib
-from grpo_jax.algo import rejections
 from grpo_jax.algo.settings import Algo
 from grpo_jax.compiling import Jitted
 from grpo_jax.config import Config, Optimizer
@@ -127,12 +126,6 @@ class Programs:
       teacher_weight=self._config.reward.teacher_weight,
     )
     return Jitted(with_advantages, out_shardings=(self._rows, self._everywhere))
-
-  @functools.cached_property
-  def without_rejected(self) -> Callable[..., tuple[jax.Array, Any]]:
-    """`algo.rejections.without_rejected`: (old log-probs, mu, loss mask) -> (mask, metrics)."""
-    without_rejected = functools.partial(rejections.without_rejected, algo=self._algo)
-    return jax.jit(without_rejected, out_shardings=(self._rows, self._everywhere))
 
   @functools.cached_property
   def minibatches(self) -> Callable[[Batch], list[Batch]]:

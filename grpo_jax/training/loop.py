@@ -5,15 +5,18 @@ counted together. `trainer.py` has what happens before the loop and after each s
 """
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo.controllers import entropy_coef_at
 from grpo_jax.algo.metrics import Metrics, disjoint
+from grpo_jax.algo.rejections import without_rejected
 from grpo_jax.asynchronous.ahead import Ahead
 from grpo_jax.asynchronous.learner import Closed
 from grpo_jax.batches.collect import Collected, Collector
@@ -23,6 +26,7 @@ from grpo_jax.console.stop import leaving_on_second_signal
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.learner.optimizer import learning_rate
+from grpo_jax.parallel import sharding
 from grpo_jax.progress import doing
 from grpo_jax.run.run import Run
 from grpo_jax.run.seen import with_images
@@ -165,6 +169,9 @@ class GrpoStep:
     self._algo = run.config.algo
     updates = run.config.steps * self._algo.updates_per_step
     self._learning_rate = learning_rate(run.config.optimizer, updates)
+    places = sharding.batch_sharding(run.mesh), NamedSharding(run.mesh, PartitionSpec())
+    reject = functools.partial(without_rejected, algo=self._algo)
+    self._without_rejected = jax.jit(reject, out_shardings=places)
 
   def __call__(self, state: RunState, step: int) -> StepResult:
     """`step` counts the warm start's steps, too."""
@@ -176,8 +183,9 @@ class GrpoStep:
     )
     batch, advantage_metrics = self._prepare(state, collected)
     clock.lap("reference")
+    state = state.replace(train=self._with_entropy_coef(state.train, index))
     batch, rejected = self._with_old_logprobs(state.train, batch)
-    train, update_metrics = self._update(state, batch, index)
+    train, update_metrics = self._update(state, batch)
     state = state.replace(train=train, host=collected.host)
     if algo.ref_sync_steps and (index + 1) % algo.ref_sync_steps == 0:
       state = self._store.sync_reference(state)
@@ -213,13 +221,11 @@ class GrpoStep:
     if not algo.has_rejection:
       return batch, {}
     given = old_PGT, batch.behavior_logprobs_PGT, batch.mask_PGT
-    mask_PGT, metrics = run.programs.without_rejected(*given)
+    mask_PGT, metrics = self._without_rejected(*given)
     return batch.replace(mask_PGT=mask_PGT), jax.device_get(metrics)
 
-  def _update(
-    self, state: RunState, batch: Batch, index: int
-  ) -> tuple[TrainState, dict[str, float]]:
-    """Passes algo.updates_per_batch times over the minibatches of GRPO step `index`."""
+  def _update(self, state: RunState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
+    """Passes algo.updates_per_batch times over the minibatches."""
     run, algo, train = self._run, self._algo, state.train
     base, reference = run.parameters.base, self._store.reference_params(state)
     parts = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
@@ -231,7 +237,6 @@ class GrpoStep:
           measured = metrics if measured is None else _merge_updates(measured, metrics)
           work.advance()
       reduced = metrics_lib.reduced(measured)
-    train = self._with_entropy_coef(train, index + 1)
     if algo.kl_target:
       reduced["kl_coef"] = float(train.coefs.kl)  # the coefficient of the next update
     if algo.moves_entropy_coef:
