@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from grpo_jax import model
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, Suffixes
@@ -432,6 +433,7 @@ def _filled(x: list[T], count: int, by: T) -> list[T]:
 
 def _whole(settings: RowSettings, decoding: Decoding) -> RowSettings:
   """The settings with a number for each that is off, so that one program decodes all rows."""
-  off = RowSettings(1.0, 0, 1.0, 0.0, 0, decoding.max_tokens)
-  given = {name: x for name, x in dataclasses.asdict(settings).items() if x is not None}
-  return off.replace(**given)
+  off = RowSettings(1.0, min_tokens=0, max_tokens=decoding.max_tokens)
+  values = {name: one.off for name, one in FILTERS.items()} | settings.filter_values
+  given = {name: x for name, x in vars(settings).items() if x is not None}
+  return off.replace(**given).with_filters(values)
