@@ -199,9 +199,9 @@ class BatchSize:
 class Sampling:
   """How completions are sampled in training.
 
-  With a filter (top_k, top_p, min_p, filters, min_tokens), tokens are drawn from another distribution than
-  the learned one, which is the whole softmax. The metric sampler/filter_gap_mean measures the
-  difference.
+  With a filter (top_k, top_p, min_p, filters, min_tokens), tokens are drawn from another
+  distribution than the learned one, which is the whole softmax. The metric sampler/filter_gap_mean
+  measures the difference.
   """
 
   max_tokens: int = setting(64, "T, the longest completion", TOKENS)

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from grpo_jax.lazy import jax, jnp
-from grpo_jax.registry import register
+from grpo_jax.registry import name_of, register
 from grpo_jax.settings import LARGEST_FLOAT, LARGEST_INT, SMALLEST_FLOAT, ConfigError
 
 
@@ -93,10 +93,9 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
   to an endpoint of this process may have NAME as a parameter.
 
   Args:
-    compute: (logits_BV, value_B1) -> [B, V], in JAX: the logits of B rows, with -inf where the
-      filter drops the token. They are divided by the temperature, and -inf where top-k, top-p or
-      min-p has dropped the token. The value is a number above 0 of each row. The likeliest token is
-      kept, whatever the function returns.
+    compute: (logits_BV, value_B1) -> bool [B, V], in JAX: the tokens of B rows that may be drawn.
+      The logits are divided by the temperature, and -inf where a filter before it has dropped the
+      token. The value is a number above 0 of each row. The likeliest token may always be drawn.
 
   Returns:
     The function.
@@ -106,14 +105,19 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
   """
 
   def apply(logits_BV: jax.Array, value_B: jax.Array) -> jax.Array:
-    is_on_B1, is_largest_BV = value_B[:, None] > 0, logits_BV == logits_BV.max(-1, keepdims=True)
+    value_B1, largest_B1 = value_B[:, None], logits_BV.max(-1, keepdims=True)
 
     def drop() -> jax.Array:
-      found_BV = compute(logits_BV, value_B[:, None])
-      is_kept_BV = ~is_on_B1 | (is_largest_BV & ~jnp.isfinite(found_BV))
-      return jnp.where(is_kept_BV, logits_BV, found_BV)
+      found_BV = jnp.asarray(compute(logits_BV, value_B1))
+      if found_BV.dtype != bool or found_BV.shape != logits_BV.shape:
+        raise ConfigError(
+          f"the filter {name_of(compute)} returned {found_BV.dtype} {found_BV.shape}: it must return"
+          f" bool {logits_BV.shape}, True for the tokens that may be drawn"
+        )
+      is_kept_BV = found_BV | (logits_BV == largest_B1) | (value_B1 == 0)
+      return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
 
-    return jax.lax.cond(is_on_B1.any(), drop, lambda: logits_BV)
+    return jax.lax.cond((value_B != 0).any(), drop, lambda: logits_BV)
 
   register("filter", FILTERS, compute, Filter(apply, 0.0, (0, LARGEST_FLOAT)))
   return compute

@@ -40,7 +40,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "ignore_eos": (False,),
 }
 _SHARED = {
-  "model", "n", "stop", "seed", "temperature", "max_tokens", "min_tokens", "logprobs", "stream", "stream_options", "return_token_ids", "stop_token_ids",
+  "model", "n", "stop", "seed", "temperature", "max_tokens", "min_tokens", "logprobs", "stream",
+  "stream_options", "return_token_ids", "stop_token_ids",
 }  # fmt: skip
 _OF_COMPLETIONS = _SHARED | {"prompt", "echo"}
 _OF_CHAT = _SHARED | {
