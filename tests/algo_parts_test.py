@@ -267,6 +267,21 @@ OF_ROWS = jnp.array([[[1.0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]]
     # The means of (log w)^2 / 2 are .801 and .0166, those of w - 1 - log w 1.705 and .0177.
     (dict(reject_k2=0.8), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
     (dict(reject_k2=0.81), OF_ROWS[0], 0, 0),
+    (dict(reject_k3=1.6), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
+    (dict(reject_k3=1.8), OF_ROWS[0], 0, 0),
+    # Padding is no outlier, whatever the bounds.
+    (
+      dict(reject_outlier=(1.1, 9.0)),
+      [[0] * 4, OF_ROWS[0, 1], [0] * 4, [0] * 4],
+      7 / 10,
+      2 / 3,
+    ),
+    (
+      dict(reject_token=(0.6, 2.0), reject_k2=2.0),
+      [[0, 0, 1, 0], *OF_ROWS[0, 1:]],
+      2 / 10,
+      1 / 3,
+    ),
     (dict(reject_k3=0.01), [[0] * 4, [0] * 4, *OF_ROWS[0, 2:]], 6 / 10, 2 / 3),
     # Both must accept. The geometric mean is of all tokens: without 8 and .5 it would be 1.
     (

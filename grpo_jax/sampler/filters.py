@@ -111,8 +111,8 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
       found_BV = jnp.asarray(compute(logits_BV, value_B1))
       if found_BV.dtype != bool or found_BV.shape != logits_BV.shape:
         raise ConfigError(
-          f"the filter {name_of(compute)} returned {found_BV.dtype} {found_BV.shape}: it must return"
-          f" bool {logits_BV.shape}, True for the tokens that may be drawn"
+          f"the filter {name_of(compute)} returned {found_BV.dtype} {found_BV.shape}: it must"
+          f" return bool {logits_BV.shape}, True for the tokens that may be drawn"
         )
       is_kept_BV = found_BV | (logits_BV == largest_B1) | (value_B1 == 0)
       return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
