@@ -88,6 +88,15 @@ def test_a_filter_of_a_program_sees_what_top_k_left_and_rows_without_it_are_as_t
   )
 
 
+def test_a_filter_of_a_program_takes_no_name_of_a_setting():
+  def temperature(logits_BV, value_B1):
+    return logits_BV > value_B1
+
+  with pytest.raises(ConfigError, match="sampling.temperature is a setting: give your filter"):
+    grpo_jax.register_filter(temperature)
+  assert "temperature" not in FILTERS
+
+
 def test_a_filter_of_a_program_that_returns_logits_is_refused():
   @grpo_jax.register_filter
   def logits(logits_BV, value_B1):

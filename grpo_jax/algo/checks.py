@@ -150,10 +150,9 @@ def _check_variants(algo: Algo, group_size: int) -> None:
 
 def _check_gap(algo: Algo, sampler_filters: bool) -> None:
   """Raises ConfigError where every weight for the gap between sampler and learner would be 1."""
-  names = [name for record in REJECTIONS.values() for name in names_of(record.settings)]
-  names = [name for name in names if algo.has_rejection and getattr(algo, name)]
-  names += ["correction"] if algo.has_correction else []
-  for name in names:
+  of_rejections = [name for record in REJECTIONS.values() for name in names_of(record.settings)]
+  names = [name for name in of_rejections if getattr(algo, name)]
+  for name in [*names, "correction"] if algo.has_correction else names:
     require(
       algo.old_is_policy or algo.old_logprobs == "recomputed" or sampler_filters,
       algo,

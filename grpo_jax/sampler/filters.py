@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
+from grpo_jax.config import Sampling
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.registry import name_of, register
 from grpo_jax.settings import LARGEST_FLOAT, LARGEST_INT, SMALLEST_FLOAT, ConfigError
@@ -101,8 +102,11 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     The function.
 
   Raises:
-    ConfigError: A filter of grpo_jax has this name, or it has none.
+    ConfigError: A filter or setting of grpo_jax has this name, or it has none.
   """
+  name = name_of(compute)
+  if hasattr(Sampling, name) and name not in FILTERS:
+    raise ConfigError(f"sampling.{name} is a setting: give your filter another name")
 
   def apply(logits_BV: jax.Array, value_B: jax.Array) -> jax.Array:
     value_B1, largest_B1 = value_B[:, None], logits_BV.max(-1, keepdims=True)
@@ -111,8 +115,8 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
       found_BV = jnp.asarray(compute(logits_BV, value_B1))
       if found_BV.dtype != bool or found_BV.shape != logits_BV.shape:
         raise ConfigError(
-          f"the filter {name_of(compute)} returned {found_BV.dtype} {found_BV.shape}: it must"
-          f" return bool {logits_BV.shape}, True for the tokens that may be drawn"
+          f"the filter {name} returned {found_BV.dtype} {found_BV.shape}: it must return bool"
+          f" {logits_BV.shape}, True for the tokens that may be drawn"
         )
       is_kept_BV = found_BV | (logits_BV == largest_B1) | (value_B1 == 0)
       return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
