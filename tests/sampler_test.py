@@ -505,7 +505,8 @@ def test_a_config_names_filters_of_a_program_with_their_values(within):
   assert settings_of(config, 0.0) == RowSettings(0.0)
   rows = by_row(settings_of(config, 1.0), 2, 3)
   np.testing.assert_array_equal(rows.own["within"], np.full(6, 2.5, np.float32))
-  assert config.has_filters and settings_of(config, 1.0).filters
+  alone = dataclasses.replace(config, top_k=0)
+  assert alone.has_filters and settings_of(alone, 1.0).filters
   for wrong in ("within", "within=0", "within=-1", "within=nan", "within=x"):
     with pytest.raises(ConfigError, match=f"filters has '{wrong}': write each filter once"):
       own_values((wrong,))

@@ -368,7 +368,7 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
   assert len({row["reward"] for row in rows}) > 1
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_is_rejected_is_as_if_it_was_not_there(minibatches, tmp_path):
   """An update with rejected tokens is the update of a batch without them.
 
@@ -410,6 +410,14 @@ def test_what_is_rejected_is_as_if_it_was_not_there(minibatches, tmp_path):
     found.train.params,
     state.params,
   )
+
+
+def test_a_step_whose_tokens_are_all_rejected_says_so_and_moves_nothing(tmp_path):
+  run = small_run(small_config(kl_coef=0.0, reject_product=(2.0, 3.0)))
+  step, _, _ = grpo_step(run, tmp_path, collects(batch_of(run), random_rewards()))
+  found, metrics, _, why = step(first_state(run), 0)
+  assert metrics["rejection/tokens"] == 1 and why.startswith("all tokens were rejected")
+  assert_same(found.train.params, first_state(run).train.params)
 
 
 def test_a_planned_entropy_coefficient_is_data_and_resumes_where_it_was(tmp_path):

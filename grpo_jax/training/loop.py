@@ -39,6 +39,7 @@ from grpo_jax.training.trainer import Signals, Trainer
 from grpo_jax.types import Batch, TrainState
 
 _merge_updates = jax.jit(metrics_lib.merge_updates)
+_ALL_REJECTED = "all tokens were rejected: widen the bounds algo.reject_..., or close the gap"
 
 
 class Ended(NamedTuple):
@@ -192,7 +193,9 @@ class GrpoStep:
     clock.lap("update")
     metrics = disjoint(collected.metrics, advantage_metrics, rejected, update_metrics)
     metrics = disjoint(metrics, self._step_metrics(index, metrics, clock))
-    return StepResult(state, metrics, self._rows(collected, batch), collected.why_unscored)
+    nothing_left = rejected.get("rejection/tokens") == 1
+    why = collected.why_unscored or (_ALL_REJECTED if nothing_left else "")
+    return StepResult(state, metrics, self._rows(collected, batch), why)
 
   def _prepare(self, state: RunState, collected: Collected) -> tuple[Batch, dict[str, float]]:
     """Adds the reference's log-probs and the advantages to the batch. Also returns metrics."""
