@@ -241,10 +241,11 @@ def test_only_coefficients_with_a_target_change():
 )
 def test_the_planned_entropy_coefficient_goes_from_the_first_step_to_the_last(steps, coefs):
   algo = Algo(entropy_coef=0.1, entropy_coef_end=0.0)
-  found = [controllers.entropy_coef_at(algo, index, steps) for index in range(len(coefs))]
+  found = [controllers.planned(algo, index, steps)["entropy"] for index in range(len(coefs))]
   assert found == pytest.approx(coefs)
   rising = Algo(entropy_coef=0.0, entropy_coef_end=0.2)
-  assert controllers.entropy_coef_at(rising, 1, 5) == pytest.approx(0.05)
+  assert controllers.planned(rising, 1, 5) == {"entropy": pytest.approx(0.05)}
+  assert controllers.planned(Algo(entropy_coef=0.1), 1, 5) == {}
 
 
 # Rejection.

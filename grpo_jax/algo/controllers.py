@@ -58,10 +58,19 @@ def stepwise(coef: jax.Array, entropy: jax.Array, algo: Algo) -> jax.Array:
   return jnp.maximum(coef + algo.entropy_step * jnp.sign(algo.entropy_target - entropy), 0)
 
 
-def entropy_coef_at(algo: Algo, index: int, steps: int) -> float:
-  """The planned coefficient of GRPO step `index`, from 0, in a run of `steps` GRPO steps.
+def planned(algo: Algo, index: int, steps: int) -> dict[str, float]:
+  """The coefficients that follow a plan, by their names in `Coefficients`.
 
-  It goes linearly from entropy_coef at the first step to entropy_coef_end at the last one.
+  Args:
+    algo: Reads `entropy_coef` and `entropy_coef_end`.
+    index: The GRPO step, from 0.
+    steps: The GRPO steps of the run.
+
+  Returns:
+    Their values in this step: each goes linearly from that of the first step to that of the last.
   """
   share = index / max(1, steps - 1)
-  return algo.entropy_coef + share * (algo.entropy_coef_end - algo.entropy_coef)
+  found = dict[str, float]()
+  if algo.plans_entropy_coef:
+    found["entropy"] = (1 - share) * algo.entropy_coef + share * algo.entropy_coef_end
+  return found

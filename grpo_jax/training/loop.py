@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from grpo_jax.algo import metrics as metrics_lib
-from grpo_jax.algo.controllers import entropy_coef_at
+from grpo_jax.algo.controllers import planned
 from grpo_jax.algo.metrics import Metrics, disjoint
 from grpo_jax.algo.rejections import without_rejected
 from grpo_jax.asynchronous.ahead import Ahead
@@ -184,7 +184,7 @@ class GrpoStep:
     )
     batch, advantage_metrics = self._prepare(state, collected)
     clock.lap("reference")
-    state = state.replace(train=self._with_entropy_coef(state.train, index))
+    state = state.replace(train=self._with_planned(state.train, index))
     batch, rejected = self._with_old_logprobs(state.train, batch)
     train, update_metrics = self._update(state, batch)
     state = state.replace(train=train, host=collected.host)
@@ -246,15 +246,13 @@ class GrpoStep:
       reduced["entropy_coef"] = float(train.coefs.entropy)
     return train, reduced
 
-  def _with_entropy_coef(self, train: TrainState, index: int) -> TrainState:
-    """The state with the coefficient that `algo` plans for GRPO step `index`."""
-    algo, coefs = self._algo, train.coefs
-    if not algo.plans_entropy_coef:
-      return train
-    coef = np.float32(entropy_coef_at(algo, index, self._run.config.steps))
-    place = coefs.entropy.sharding  # as it was, so that nothing is compiled again
-    entropy = jax.make_array_from_callback((), place, lambda _: coef)
-    return train.replace(coefs=coefs.replace(entropy=entropy))
+  def _with_planned(self, train: TrainState, index: int) -> TrainState:
+    """The state with the coefficients that `algo` plans for GRPO step `index`."""
+    coefs, own = train.coefs, dict[str, jax.Array]()
+    for name, value in planned(self._algo, index, self._run.config.steps).items():
+      place = getattr(coefs, name).sharding  # as it was, so that nothing is compiled again
+      own[name] = jax.make_array_from_callback((), place, lambda _, x=value: np.float32(x))
+    return train.replace(coefs=coefs.replace(**own))
 
   def _step_metrics(self, index: int, metrics: dict[str, float], clock: Clock) -> dict[str, float]:
     last_update = (index + 1) * self._algo.updates_per_step - 1
