@@ -38,6 +38,7 @@ if TYPE_CHECKING:
   from grpo_jax.learner.optimizer import register_optimizer
   from grpo_jax.recipes import load_config
   from grpo_jax.rewards.names import register_reward
+  from grpo_jax.sampler.filters import register_filter
   from grpo_jax.settings import ConfigError, RunFailed
   from grpo_jax.storage.reading import completion_steps, read_completions, read_config, read_metrics
   from grpo_jax.train import train
@@ -63,6 +64,7 @@ __all__ = [
   "register_advantage",
   "register_correction",
   "register_environment",
+  "register_filter",
   "register_kl",
   "register_metric",
   "register_optimizer",
@@ -87,6 +89,7 @@ _MODULES = {
   "learner.optimizer": ("register_optimizer",),
   "recipes": ("load_config",),
   "rewards.names": ("register_reward",),
+  "sampler.filters": ("register_filter",),
   "settings": ("ConfigError", "RunFailed"),
   "storage.reading": ("completion_steps", "read_completions", "read_config", "read_metrics"),
   "training.callback": ("Step",),

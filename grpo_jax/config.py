@@ -199,9 +199,9 @@ class BatchSize:
 class Sampling:
   """How completions are sampled in training.
 
-  With a filter (top_k, top_p, min_p, min_tokens), tokens are drawn from another distribution than
-  the learned one, which is the whole softmax. The metric sampler/filter_gap_mean measures the
-  difference.
+  With a filter (top_k, top_p, min_p, filters, min_tokens), tokens are drawn from another
+  distribution than the learned one, which is the whole softmax. The metric sampler/filter_gap_mean
+  measures the difference.
   """
 
   max_tokens: int = setting(64, "T, the longest completion", TOKENS)
@@ -225,6 +225,12 @@ class Sampling:
   )
   min_p: float = setting(
     0.0, "drop tokens less likely than min_p times the likeliest", below_one("0 is off")
+  )
+  filters: tuple[str, ...] = setting(
+    (),
+    "filters of your own (grpo_jax.register_filter) with their values, such as"
+    " ('top_n_sigma=1.0',)",
+    before=(),
   )
   stop_ids: tuple[int, ...] = setting(
     (), "token ids that end a completion, in addition to the tokenizer's and the model's own"
@@ -276,7 +282,8 @@ class Sampling:
   @property
   def has_filters(self) -> bool:
     """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
-    return bool(self.top_k or self.top_p < 1 or self.min_p or self.min_tokens)
+    own = self.filters or self.min_tokens
+    return bool(self.top_k or self.top_p < 1 or self.min_p or own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -746,10 +753,10 @@ class Config:
   def old_is_policy(self) -> bool:
     """Whether old log-probs are the policy's own, so that the ratio is 1.
 
-    Batches that older policies drew are compared with them by a correction. Without one, the old
-    log-probs are those that the tokens were drawn with.
+    Batches that older policies drew are compared with them by a correction or a rejection. Without
+    one, the old log-probs are those that the tokens were drawn with.
     """
-    is_older = self.rollout.max_staleness > 0 and not self.algo.has_correction
+    is_older = self.rollout.max_staleness > 0 and not self.algo.compares_with_sampler
     return self.algo.old_is_policy and not is_older
 
   @property

@@ -100,6 +100,20 @@ REFUSED = [
     "kl_target is 0.1: with algo.kl_coef = 0 there is no reference; set algo.kl_coef",
   ),
   (
+    dict(overlong=0.2, advantage="max_rl"),
+    "overlong is 0.2: a penalty makes rewards negative, which max_rl does not take; set 0",
+  ),
+  (
+    dict(reject_k3=0.1, minibatches=2),
+    "reject_k3 is 0.1: the old log-probs are the sampler's own, so every weight is 1;"
+    " set algo.old_logprobs='recomputed'",
+  ),
+  (
+    dict(entropy_coef_end=0.0, entropy_target=0.1),
+    "entropy_coef_end is 0.0: algo.entropy_target moves the coefficient, too; set -1 here, or 0"
+    " there",
+  ),
+  (
     dict(ref_sync_steps=5),
     "ref_sync_steps is 5: with algo.kl_coef = 0 there is no reference; set algo.kl_coef",
   ),
@@ -134,6 +148,11 @@ def test_what_is_refused(changes, message):
     dict(minibatches=2, sampler_filters=True, **CORRECTED),
     dict(correction_low=1.9, **CORRECTED),
     dict(correction_low=2.0),
+    dict(reject_k3=0.1, reject_token=(0.5, 2.0)),
+    dict(reject_k3=0.1, minibatches=2, old_logprobs="recomputed"),
+    dict(reject_outlier=(0.0, 9.0), ratio="sequence", minibatches=2, sampler_filters=True),
+    dict(reject_geometric=(0.9, 1.1), **CORRECTED),
+    dict(entropy_coef_end=0.1),
     REWARD_KL,
     dict(kl_coef=0.1, kl="k3+", kl_importance_weighted=True),
     dict(kl_coef=0.1, kl="full"),
@@ -222,6 +241,7 @@ TABLE = {
   "clip_cov": ("group_normalized", "token", "clip_cov", "token_mean", dict(minibatches=4)),
   "kl_cov": ("group_normalized", "token", "kl_cov", "token_mean", dict(minibatches=4)),
   "pass_at_k": ("pass_at_k", "token", "ppo_clip", "token_mean", {}),
+  "max_rl": ("max_rl", "token", "ppo_clip", "token_mean", {}),
   "process": ("process", "token", "ppo_clip", "sequence_mean", dict(kl_coef=0.04)),
   "areal": (
     "batch_normalized",
@@ -313,11 +333,19 @@ def test_properties_of_advantages_are_enforced(name):
     ("ref_mixup", 1.1, 0.1),
     ("correction_low", -0.1, 0.0),
     ("correction_high", -0.1, 0.0),
+    ("reject_token", (2.0, 0.5), ()),
+    ("reject_outlier", (0.5,), (0.0, 0.5)),
+    ("reject_product", (-0.1, 0.5), (0.1, 0.5)),
+    ("reject_geometric", (0.5, 1.0, 2.0), (0.9, 1.1)),
+    ("reject_k2", -0.1, 0.1),
+    ("reject_k3", -0.1, 0.1),
     ("off_policy_threshold", -0.1, 0.0),
     ("top_entropy_quantile", 0.0, 1.0),
     ("entropy_coef", -0.1, 0.0),
     ("entropy_target", -0.1, 0.0),
     ("entropy_step", 0.0, 0.1),
+    ("entropy_coef_end", -0.5, -1.0),
+    ("entropy_coef_end", -2.0, 0.0),
     ("max_resample_rounds", 0, 1),
     ("overlong", 1.0, 0.0),
     ("batch_weighting", "prompt", "token"),
@@ -378,12 +406,19 @@ DEFAULTS = dict(
   correction_level="token",
   correction_low=0.0,
   correction_high=0.0,
+  reject_token=(),
+  reject_outlier=(),
+  reject_product=(),
+  reject_geometric=(),
+  reject_k2=0.0,
+  reject_k3=0.0,
   off_policy_threshold=0.0,
   mask_truncated=False,
   top_entropy_quantile=1.0,
   entropy_coef=0.0,
   entropy_target=0.0,
   entropy_step=0.005,
+  entropy_coef_end=-1.0,
   dynamic_sampling=False,
   max_resample_rounds=3,
   overlong=0.0,
@@ -432,8 +467,16 @@ def test_derived_facts():
   assert several.updates_per_step == 6 and not several.old_is_policy
   assert [
     Algo(**changes).has_entropy_bonus
-    for changes in ({}, dict(entropy_coef=0.1), dict(entropy_target=0.1))
-  ] == [False, True, True]
+    for changes in (
+      {},
+      dict(entropy_coef=0.1),
+      dict(entropy_target=0.1),
+      dict(entropy_coef_end=0.1),
+      dict(entropy_coef_end=0.0),
+    )
+  ] == [False, True, True, True, False]
+  assert Algo(reject_k2=0.1).has_rejection and not Algo(correction="mask").has_rejection
+  assert Algo(reject_k2=0.1).compares_with_sampler and not Algo().compares_with_sampler
   assert Algo(correction="mask").has_correction and not Algo().has_correction
   assert Algo(kl_coef=0.1).uses_reference and not Algo().uses_reference
   in_reward = [
@@ -497,7 +540,7 @@ def test_idle_settings_are_settings_of_their_record():
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_of_the_rewards_alone_refuse_a_kl_in_the_reward(name):
   """A KL penalty would make a right answer wrong, or meet a greedy completion that has none."""
-  refused = {"gdpo", "pass_at_k", "greedy_baseline", "process"}
+  refused = {"gdpo", "group_normalized_each", "max_rl", "pass_at_k", "greedy_baseline", "process"}
   settings = dict(advantage=name, kl="k1", kl_coef=0.1, kl_in="reward")
   if name not in refused:
     check(**settings)

@@ -1,4 +1,4 @@
-"""Masked reductions, metrics, KL estimates, controllers and the routers' balance, by hand."""
+"""Masked reductions, metrics, KL estimates, coefficients, rejection and balance, by hand."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +11,7 @@ from grpo_jax import masked
 from grpo_jax.algo import controllers, metrics
 from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.algo.kl import KL, full, k3
+from grpo_jax.algo.rejections import without_rejected
 from grpo_jax.algo.settings import Algo
 from grpo_jax.types import Coefficients, Routing
 
@@ -228,6 +229,78 @@ def test_only_coefficients_with_a_target_change():
   assert adapted(**targets[0], **targets[1]) == pytest.approx((0.1 * 1.02, 0.3))
   unused = controllers.adapted(Coefficients(kl=0.1, entropy=0.2), None, 0.0, 100, Algo())
   assert unused == Coefficients(kl=0.1, entropy=0.2)
+
+
+@pytest.mark.parametrize(
+  "steps, coefs",
+  [
+    (5, [0.1, 0.075, 0.05, 0.025, 0.0]),
+    (2, [0.1, 0.0]),
+    (1, [0.1]),
+  ],
+)
+def test_the_planned_entropy_coefficient_goes_from_the_first_step_to_the_last(steps, coefs):
+  algo = Algo(entropy_coef=0.1, entropy_coef_end=0.0)
+  found = [controllers.planned(algo, index, steps)["entropy"] for index in range(len(coefs))]
+  assert found == pytest.approx(coefs)
+  rising = Algo(entropy_coef=0.0, entropy_coef_end=0.2)
+  assert controllers.planned(rising, 1, 5) == {"entropy": pytest.approx(0.05)}
+  assert controllers.planned(Algo(entropy_coef=0.1), 1, 5) == {}
+
+
+# Rejection.
+
+# Four rows: one token of a large weight, all of them a little above 1, nothing, and no token.
+WEIGHTS = jnp.array([[[8.0, 0.5, 1, 7], [1.2, 1.2, 1.2, 7], [1, 1, 1, 1], [7, 7, 7, 7]]])
+OF_ROWS = jnp.array([[[1.0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]])
+
+
+@pytest.mark.parametrize(
+  "settings, kept, tokens, sequences",
+  [
+    ({}, OF_ROWS[0], 0, 0),
+    # Only the tokens themselves leave.
+    (dict(reject_token=(0.6, 2.0)), [[0, 0, 1, 0], *OF_ROWS[0, 1:]], 2 / 10, 1 / 3),
+    (dict(reject_outlier=(0.1, 4.0)), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
+    # The product of 8 and .5 is 4, its third root 1.59. The second row's are 1.728 and 1.2.
+    (dict(reject_product=(0.5, 3.0)), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
+    (dict(reject_geometric=(0.5, 1.5)), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
+    # The means of (log w)^2 / 2 are .801 and .0166, those of w - 1 - log w 1.705 and .0177.
+    (dict(reject_k2=0.8), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
+    (dict(reject_k2=0.81), OF_ROWS[0], 0, 0),
+    (dict(reject_k3=1.6), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
+    (dict(reject_k3=1.8), OF_ROWS[0], 0, 0),
+    # Padding is no outlier, whatever the bounds.
+    (
+      dict(reject_outlier=(1.1, 9.0)),
+      [[0] * 4, OF_ROWS[0, 1], [0] * 4, [0] * 4],
+      7 / 10,
+      2 / 3,
+    ),
+    (
+      dict(reject_token=(0.6, 2.0), reject_k2=2.0),
+      [[0, 0, 1, 0], *OF_ROWS[0, 1:]],
+      2 / 10,
+      1 / 3,
+    ),
+    (dict(reject_k3=0.01), [[0] * 4, [0] * 4, *OF_ROWS[0, 2:]], 6 / 10, 2 / 3),
+    # Both must accept. The geometric mean is of all tokens: without 8 and .5 it would be 1.
+    (
+      dict(reject_token=(0.6, 2.0), reject_geometric=(0.5, 1.5)),
+      [[0, 0, 0, 0], *OF_ROWS[0, 1:]],
+      3 / 10,
+      1 / 3,
+    ),
+  ],
+)
+def test_rejection_takes_tokens_or_rows_out_of_the_mask(settings, kept, tokens, sequences):
+  old_PGT = jnp.full(OF_ROWS.shape, -1.5)
+  mu_PGT = jnp.where(OF_ROWS != 0, old_PGT - jnp.log(WEIGHTS), jnp.nan)
+  mask_PGT, metrics = without_rejected(old_PGT, mu_PGT, OF_ROWS, Algo(**settings))
+  np.testing.assert_array_equal(mask_PGT[0], np.array(kept))
+  assert float(metrics["rejection/tokens"]) == pytest.approx(tokens)
+  assert float(metrics["rejection/sequences"]) == pytest.approx(sequences)
+  assert mask_PGT.dtype == OF_ROWS.dtype
 
 
 # The balance of routers.

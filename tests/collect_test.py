@@ -15,6 +15,7 @@ from grpo_jax.data import loader
 from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.sampler.sampling import TEMPERATURES, temperature_at
 from grpo_jax.scoring.scorers import Scorers
+from grpo_jax.settings import RunFailed
 from grpo_jax.timing import Clock
 
 # Groups of prompts that end in 3= or 7= have different rewards. The others have equal ones.
@@ -168,6 +169,16 @@ def test_overlong_is_a_score_of_its_own(tmp_path):
   for p in range(P):
     differ = len(set(lengths_PG[p].clip(3))) > 1 and not unscored_P1[p]
     assert bool((advantages_PGT[p] != 0).any()) == differ
+
+
+def test_an_advantage_that_takes_no_negative_reward_stops_the_run_at_one(tmp_path):
+  source = "def reward(completions, **_):\n  return [1, 0, {}] * (len(completions) // 3)\n"
+  config = small_config("max_rl")
+  with pytest.raises(RunFailed, match="a completion has the reward -0.5: .* none below 0"):
+    Small(with_reward(config, tmp_path, source.format(-0.5)))(0)
+  small = Small(with_reward(config, tmp_path, source.format("None")))
+  found = small(0)
+  np.testing.assert_allclose(small.advantages_PGT(found)[..., 0], [[1, -1, 0]] * P)
 
 
 def test_a_function_may_be_named_overlong_where_there_is_no_penalty(tmp_path):

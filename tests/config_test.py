@@ -26,6 +26,7 @@ from grpo_jax.algo.kl import KL
 from grpo_jax.algo.objective import objective, totals
 from grpo_jax.algo.presets import PRESETS, preset
 from grpo_jax.algo.ratios import RATIOS
+from grpo_jax.algo.rejections import REJECTIONS, without_rejected
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection.select import select
@@ -449,7 +450,7 @@ def variants():
   for key, registry in REGISTRIES.items():
     for name, record in registry.items():
       yield f"{key}={name}", record, of_examples(record) | {key: name}
-  for name, record in token_selection.TOKEN_WEIGHTS.items():
+  for name, record in (token_selection.TOKEN_WEIGHTS | REJECTIONS).items():
     yield name, record, of_examples(record)
 
 
@@ -471,6 +472,7 @@ def trace_step(algo):
     )
     advantages = ADVANTAGES[algo.advantage].compute(rewards, x, algo)
     advantages = advantages if advantages.ndim == 3 else advantages[..., None]
+    without_rejected(x, x, x, algo)
     selection = select(x, x, x, x, x, algo)
     batch = Batch(
       mask_PGT=x,

@@ -8,14 +8,16 @@ import jax
 import numpy as np
 import pytest
 
+import grpo_jax
 from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.serving import decoder
+from grpo_jax.serving import decoder, requests
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import Closed, Engine, Full, Job
 from grpo_jax.serving.requests import row_number
@@ -116,6 +118,32 @@ def test_tokens_are_the_same_alone_and_in_a_crowd(shared):
   assert {finish for _, finish in together} == {"stop", "length"}
   assert min(lengths[4::5]) > 30 and max(lengths[3::5]) == 20 and max(lengths) == T
   assert shared.counts.copies and shared.counts.prompts  # both ways to a place
+
+
+def test_rows_with_a_filter_of_a_program_draw_beside_others(parts, shared):
+  @grpo_jax.register_filter
+  def likeliest(logits_BV, value_B1):
+    del value_B1
+    return logits_BV == logits_BV.max(-1, keepdims=True)
+
+  try:
+    engine = make(parts)
+    prompt, own = [5, 6, 7], RowSettings(own={"likeliest": 1.0})
+    found = ask(engine, (prompt, 3), (prompt, 3, own), (prompt, 3, RowSettings(0.0)))
+    engine.close()
+    body = {"prompt": prompt, "likeliest": 1}
+    limits = requests.Limits("m", 96, S, T, 4)
+    assert requests.completion_request(body, limits, None).settings.own == {"likeliest": 1.0}
+    greedy = requests.completion_request(body | {"temperature": 0}, limits, None)
+    assert greedy.settings.own == {"likeliest": 0.0}
+    with pytest.raises(requests.RequestError, match="likeliest is -1: it must be at least 0"):
+      requests.completion_request(body | {"likeliest": -1}, limits, None)
+  finally:
+    del FILTERS["likeliest"]
+  (plain,) = ask(shared, (prompt, 3))
+  assert found[0].tokens == plain.tokens != found[1].tokens == found[2].tokens
+  with pytest.raises(requests.RequestError, match="likeliest"):
+    requests.completion_request(body, limits, None)
 
 
 @pytest.mark.slow

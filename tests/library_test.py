@@ -28,6 +28,7 @@ from grpo_jax.evaluation.policy import _on_this_machine
 from grpo_jax.learner.optimizer import OPTIMIZERS
 from grpo_jax.rewards import REWARDS, plugins
 from grpo_jax.rollouts import rollout
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.settings import RunFailed
 from grpo_jax.timing import is_of_clock
 from tests.small_run import small_config
@@ -282,6 +283,7 @@ NO_CONFIGS += [grpo_jax.Config(steps=value) for value in (1.5, None, Raises())]
     (grpo_jax.register_advantage, NO_FUNCTIONS),
     (grpo_jax.register_correction, NO_FUNCTIONS),
     (grpo_jax.register_kl, NO_FUNCTIONS),
+    (grpo_jax.register_filter, NO_FUNCTIONS),
     (grpo_jax.register_optimizer, NO_FUNCTIONS),
     (grpo_jax.register_metric, NO_FUNCTIONS),
   ],
@@ -332,7 +334,7 @@ def test_the_line_says_what_to_give(tmp_path, monkeypatch, call, message):
 @pytest.fixture
 def own_tables():
   """Tables of names, which lose what a test registers."""
-  tables = ADVANTAGES, CORRECTIONS, KL, OPTIMIZERS, OWN_METRICS, REWARDS, SURROGATES, TASKS
+  tables = ADVANTAGES, CORRECTIONS, FILTERS, KL, OPTIMIZERS, OWN_METRICS, REWARDS, SURROGATES, TASKS
   before = [set(table) for table in tables]
   yield
   for table, names in zip(tables, before, strict=True):
@@ -348,6 +350,7 @@ def own_tables():
     (grpo_jax.register_advantage, ADVANTAGES),
     (grpo_jax.register_correction, CORRECTIONS),
     (grpo_jax.register_kl, KL),
+    (grpo_jax.register_filter, FILTERS),
     (grpo_jax.register_optimizer, OPTIMIZERS),
     (grpo_jax.register_task, TASKS),
   ],
@@ -380,6 +383,7 @@ def test_a_name_that_this_process_has_not_registered_says_what_to_do(tmp_path):
     ("algo.advantage", "gone", "register_advantage"),
     ("algo.correction", "gone", "register_correction"),
     ("algo.kl", "gone", "register_kl"),
+    ("sampling.filters", ("gone=1",), "register_filter"),
     ("optimizer.name", "gone", "register_optimizer"),
     ("data.task", "gone", "register_task"),
   ):
@@ -512,6 +516,7 @@ def test_parts_of_a_program_s_own_are_what_a_run_computes(tmp_path, monkeypatch,
     np.testing.assert_allclose([one["advantage"] for one in group], best - best.mean(), atol=1e-6)
   assert set(calls[0]) == {
     "steps", "algo.advantage", "algo.correction", "algo.kl", "algo.kl_coef", "optimizer.name",
+    "sampling.filters",
   }  # fmt: skip
   logprobs = np.log(np.array([0.5, 0.25, 0.3])), np.log(np.array([0.25, 0.5, 0.3]))
   # 0.5 d (1 - e^-d): ln 2 / 4 and ln 2 / 2

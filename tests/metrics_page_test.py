@@ -16,8 +16,8 @@ NO_METRICS = {"step", "time"}
 WRITTEN_BY = ("algo", "asynchronous", "batches", "evaluation", "learner", "scoring", "training")
 KINDS = (
   "advantage batch check clip_ratio completions correction curriculum dynamic_sampling environment"
-  " eval harness perf prompts ratio rewards rollout router sampler sampling selection staleness"
-  " teacher time tools update warm_start"
+  " eval harness perf prompts ratio rejection rewards rollout router sampler sampling selection"
+  " staleness teacher time tools update warm_start"
 ).split()
 
 
@@ -73,7 +73,14 @@ def test_the_code_has_every_metric_of_the_page():
   }
 
 
-FILTERED = {"algo": {"dynamic_sampling": True, "correction": "truncate", "correction_high": 2.0}}
+FILTERED = {
+  "algo": {
+    "dynamic_sampling": True,
+    "correction": "truncate",
+    "correction_high": 2.0,
+    "reject_k3": 1.0,
+  }
+}
 AHEAD = {"rollout": {"max_staleness": 1}, "curriculum": {"rest": 2}}
 
 

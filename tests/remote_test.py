@@ -36,6 +36,7 @@ from small_run import (
 )
 from small_vision import vision_config
 
+import grpo_jax
 from grpo_jax.asynchronous import contents, handshake, learner, messages, sampler
 from grpo_jax.asynchronous.access import OPEN
 from grpo_jax.asynchronous.contents import CompletionLimits, limits_of
@@ -50,6 +51,7 @@ from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import policy_of_run
 from grpo_jax.rollouts.complete import make_rollout
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.sampling import Draws, whole
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
@@ -759,7 +761,13 @@ def with_adapters(folder):
 
 def with_filters(folder):
   del folder
+
+  @grpo_jax.register_filter
+  def near(logits_BV, value_B1):
+    return logits_BV >= logits_BV.max(-1, keepdims=True) - value_B1
+
   settings = dict(temperature=0.7, top_k=5, min_tokens=2, top_p=0.9, min_p=0.01)
+  settings["filters"] = ("near=0.02",)
   return with_section(small_config(), "sampling", **settings)
 
 
@@ -803,6 +811,7 @@ def test_a_process_draws_what_the_run_would(make, parts, tmp_path):
       np.testing.assert_array_equal(ours, theirs)
     else:  # in two parts, sums are rounded otherwise
       np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+  FILTERS.pop("near", None)
 
 
 @pytest.mark.slow

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import grpo_jax
 from grpo_jax.config import Sampling
 from grpo_jax.sampler import logits as logits_lib
+from grpo_jax.sampler.filters import FILTERS, own_values
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
 from grpo_jax.sampler.sampling import settings_of, sizes_up_to
+from grpo_jax.sampler.stream import by_row
+from grpo_jax.settings import ConfigError
 
 PLAIN = Decoding(max_tokens=8, stop_ids=(1,))
 PROBS = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
@@ -54,6 +58,84 @@ def test_min_p_is_relative_to_the_largest():
 def test_top_p_sees_what_top_k_left():
   """Of .4 and .3 alone, the first has 4/7 = .571."""
   assert kept(top_k=2, top_p=0.57) == [True, False, False, False, False]
+
+
+@pytest.fixture
+def within():
+  """A filter of a program: it drops tokens that are less likely than the likeliest by its value."""
+
+  @grpo_jax.register_filter
+  def within(logits_BV, value_B1):
+    assert value_B1.shape == (len(logits_BV), 1)
+    return logits_BV >= logits_BV.max(-1, keepdims=True) - value_B1
+
+  yield within
+  del FILTERS["within"]
+
+
+def test_a_filter_of_a_program_sees_what_top_k_left_and_rows_without_it_are_as_they_were(within):
+  """The probabilities are .4, .3, .15, .1 and .05: log(.4 / .15) is .98 and log(.4 / .3) .29."""
+  logits = jnp.stack([LOGITS] * 4)
+  settings = RowSettings(own={"within": jnp.array([0.0, 1.0, 0.2, 9.0])})
+  found = np.isfinite(logits_lib.filtered(logits, settings))
+  assert found.sum(1).tolist() == [5, 3, 1, 5]
+  settings = settings.replace(top_k=jnp.array([0, 2, 0, 4]))
+  assert np.isfinite(logits_lib.filtered(logits, settings)).sum(1).tolist() == [5, 2, 1, 4]
+  np.testing.assert_array_equal(logits_lib.filtered(logits, settings)[0], logits[0])
+  off = settings.replace(own={"within": jnp.zeros(4)})
+  np.testing.assert_array_equal(
+    logits_lib.filtered(logits, off), logits_lib.filtered(logits, settings.replace(own=None))
+  )
+
+
+def test_a_filter_of_a_program_takes_no_name_of_a_setting():
+  def temperature(logits_BV, value_B1):
+    return logits_BV > value_B1
+
+  with pytest.raises(ConfigError, match="sampling.temperature is a setting: give your filter"):
+    grpo_jax.register_filter(temperature)
+  assert "temperature" not in FILTERS
+
+
+def test_a_filter_of_a_program_that_returns_logits_is_refused():
+  @grpo_jax.register_filter
+  def logits(logits_BV, value_B1):
+    return logits_BV - value_B1
+
+  try:
+    with pytest.raises(ConfigError, match=r"the filter logits returned float32 .* bool \(2, 5\)"):
+      logits_lib.filtered(jnp.stack([LOGITS] * 2), RowSettings(own={"logits": jnp.ones(2)}))
+  finally:
+    del FILTERS["logits"]
+
+
+def test_filters_of_a_program_follow_in_the_order_of_their_names_and_keep_the_likeliest():
+  seen = []
+
+  def b_none(logits_BV, value_B1):
+    seen.append("b")
+    return jnp.zeros_like(logits_BV, bool)
+
+  def a_none(logits_BV, value_B1):
+    seen.append("a")
+    return logits_BV * jnp.nan > 0
+
+  for function in (b_none, a_none):
+    grpo_jax.register_filter(function)
+  try:
+    settings = RowSettings(own={"b_none": jnp.ones(2), "a_none": jnp.zeros(2)})
+    kept = logits_lib.filtered(jnp.stack([LOGITS] * 2), settings)
+    assert seen == ["a", "b"] and np.isfinite(kept).sum(1).tolist() == [1, 1]
+    settings = settings.replace(own={"b_none": jnp.zeros(2), "a_none": jnp.ones(2)})
+    u = uniforms(2, 5)
+    tokens, logprobs, behavior = logits_lib.sample_token(
+      jnp.stack([LOGITS] * 2), u, settings.replace(temperature=jnp.ones(2))
+    )
+    assert tokens.tolist() == [0, 0]
+    np.testing.assert_allclose(logprobs, np.log(0.4), rtol=1e-5)  # under the whole softmax
+    np.testing.assert_allclose(behavior, 0, atol=1e-6)
+  finally:
+    del FILTERS["b_none"], FILTERS["a_none"]
 
 
 @pytest.mark.parametrize(
@@ -415,6 +497,23 @@ def test_a_config_s_settings_without_those_that_are_off():
   config = Sampling(top_k=5, top_p=0.9, min_p=0.1, min_tokens=3)
   assert settings_of(config, 1.0) == RowSettings(1.0, 5, 0.9, 0.1, 3)
   assert settings_of(config, 0.0) == RowSettings(0.0, min_tokens=3)
+
+
+def test_a_config_names_filters_of_a_program_with_their_values(within):
+  config = Sampling(filters=("within=2.5",), top_k=3)
+  assert settings_of(config, 1.0) == RowSettings(1.0, top_k=3, own={"within": 2.5})
+  assert settings_of(config, 0.0) == RowSettings(0.0)
+  rows = by_row(settings_of(config, 1.0), 2, 3)
+  np.testing.assert_array_equal(rows.own["within"], np.full(6, 2.5, np.float32))
+  alone = dataclasses.replace(config, top_k=0)
+  assert alone.has_filters and settings_of(alone, 1.0).filters
+  for wrong in ("within", "within=0", "within=-1", "within=nan", "within=x"):
+    with pytest.raises(ConfigError, match=f"filters has '{wrong}': write each filter once"):
+      own_values((wrong,))
+  with pytest.raises(ConfigError, match="write each filter once"):
+    own_values(("within=1", "within=2"))
+  with pytest.raises(ConfigError, match="filters has 'top_k=3': set sampling.top_k instead"):
+    own_values(("top_k=3",))
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,82 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
   assert len({row["reward"] for row in rows}) > 1
 
 
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_what_is_rejected_is_as_if_it_was_not_there(minibatches, tmp_path):
+  """An update with rejected tokens is the update of a batch without them.
+
+  The sampler was wrong about the first token of some rows and about all of others.
+  """
+  algo = dict(minibatches=minibatches, old_logprobs="recomputed", entropy_coef=0.1)
+  algo |= dict(aggregation="token_mean", correction="truncate", correction_high=2.0, kl_coef=0.0)
+  rejecting = dict(reject_token=(0.1, 3.0), reject_geometric=(0.8, 1.3))
+  run = small_run(small_config(**algo, **rejecting))
+  batch, rewards = batch_of(run), random_rewards()
+  own_PGT = np.asarray(run.programs.logprobs(run.initial_params(), batch))
+  mask_PGT = np.array(batch.mask_PGT)
+  wrong_PGT = np.zeros_like(mask_PGT)
+  wrong_PGT[0, 0, 0], wrong_PGT[1, 1] = 2.0, 0.4  # log-weights
+  lengths_PG = mask_PGT.sum(-1)
+  sampled = dict(behavior_logprobs_PGT=own_PGT - wrong_PGT, sampler_logprobs_PGT=own_PGT)
+  batch = batch.replace(**sampled)
+  step, _, _ = grpo_step(run, tmp_path, collects(batch, rewards))
+  found, metrics, _, _ = step(first_state(run), 0)
+
+  kept_PGT = mask_PGT.copy()
+  kept_PGT[0, 0, slice(None) if 2 / lengths_PG[0, 0] > np.log(1.3) else 0] = 0
+  kept_PGT[1, 1] = 0
+  is_lost_PGT = kept_PGT != mask_PGT
+  assert metrics["rejection/tokens"] == pytest.approx(is_lost_PGT.sum() / mask_PGT.sum())
+  assert metrics["rejection/sequences"] == pytest.approx(2 / (P * G))
+  plain = small_run(small_config(**algo))
+  prepared, _ = plain.programs.with_advantages(batch, rewards, 0.0)
+  # The advantages are those of the groups as they were drawn.
+  without = prepared.replace(mask_PGT=jnp.asarray(kept_PGT), old_logprobs_PGT=None)
+  if minibatches > 1:
+    without = without.replace(old_logprobs_PGT=own_PGT)
+  parts = plain.programs.minibatches(without) if minibatches > 1 else [without]
+  state = first_state(plain).train
+  for part in parts:
+    state, _ = plain.programs.update(state, None, None, part)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    found.train.params,
+    state.params,
+  )
+
+
+def test_a_step_whose_tokens_are_all_rejected_says_so_and_moves_nothing(tmp_path):
+  run = small_run(small_config(kl_coef=0.0, reject_product=(2.0, 3.0)))
+  step, _, _ = grpo_step(run, tmp_path, collects(batch_of(run), random_rewards()))
+  found, metrics, _, why = step(first_state(run), 0)
+  assert metrics["rejection/tokens"] == 1 and why.startswith("all tokens were rejected")
+  assert_same(found.train.params, first_state(run).train.params)
+
+
+def test_a_planned_entropy_coefficient_is_data_and_resumes_where_it_was(tmp_path):
+  """From .2 to .8 in three steps. Two runs, of which one stops in between, are the same."""
+  algo = dict(entropy_coef=0.2, entropy_coef_end=0.8, kl_coef=0.0)
+  config = with_reward(small_config(**algo), tmp_path, CODES)
+  config = dataclasses.replace(config, steps=3)
+  run = small_run(config)
+  collector = Remembers(run)
+  step, store, checkpoints = grpo_step(run, tmp_path, collector)
+  state, _, _ = store.restore_or_init()
+  assert state.train.coefs.entropy == np.float32(0.2)
+  for index, coef in enumerate((0.2, 0.5, 0.8)):
+    state, metrics, _, _ = step(state, index)
+    assert metrics["entropy_coef"] == state.train.coefs.entropy == np.float32(coef)
+    assert run.programs.update.whole.jitted._cache_size() == 1  # nothing is compiled again
+    if index == 1:
+      store.save(2, state)
+      checkpoints.wait()
+  whole = jax.tree.map(np.array, state)
+  step, store, _ = grpo_step(run, tmp_path, collector)
+  state, done, _ = store.restore_or_init()
+  assert done == 2
+  assert_same(step(state, 2).state, whole)
+
+
 @pytest.mark.slow
 def test_a_run_with_a_moving_reference_and_coefficients_resumes_where_it_stopped(tmp_path):
   """Two steps, then two more after a restart, are four steps, bit for bit."""

@@ -17,6 +17,7 @@ from grpo_jax.algo.aggregation import AGGREGATIONS
 from grpo_jax.algo.corrections import CORRECTIONS, LEVELS
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
+from grpo_jax.algo.rejections import REJECTIONS, without_rejected
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.surrogates.terms import BatchTokens, Terms
@@ -33,6 +34,7 @@ AXES = {
   "kl": KL,
   "correction": CORRECTIONS,
   "correction_level": LEVELS,
+  "rejection": REJECTIONS,
   "token_weight": TOKEN_WEIGHTS,
 }
 RECORDS = [pytest.param(axis, name, id=f"{axis}-{name}") for axis in AXES for name in AXES[axis]]
@@ -151,6 +153,13 @@ def run_correction_level(record, inputs, algo):
   return {"weights": corrections.importance(*args, algo)[0, 0]}
 
 
+def run_rejection(record, inputs, algo):
+  assert record.is_on(algo)
+  log_w, mask = jnp.log(array(inputs["w"]))[None, None], array(inputs["mask"])[None, None]
+  old = jnp.full(log_w.shape, -0.7)
+  return {"accepted": without_rejected(old, old - log_w, mask, algo)[0][0, 0]}
+
+
 def run_token_weight(record, inputs, algo):
   assert record.is_on(algo)
   zeros, ones = np.zeros(len(inputs["mask"])), np.ones(len(inputs["mask"]))
@@ -169,6 +178,7 @@ RUN = {
   "kl": run_kl,
   "correction": run_correction,
   "correction_level": run_correction_level,
+  "rejection": run_rejection,
   "token_weight": run_token_weight,
 }
 
@@ -265,7 +275,11 @@ def test_a_record_declares_the_settings_that_it_reads(axis, name):
     return
   for example in record.examples:
     reads = Reads(Algo(**example.settings))
-    if axis == "token_weight":
+    if axis == "rejection":
+      log_w = jnp.log(array(example.inputs["w"]))[None, None]
+      record.is_on(reads)
+      jax.eval_shape(lambda x=log_w, reads=reads: record.accepts(x, x, reads))
+    elif axis == "token_weight":
       record.is_on(reads)
       read |= reads.names
       reads.names.clear()
@@ -437,7 +451,7 @@ def test_an_aggregation_of_equal_values_of_full_rows_is_that_value_times_a_const
 def test_records_are_found_under_their_settings():
   """The names of the axes are settings whose default is registered."""
   for axis, records in AXES.items():
-    if axis != "token_weight":
+    if axis not in ("rejection", "token_weight"):
       assert getattr(Algo(), axis) in records
 
 

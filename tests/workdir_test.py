@@ -118,6 +118,14 @@ def test_steps_may_not_differ_where_the_temperature_depends_on_them(tmp_path):
   open_run(tmp_path / "older", changed("steps", 200, before))
 
 
+def test_steps_may_not_differ_where_the_entropy_bonus_depends_on_them(tmp_path):
+  config = changed("algo.entropy_coef_end", 0.0, CONFIG | {"algo": {"entropy_coef": 0.1}})
+  begin(tmp_path, config)
+  message = "steps = 100, this run 200: with algo.entropy_coef_end = 0.0"
+  with pytest.raises(ConfigError, match=message):
+    open_run(tmp_path, changed("steps", 200, config))
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_steps_may_not_differ_where_the_learning_rate_depends_on_them(tmp_path, schedule):
   config = changed("optimizer.schedule", schedule)

@@ -5,9 +5,11 @@ from grpo_jax.algo.corrections import CORRECTIONS, LEVELS, BoundSettings
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.record import require
+from grpo_jax.algo.rejections import REJECTIONS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection import has_weights
+from grpo_jax.settings import names_of
 
 
 def check_algo(
@@ -28,7 +30,14 @@ def check_algo(
   _check_overlong(algo, max_tokens)
   _check_variants(algo, group_size)
   if algo.has_correction:
-    _check_correction(algo, sampler_filters)
+    _check_correction(algo)
+  _check_gap(algo, sampler_filters)
+  require(
+    not algo.plans_entropy_coef or not algo.entropy_target,
+    algo,
+    "entropy_coef_end",
+    "algo.entropy_target moves the coefficient, too; set -1 here, or 0 there",
+  )
   _check_kl(algo)
 
 
@@ -102,6 +111,12 @@ def _check_overlong(algo: Algo, max_tokens: int) -> None:
     "overlong",
     f"{algo.advantage} counts right answers, which a penalty would make wrong; set 0",
   )
+  require(
+    not algo.overlong or not ADVANTAGES[algo.advantage].refuses_negative,
+    algo,
+    "overlong",
+    f"a penalty makes rewards negative, which {algo.advantage} does not take; set 0",
+  )
 
 
 def _check_variants(algo: Algo, group_size: int) -> None:
@@ -133,7 +148,21 @@ def _check_variants(algo: Algo, group_size: int) -> None:
     surrogate.check(algo)
 
 
-def _check_correction(algo: Algo, sampler_filters: bool) -> None:
+def _check_gap(algo: Algo, sampler_filters: bool) -> None:
+  """Raises ConfigError where every weight for the gap between sampler and learner would be 1."""
+  of_rejections = [name for record in REJECTIONS.values() for name in names_of(record.settings)]
+  names = [name for name in of_rejections if getattr(algo, name)]
+  for name in [*names, "correction"] if algo.has_correction else names:
+    require(
+      algo.old_is_policy or algo.old_logprobs == "recomputed" or sampler_filters,
+      algo,
+      name,
+      "the old log-probs are the sampler's own, so every weight is 1;"
+      " set algo.old_logprobs='recomputed'",
+    )
+
+
+def _check_correction(algo: Algo) -> None:
   row_levels = " or ".join(repr(name) for name, level in LEVELS.items() if level.shared_by_row)
   require(
     not RATIOS[algo.ratio].shared_by_row or LEVELS[algo.correction_level].shared_by_row,
@@ -147,13 +176,6 @@ def _check_correction(algo: Algo, sampler_filters: bool) -> None:
     algo,
     "correction",
     "set algo.correction_low or algo.correction_high, or it changes nothing",
-  )
-  require(
-    algo.old_is_policy or algo.old_logprobs == "recomputed" or sampler_filters,
-    algo,
-    "correction",
-    "the old log-probs are the sampler's own, so every weight is 1;"
-    " set algo.old_logprobs='recomputed'",
   )
   require(
     not algo.correction_high or algo.correction_low < algo.correction_high,

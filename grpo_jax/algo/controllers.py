@@ -1,6 +1,7 @@
-"""Controllers: coefficients that follow a measured value.
+"""Coefficients that change during a run: controllers follow a measured value, a plan the steps.
 
-They change once per optimizer update. The coefficients are part of the checkpoint.
+Controllers change them once per optimizer update, a plan once per GRPO step. The coefficients are
+part of the checkpoint.
 """
 
 import dataclasses
@@ -55,3 +56,21 @@ def stepwise(coef: jax.Array, entropy: jax.Array, algo: Algo) -> jax.Array:
   That paper, Skywork-OR1, also leaves the bonus out of an update whose entropy is above the target.
   """
   return jnp.maximum(coef + algo.entropy_step * jnp.sign(algo.entropy_target - entropy), 0)
+
+
+def planned(algo: Algo, index: int, steps: int) -> dict[str, float]:
+  """The coefficients that follow a plan, by their names in `Coefficients`.
+
+  Args:
+    algo: Reads `entropy_coef` and `entropy_coef_end`.
+    index: The GRPO step, from 0.
+    steps: The GRPO steps of the run.
+
+  Returns:
+    Their values in this step: each goes linearly from that of the first step to that of the last.
+  """
+  share = index / max(1, steps - 1)
+  found = dict[str, float]()
+  if algo.plans_entropy_coef:
+    found["entropy"] = (1 - share) * algo.entropy_coef + share * algo.entropy_coef_end
+  return found

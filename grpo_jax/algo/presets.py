@@ -71,6 +71,8 @@ PRESETS: dict[str, dict[str, Any]] = {
   "kl_cov": dict(surrogate="kl_cov", aggregation="token_mean", minibatches=4),
   # Pass@k training 2508.10751. It takes any reward above 0 for a right answer.
   "pass_at_k": dict(advantage="pass_at_k", aggregation="token_mean"),
+  # MaxRL 2602.02710. Rewards are at least 0.
+  "max_rl": dict(advantage="max_rl", aggregation="token_mean"),
   # Decoupled PPO, AReaL 2505.24298, for rollouts of older policies: the policy before the first
   # update is the one that the ratio is clipped to, and a weight corrects for the one that sampled.
   # There tokens with a weight above 5 are left out, and a token may be 4 to 8 versions old.

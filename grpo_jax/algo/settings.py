@@ -8,14 +8,16 @@ from grpo_jax.algo.corrections import CORRECTIONS, CorrectionSettings
 from grpo_jax.algo.kl import KL, KLSettings
 from grpo_jax.algo.ratios import RatioSettings
 from grpo_jax.algo.record import check_settings
+from grpo_jax.algo.rejections import REJECTIONS, RejectionSettings, rejects
 from grpo_jax.algo.surrogates import SURROGATES, SurrogateSettings
 from grpo_jax.algo.token_selection import TOKEN_WEIGHTS, SelectionSettings
-from grpo_jax.settings import above, at_least, below_one, setting
+from grpo_jax.settings import Range, above, at_least, below_one, setting
 
 
 @dataclasses.dataclass(frozen=True)
 class Algo(  # the fields of the last class come first
   SelectionSettings,
+  RejectionSettings,
   CorrectionSettings,
   KLSettings,
   AggregationSettings,
@@ -40,6 +42,11 @@ class Algo(  # the fields of the last class come first
     at_least(0),
   )
   entropy_step: float = setting(0.005, "by how much an update changes that coefficient", above(0))
+  entropy_coef_end: float = setting(
+    -1.0,
+    "the coefficient of the last step, to which it goes linearly from entropy_coef; -1 = it stays",
+    Range(lambda value: value >= 0 or value == -1, "it must be at least 0, or -1"),
+  )
   dynamic_sampling: bool = setting(
     False, "leaves out groups whose rewards are all equal, and draws others in their place"
   )
@@ -72,7 +79,17 @@ class Algo(  # the fields of the last class come first
   @property
   def has_entropy_bonus(self) -> bool:
     """Whether the entropy needs a gradient."""
-    return self.entropy_coef > 0 or self.entropy_target > 0
+    return self.entropy_coef > 0 or self.entropy_target > 0 or self.entropy_coef_end > 0
+
+  @property
+  def plans_entropy_coef(self) -> bool:
+    """Whether the coefficient of the entropy bonus goes linearly to another one."""
+    return self.entropy_coef_end >= 0
+
+  @property
+  def moves_entropy_coef(self) -> bool:
+    """Whether the coefficient of the entropy bonus changes during the run."""
+    return self.entropy_target > 0 or self.plans_entropy_coef
 
   @property
   def has_idle_groups(self) -> bool:
@@ -86,8 +103,18 @@ class Algo(  # the fields of the last class come first
 
   @property
   def has_correction(self) -> bool:
-    """Whether the gap between sampler and learner is corrected."""
+    """Whether weights correct the gap between sampler and learner."""
     return self.correction != "none"
+
+  @property
+  def has_rejection(self) -> bool:
+    """Whether tokens are rejected for that gap."""
+    return rejects(self)
+
+  @property
+  def compares_with_sampler(self) -> bool:
+    """Whether the update needs the gap between the sampler and the policy that it starts from."""
+    return self.has_correction or self.has_rejection
 
   @property
   def uses_reference(self) -> bool:
@@ -110,6 +137,7 @@ for _of_axis, _records in (
   (SurrogateSettings, SURROGATES),
   (AggregationSettings, AGGREGATIONS),
   (CorrectionSettings, CORRECTIONS),
+  (RejectionSettings, REJECTIONS),
   (SelectionSettings, TOKEN_WEIGHTS),
   (Algo, {}),
 ):

@@ -13,12 +13,14 @@ import numpy as np
 
 from grpo_jax.asynchronous.messages import BadMessage, Shapes, bytes_of
 from grpo_jax.run.run import Run
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.requests import StoppedRow
 from grpo_jax.settings import shown
 from grpo_jax.types import Completions, Images
 
 IMAGES = "images."  # the names of image arrays begin with this
+_SETTINGS = {*RowSettings.__dataclass_fields__} - {"own"}  # a filter has its own name
 _ROUNDING = 1e-3  # a log-prob may lie above 0 by this much
 _MOST = 2**31  # numbers in a field are below it
 
@@ -219,7 +221,7 @@ def check_draw(
   _check_field(fields, "settings", lambda x: isinstance(x, dict))
   for name, value in fields["settings"].items():
     is_number = type(value) in (int, float) and 0 <= value < math.inf
-    if name not in RowSettings.__dataclass_fields__ or not is_number:
+    if name not in _SETTINGS | {*FILTERS} or not is_number:
       raise BadMessage(f"it sent settings with {shown(name)} of {shown(value)}")
   prompts, lengths = arrays.get("prompts_PS"), arrays.get("prompt_lengths_P")
   for name, array, axes in (("prompts_PS", prompts, 2), ("prompt_lengths_P", lengths, 1)):

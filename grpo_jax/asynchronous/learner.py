@@ -192,6 +192,7 @@ class RemoteSampler:
     if images is not None:
       arrays |= {f"{IMAGES}{name}": x for name, x in given(images).items()}
     key, settings = np.asarray(jax.random.key_data(draws.key)), given(draws.settings)
+    settings |= settings.pop("own", {})
     call, parts = Arrivals(), []
     longest = self._limits.tokens
     if draws.settings.max_tokens is not None:

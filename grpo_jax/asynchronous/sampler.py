@@ -23,6 +23,7 @@ from grpo_jax.asynchronous.terms import abstract_weights, terms_of
 from grpo_jax.asynchronous.versions import KeptVersions
 from grpo_jax.pending import SOON
 from grpo_jax.run.run import Run
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.requests import Finished, StoppedRow
 from grpo_jax.sampler.sampling import Draws, requests_of
@@ -140,10 +141,13 @@ class Drawer:
         raise ConnectionError("the connection has ended while a batch was drawn")
       return params, 0
 
+    given = fields["settings"]
+    filters = {name: x for name, x in given.items() if name in FILTERS}
+    settings = RowSettings(**{name: x for name, x in given.items() if name not in FILTERS})
     sampler = self._run.programs.sampler(keeps_experts=fields["keeps_experts"])
     draws = Draws(
       jax.random.wrap_key_data(arrays["key"]),
-      RowSettings(**fields["settings"]),
+      settings.with_filters(filters),
       first_prompt=fields["first_prompt"],
       turn_tokens=fields["turn_tokens"],
     )

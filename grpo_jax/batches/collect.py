@@ -30,7 +30,13 @@ from grpo_jax.rollouts.rollout import HarnessPrompts, Rollouts, last_turns, text
 from grpo_jax.run.run import Run
 from grpo_jax.run.seen import with_images
 from grpo_jax.scoring.scorers import Scorers
-from grpo_jax.scoring.scores import OVERLONG, groups_that_differ, host_scores, with_overlong
+from grpo_jax.scoring.scores import (
+  OVERLONG,
+  check_not_negative,
+  groups_that_differ,
+  host_scores,
+  with_overlong,
+)
 from grpo_jax.scoring.teacher import Teacher
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import Clock
@@ -276,6 +282,8 @@ class Collector:
   ) -> Scored:
     chosen, sampled = choice.groups, drawn.groups
     rewards = self._shaped(chosen.rewards, chosen.rollouts)
+    if ADVANTAGES[self._config.algo.advantage].refuses_negative:
+      check_not_negative(rewards)
     if greedy is not None:
       rewards = greedy(rewards)
     scores_PG, known = host_scores(sampled.rewards), self._memory(before)

@@ -15,6 +15,7 @@ from grpo_jax.config import Config, Sampling
 from grpo_jax.data.tasks.exams import entries_of
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.rewards import dispatch, plugins
+from grpo_jax.sampler.filters import BUILT_IN, own_values
 from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges, is_url
 
 
@@ -28,6 +29,7 @@ def check_config(config: Config) -> None:
   config = corrected(config)
   _check_batch(config)
   sampling = config.sampling
+  own_values(sampling.filters)
   check_algo(
     config.algo,
     prompts=config.batch.prompts,
@@ -110,7 +112,7 @@ def _check_rollout(config: Config) -> None:
   if rollout.max_staleness:
     key, value = "rollout.max_staleness", rollout.max_staleness
     _require(
-      algo.has_correction or algo.old_logprobs == "sampler",
+      algo.compares_with_sampler or algo.old_logprobs == "sampler",
       key,
       value,
       "log-probs that are computed again are those of a newer policy than the one that drew; set"
@@ -166,7 +168,7 @@ def _check_engine(config: Config) -> None:
   for url in urls:
     _require(is_url(url), "rollout.engine_urls", urls, "write each as http://HOST:PORT")
   _require(len({*urls}) == len(urls), "rollout.engine_urls", urls, "it names a server twice")
-  for name in ("top_k", "top_p", "min_p", "min_tokens"):
+  for name in (*BUILT_IN, "filters", "min_tokens"):
     default = getattr(Sampling(), name)
     _require(
       getattr(sampling, name) == default,

@@ -87,7 +87,8 @@ def programs(run: Run) -> Iterator[Program]:
     yield parts.sampling("greedy", "1", P, 1)
   if algo.uses_reference and not algo.needs_full_kl:
     yield parts.logprobs("reference", parts.reference, ("frozen base", "reference"))
-  if not config.old_is_policy and algo.old_logprobs == "recomputed":
+  recomputes = not config.old_is_policy and algo.old_logprobs == "recomputed"
+  if recomputes or algo.has_rejection:
     yield parts.logprobs(
       "old log-probs", run.parameters.abstract_policy, ("weights", "frozen base")
     )

@@ -1,5 +1,6 @@
 """From logits to a token: filters, the draw, and the log-probs of the drawn token."""
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.model.layouts import in_order
+from grpo_jax.sampler.filters import BUILT_IN, FILTERS
 
 BRANCH = 16  # children of a node in the tree over the vocabulary
 _FEWEST_FASTEST = 64  # rows for which padding costs a TPU less than copies
@@ -41,6 +43,7 @@ class RowSettings(struct.PyTreeNode):
     min_p: Drop tokens less likely than min_p times the likeliest. 0 is off.
     min_tokens: Draw no stop id before the row has so many tokens.
     max_tokens: The row's longest completion. That of `Decoding` is the limit of all rows.
+    own: The values of filters that a program has registered, by name. 0 is off.
   """
 
   temperature: Any = 1.0
@@ -49,74 +52,38 @@ class RowSettings(struct.PyTreeNode):
   min_p: Any = None
   min_tokens: Any = None
   max_tokens: Any = None
+  own: Any = None
+
+  @property
+  def filter_values(self) -> dict[str, Any]:
+    """The value of each filter that a program is compiled with, in the order of `FILTERS`."""
+    own = self.own or {}
+    built_in = {name: getattr(self, name) for name in BUILT_IN}
+    known = {name: x for name, x in built_in.items() if x is not None}
+    return known | {name: own[name] for name in sorted(own)}
 
   @property
   def filters(self) -> bool:
     """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
-    changes = self.top_k, self.top_p, self.min_p, self.min_tokens
-    return any(setting is not None for setting in changes)
+    return bool(self.filter_values) or self.min_tokens is not None
+
+  def with_filters(self, values: Mapping[str, Any]) -> "RowSettings":
+    """These settings with the values of filters, by name."""
+    built_in = {name: x for name, x in values.items() if name in BUILT_IN}
+    own = {name: x for name, x in values.items() if name not in BUILT_IN}
+    return self.replace(**built_in, own=own or None)
 
 
 def filtered(logits_BV: jax.Array, settings: RowSettings) -> jax.Array:
-  """Logits with -inf where a filter drops the token: top-k first, then top-p, then min-p.
-
-  That is the order of Hugging Face's generate. For top-p see Holtzman 1904.09751, for min-p Nguyen
-  2407.01082. Equal logits at a threshold are kept or dropped together.
+  """Logits with -inf where a filter drops the token, in the order of `FILTERS`.
 
   Args:
     logits_BV: float32, already divided by the temperature.
     settings: The filters.
   """
-  if settings.top_k is not None:
-    most_B = jnp.where(settings.top_k > 0, settings.top_k, jnp.inf)  # no limit where it is off
-    logits_BV = _likeliest(logits_BV, jnp.ones_like(logits_BV), most_B)
-  if settings.top_p is not None:
-    weights_BV = jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))
-    most_B = jnp.where(settings.top_p < 1, settings.top_p * weights_BV.sum(-1), jnp.inf)
-    logits_BV = _likeliest(logits_BV, weights_BV, most_B)
-  if settings.min_p is not None:
-    least_B = logits_BV.max(-1) + jnp.log(settings.min_p)  # -inf where it is off
-    logits_BV = jnp.where(logits_BV < least_B[:, None], -jnp.inf, logits_BV)
+  for name, value_B in settings.filter_values.items():
+    logits_BV = FILTERS[name].apply(logits_BV, value_B)
   return logits_BV
-
-
-def _likeliest(logits_BV: jax.Array, weights_BV: jax.Array, most_B: jax.Array) -> jax.Array:
-  """Keeps the tokens before which less than `most_B` of the weight lies. Drops the others.
-
-  A token lies before another if its logit is larger. The likeliest is always kept. Where no row has
-  a limit, nothing is computed.
-
-  It finds the least logit that is kept by bisection, over the integers that order float32 numbers.
-  A sort of the vocabulary takes 10 to 40 times longer on a CPU. Where devices split the vocabulary,
-  one number for a row travels at each of the 32 steps.
-  """
-
-  def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    low_B, high_B = bounds  # the least that is kept lies above the first, and not above the second
-    middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)  # their mean, which does not overflow
-    before_BV = logits_BV > _from_order(middle_B)[:, None]
-    is_kept_B = jnp.where(before_BV, weights_BV, 0).sum(-1) < most_B
-    return jnp.where(is_kept_B, low_B, middle_B), jnp.where(is_kept_B, middle_B, high_B)
-
-  def drop() -> jax.Array:
-    high_B = _to_order(logits_BV.max(-1))
-    low_B = jnp.full_like(high_B, _to_order(jnp.float32(-jnp.inf)))
-    least_B = _from_order(jax.lax.fori_loop(0, 32, halve, (low_B, high_B))[1])
-    return jnp.where(logits_BV < least_B[:, None], -jnp.inf, logits_BV)
-
-  return jax.lax.cond(jnp.isfinite(most_B).any(), drop, lambda: logits_BV)
-
-
-def _to_order(x: jax.Array) -> jax.Array:
-  """float32 -> int32 in the same order."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
-
-
-def _from_order(order: jax.Array) -> jax.Array:
-  """The inverse of `_to_order`."""
-  bits = jnp.where(order < 0, order ^ jnp.int32(2**31 - 1), order)
-  return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def draws_per_token(vocabulary: int) -> int:

@@ -55,7 +55,7 @@ class EndedRows(NamedTuple):
   texts_n: np.ndarray
 
 
-class Scores(struct.PyTreeNode):
+class ScoredPrompts(struct.PyTreeNode):
   """The log-probs of the tokens of n prompts, under softmax(logits).
 
   Attributes:
@@ -80,7 +80,7 @@ class PrefixPrograms(FlightPrograms):
 
   @functools.cached_property
   def arrive_scored(self) -> Any:
-    """(flight, params, Prompts, places_n, A) -> (Flight, Scores): `arrive` with scores."""
+    """(flight, params, Prompts, places_n, A) -> (Flight, ScoredPrompts): `arrive` with scores."""
     return jax.jit(self._arrive_scored, donate_argnums=0, static_argnums=4)
 
   @functools.cached_property
@@ -105,21 +105,21 @@ class PrefixPrograms(FlightPrograms):
 
   def _arrive_scored(
     self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array, count: int
-  ) -> tuple[Flight, Scores]:
+  ) -> tuple[Flight, ScoredPrompts]:
     made = self._prefill(params, prompts, flight.cache.prefix.slots)
     scores = everywhere(self._config, self._scores(params, made, prompts, count))
     return self._seated(flight, made, places_n), scores
 
-  def _scores(self, params: Any, made: Prefilled, prompts: Prompts, count: int) -> Scores:
+  def _scores(self, params: Any, made: Prefilled, prompts: Prompts, count: int) -> ScoredPrompts:
     n, S = prompts.tokens_nS.shape
     temperature_n = jnp.ones(n)
 
-    def of_position(given: tuple[jax.Array, jax.Array]) -> Scores:
+    def of_position(given: tuple[jax.Array, jax.Array]) -> ScoredPrompts:
       hidden_nD, next_n = given
       logits_nV = model.unembed(params, self._config, hidden_nD)
       total_n = jax.nn.logsumexp(logits_nV, axis=-1)
       own_n = jnp.take_along_axis(logits_nV, next_n[:, None], axis=1)[:, 0] - total_n
-      return Scores(own_n, *likeliest(logits_nV, temperature_n, count))
+      return ScoredPrompts(own_n, *likeliest(logits_nV, temperature_n, count))
 
     given = made.hidden_nTD.swapaxes(0, 1), jnp.roll(prompts.tokens_nS, -1, axis=1).T
     at_once = max(1, min(S, _MOST_LOGITS // (n * self._config.vocab_size)))

@@ -11,6 +11,7 @@ import optax
 from grpo_jax import model
 from grpo_jax.config import Sampling
 from grpo_jax.sampler import seats as seats_lib
+from grpo_jax.sampler.filters import BUILT_IN, FILTERS, own_values
 from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
@@ -40,17 +41,12 @@ def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...]) -> Decoding:
 
 
 def settings_of(sampling: Sampling, temperature: float) -> RowSettings:
-  """How the rows of a config draw at a temperature. At 0, top-k, top-p and min-p change nothing."""
-  least = sampling.min_tokens or None
+  """How the rows of a config draw at a temperature. At 0, filters change nothing."""
+  settings = RowSettings(temperature, min_tokens=sampling.min_tokens or None)
   if not temperature:
-    return RowSettings(temperature, min_tokens=least)
-  return RowSettings(
-    temperature,
-    top_k=sampling.top_k or None,
-    top_p=sampling.top_p if sampling.top_p < 1 else None,
-    min_p=sampling.min_p or None,
-    min_tokens=least,
-  )
+    return settings
+  values = {name: getattr(sampling, name) for name in BUILT_IN} | own_values(sampling.filters)
+  return settings.with_filters({name: x for name, x in values.items() if x != FILTERS[name].off})
 
 
 class Draws(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.sampler import seats as seats_lib
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts, Resumed
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
@@ -22,15 +23,6 @@ from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
 from grpo_jax.sampler.stop import End
 from grpo_jax.types import Completions
 
-# The dtypes of the arrays in RowSettings.
-_DTYPES = {
-  "temperature": np.float32,
-  "top_k": np.int32,
-  "top_p": np.float32,
-  "min_p": np.float32,
-  "min_tokens": np.int32,
-  "max_tokens": np.int32,
-}
 _SOONEST_LOOK = 16  # tokens after which the host looks for texts that end a row
 _MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
 
@@ -83,13 +75,21 @@ class SeatRounds(NamedTuple):
 def by_row(settings: RowSettings, prompts: int, members: int) -> RowSettings:
   """The settings as arrays of all rows [P * G], float32 or int32."""
 
-  def rows(name: str, dtype: Any) -> np.ndarray | None:
-    setting = getattr(settings, name)
+  def rows(setting: Any, is_whole: bool) -> np.ndarray | None:
     if setting is None:
       return None
+    dtype = np.int32 if is_whole else np.float32
     return np.broadcast_to(np.asarray(setting, dtype), (prompts, members)).reshape(-1)
 
-  return RowSettings(**{name: rows(name, dtype) for name, dtype in _DTYPES.items()})
+  values = settings.filter_values
+  as_rows = RowSettings(
+    temperature=rows(settings.temperature, is_whole=False),
+    min_tokens=rows(settings.min_tokens, is_whole=True),
+    max_tokens=rows(settings.max_tokens, is_whole=True),
+  )
+  return as_rows.with_filters(
+    {name: rows(x, isinstance(FILTERS[name].off, int)) for name, x in values.items()}
+  )
 
 
 class Stream:

@@ -9,6 +9,7 @@ import numpy as np
 from grpo_jax import rewards as rewards_lib
 from grpo_jax.rewards.functions.lengths import overlong
 from grpo_jax.rollouts.rollout import Rollouts
+from grpo_jax.settings import RunFailed
 from grpo_jax.types import Completions, Rewards
 
 OVERLONG = "overlong"  # the name under which the penalty for length reports
@@ -31,6 +32,16 @@ def groups_that_differ(rewards: Rewards) -> np.ndarray:
   largest_P = np.where(scored_PG, totals_PG, -np.inf).max(1)
   smallest_P = np.where(scored_PG, totals_PG, np.inf).min(1)
   return largest_P > smallest_P
+
+
+def check_not_negative(rewards: Rewards) -> None:
+  """Raises RunFailed if a completion has a reward below 0."""
+  smallest = np.nanmin(host_scores(rewards), initial=0)
+  if smallest < 0:
+    raise RunFailed(
+      f"a completion has the reward {smallest:g}: the advantage of algo.advantage takes none below"
+      " 0. Change reward.functions or reward.weights, or choose another advantage"
+    )
 
 
 def with_overlong(

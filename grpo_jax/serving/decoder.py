@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from grpo_jax import model
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, Scores, Suffixes
+from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, ScoredPrompts, Suffixes
 from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.sampling import sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
@@ -148,7 +149,7 @@ class Decoder:
     self._known = PrefixCache(sizes.rows, sizes.texts, sizes.prompt_tokens)
     self._sizes, self._config, self._decoding = sizes, config, decoding
     self._rounds = 0  # since the cache counted from 0
-    self._scores: list[tuple[list[tuple[int, tuple[int, ...]]], Scores]] = []
+    self._scores: list[tuple[list[tuple[int, tuple[int, ...]]], ScoredPrompts]] = []
     self._new = NewRows(
       is_new_R=np.zeros(self._rows, bool),
       key_R2=np.tile(key, (self._rows, 1)),
@@ -510,6 +511,7 @@ def _filled(x: list[T], count: int, by: T) -> list[T]:
 
 def _whole(settings: RowSettings, decoding: Decoding) -> RowSettings:
   """The settings with a number for each that is off, so that one program decodes all rows."""
-  off = RowSettings(1.0, 0, 1.0, 0.0, 0, decoding.max_tokens)
-  given = {name: x for name, x in dataclasses.asdict(settings).items() if x is not None}
-  return off.replace(**given)
+  off = RowSettings(1.0, min_tokens=0, max_tokens=decoding.max_tokens)
+  values = {name: one.off for name, one in FILTERS.items()} | settings.filter_values
+  given = {name: x for name, x in vars(settings).items() if x is not None}
+  return off.replace(**given).with_filters(values)

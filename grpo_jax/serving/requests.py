@@ -7,6 +7,7 @@ import json
 import secrets
 from typing import Any, NamedTuple
 
+from grpo_jax.sampler.filters import FILTERS, Filter
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.serving import tools as tools_lib
 from grpo_jax.serving.decoder import MOST_ALTERNATIVES
@@ -39,9 +40,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "ignore_eos": (False,),
 }
 _SHARED = {
-  "model", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens",
-  "min_tokens", "logprobs", "stream", "stream_options", "return_token_ids", "stop_token_ids",
-  "logit_bias", "skip_special_tokens",
+  "model", "n", "stop", "seed", "temperature", "max_tokens", "min_tokens", "logprobs", "stream",
+  "stream_options", "return_token_ids", "stop_token_ids", "logit_bias", "skip_special_tokens",
 }  # fmt: skip
 _OF_COMPLETIONS = _SHARED | {"prompt", "echo"}
 _OF_CHAT = _SHARED | {
@@ -208,7 +208,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
   """The request of a body of /v1/completions. Raises RequestError."""
-  _check_names(body, _OF_COMPLETIONS)
+  _check_names(body, _OF_COMPLETIONS | {*FILTERS})
   prompts = _prompts(body, limits, texts)
   echo = None
   if _flag(body, "echo"):
@@ -221,7 +221,7 @@ def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) ->
 
 def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
   """The request of a body of /v1/chat/completions. Raises RequestError."""
-  _check_names(body, _OF_CHAT)
+  _check_names(body, _OF_CHAT | {*FILTERS})
   if body.get("max_completion_tokens") is not None:
     body = {**body, "max_tokens": body["max_completion_tokens"]}
   tools, choice = body.get("tools"), body.get("tool_choice") or "auto"
@@ -327,17 +327,15 @@ def _settings(
     raise RequestError("temperature: for the likeliest token set 0", "temperature")
   settings = RowSettings(
     temperature=temperature,
-    top_k=max(0, _whole(body, "top_k", 0, (-1, 2**31 - 1))),  # -1 is off, too, as in vLLM
-    top_p=_number(body, "top_p", 1.0, (SMALLEST_FLOAT, 1)),
-    min_p=_number(body, "min_p", 0.0, (0, 1)),
     min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
     max_tokens=max_tokens,
   )
   if extra["form"] and settings.min_tokens:
     raise RequestError(f"min_tokens: {extra['form'].param} says when an answer ends", "min_tokens")
+  values = {name: _filter_value(body, name, one) for name, one in FILTERS.items()}
   if settings.temperature == 0:  # the filters keep the likeliest token
-    settings = settings.replace(top_k=0, top_p=1.0, min_p=0.0)
-  return settings
+    values = {name: one.off for name, one in FILTERS.items()}
+  return settings.with_filters(values)
 
 
 def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
@@ -556,6 +554,14 @@ def _number(
   if type(value) not in (int, float):
     raise RequestError(f"{name} must be a number, got {shown(value)}", name)
   return float(_within(value, name, bounds, ""))
+
+
+def _filter_value(body: Mapping[str, Any], name: str, one: Filter) -> float:
+  """The value of a filter."""
+  least, most = one.limits
+  if isinstance(one.off, int):  # -1 of top_k is off, too, as in vLLM
+    return max(one.off, _whole(body, name, one.off, (int(least), int(most))))
+  return _number(body, name, one.off, one.limits)
 
 
 def _within(value: Any, name: str, bounds: tuple[float, float], why: str) -> Any:

@@ -94,13 +94,21 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     )
 
 
+# The values with which nothing depends on the number of steps.
+_CONSTANT = {
+  "optimizer.schedule": "constant",
+  "sampling.temperature_schedule": "constant",
+  "algo.entropy_coef_end": -1.0,
+}
+
+
 def _decaying(flat: Mapping[str, Any]) -> str:
   """The schedule that depends on the number of steps, as KEY = VALUE. Empty for none.
 
   Older configs have no temperature schedule.
   """
-  for key in ("optimizer.schedule", "sampling.temperature_schedule"):
-    if flat.get(key, "constant") != "constant":
+  for key, constant in _CONSTANT.items():
+    if flat.get(key, constant) != constant:
       return f"{key} = {flat[key]!r}"
   return ""
 

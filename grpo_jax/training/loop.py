@@ -5,14 +5,18 @@ counted together. `trainer.py` has what happens before the loop and after each s
 """
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from grpo_jax.algo import metrics as metrics_lib
+from grpo_jax.algo.controllers import planned
 from grpo_jax.algo.metrics import Metrics, disjoint
+from grpo_jax.algo.rejections import without_rejected
 from grpo_jax.asynchronous.ahead import Ahead
 from grpo_jax.asynchronous.learner import SamplingClosed
 from grpo_jax.batches.collect import Collected, Collector
@@ -22,6 +26,7 @@ from grpo_jax.console.stop import leaving_on_second_signal
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import PromptSet
 from grpo_jax.learner.optimizer import learning_rate
+from grpo_jax.parallel import sharding
 from grpo_jax.progress import doing
 from grpo_jax.run.run import Run
 from grpo_jax.run.seen import with_images
@@ -34,6 +39,7 @@ from grpo_jax.training.trainer import Signals, Trainer
 from grpo_jax.types import Batch, TrainState
 
 _merge_updates = jax.jit(metrics_lib.merge_updates)
+_ALL_REJECTED = "all tokens were rejected: widen the bounds algo.reject_..., or close the gap"
 
 
 class RunEnd(NamedTuple):
@@ -164,6 +170,9 @@ class GrpoStep:
     self._algo = run.config.algo
     updates = run.config.steps * self._algo.updates_per_step
     self._learning_rate = learning_rate(run.config.optimizer, updates)
+    places = sharding.batch_sharding(run.mesh), NamedSharding(run.mesh, PartitionSpec())
+    reject = functools.partial(without_rejected, algo=self._algo)
+    self._without_rejected = jax.jit(reject, out_shardings=places)
 
   def __call__(self, state: RunState, step: int) -> StepResult:
     """`step` counts the warm start's steps, too."""
@@ -175,14 +184,18 @@ class GrpoStep:
     )
     batch, advantage_metrics = self._prepare(state, collected)
     clock.lap("reference")
+    state = state.replace(train=self._with_planned(state.train, index))
+    batch, rejected = self._with_old_logprobs(state.train, batch)
     train, update_metrics = self._update(state, batch)
     state = state.replace(train=train, host=collected.host)
     if algo.ref_sync_steps and (index + 1) % algo.ref_sync_steps == 0:
       state = self._store.sync_reference(state)
     clock.lap("update")
-    metrics = disjoint(collected.metrics, advantage_metrics, update_metrics)
+    metrics = disjoint(collected.metrics, advantage_metrics, rejected, update_metrics)
     metrics = disjoint(metrics, self._step_metrics(index, metrics, clock))
-    return StepResult(state, metrics, self._rows(collected, batch), collected.why_unscored)
+    nothing_left = rejected.get("rejection/tokens") == 1
+    why = collected.why_unscored or (_ALL_REJECTED if nothing_left else "")
+    return StepResult(state, metrics, self._rows(collected, batch), why)
 
   def _prepare(self, state: RunState, collected: Collected) -> tuple[Batch, dict[str, float]]:
     """Adds the reference's log-probs and the advantages to the batch. Also returns metrics."""
@@ -199,13 +212,25 @@ class GrpoStep:
     batch = batch.replace(**seen)
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
+  def _with_old_logprobs(self, train: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """Adds the old log-probs that are computed, and rejects tokens. Also returns metrics."""
+    run, algo = self._run, self._algo
+    is_recomputed = not run.config.old_is_policy and algo.old_logprobs == "recomputed"
+    if not is_recomputed and not algo.has_rejection:
+      return batch, {}
+    old_PGT = run.programs.logprobs(run.parameters.policy(train.params), batch)
+    if is_recomputed:
+      batch = batch.replace(old_logprobs_PGT=old_PGT)
+    if not algo.has_rejection:
+      return batch, {}
+    given = old_PGT, batch.behavior_logprobs_PGT, batch.mask_PGT
+    mask_PGT, metrics = self._without_rejected(*given)
+    return batch.replace(mask_PGT=mask_PGT), jax.device_get(metrics)
+
   def _update(self, state: RunState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
     """Passes algo.updates_per_batch times over the minibatches."""
     run, algo, train = self._run, self._algo, state.train
     base, reference = run.parameters.base, self._store.reference_params(state)
-    if not run.config.old_is_policy and algo.old_logprobs == "recomputed":
-      logprobs_PGT = run.programs.logprobs(run.parameters.policy(train.params), batch)
-      batch = batch.replace(old_logprobs_PGT=logprobs_PGT)
     parts = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
     measured: Metrics | None = None
     with doing("updating", algo.updates_per_batch * len(parts), "minibatches") as work:
@@ -217,9 +242,17 @@ class GrpoStep:
       reduced = metrics_lib.reduced(measured)
     if algo.kl_target:
       reduced["kl_coef"] = float(train.coefs.kl)  # the coefficient of the next update
-    if algo.entropy_target:
+    if algo.moves_entropy_coef:
       reduced["entropy_coef"] = float(train.coefs.entropy)
     return train, reduced
+
+  def _with_planned(self, train: TrainState, index: int) -> TrainState:
+    """The state with the coefficients that `algo` plans for GRPO step `index`."""
+    coefs, own = train.coefs, dict[str, jax.Array]()
+    for name, value in planned(self._algo, index, self._run.config.steps).items():
+      place = getattr(coefs, name).sharding  # as it was, so that nothing is compiled again
+      own[name] = jax.make_array_from_callback((), place, lambda _, x=value: np.float32(x))
+    return train.replace(coefs=coefs.replace(**own))
 
   def _step_metrics(self, index: int, metrics: dict[str, float], clock: Clock) -> dict[str, float]:
     last_update = (index + 1) * self._algo.updates_per_step - 1

@@ -404,7 +404,7 @@ def check_ratio_of_one(metrics: Mapping[str, float], config: Config) -> None:
     RunFailed: Another policy sampled.
   """
   gap = metrics.get("sampler/logprob_gap_mean", 0.0)
-  is_assumed = config.old_is_policy and not config.algo.has_correction
+  is_assumed = config.old_is_policy and not config.algo.compares_with_sampler
   if is_assumed and _is_exact(config) and gap > _LARGEST_GAP:
     raise RunFailed(
       f"the policy that was updated is not the one that sampled: log-probs differ by {gap:.2g}"

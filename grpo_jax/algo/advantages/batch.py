@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from grpo_jax import masked
+from grpo_jax.algo.advantages.group import sum_of_normalized
 from grpo_jax.algo.advantages.record import Advantage, StdSettings
 from grpo_jax.algo.record import Example, Records
 from grpo_jax.lazy import jax, jnp
@@ -177,11 +178,7 @@ def gdpo(rewards: Rewards, mask_PGT: jax.Array, algo: GdpoSettings) -> jax.Array
   Returns:
     [P, G]
   """
-  scored_PGJ = ~jnp.isnan(rewards.scores_PGJ)
-  std_P1J = masked.std(rewards.scores_PGJ, scored_PGJ, algo.std_ddof, 1)
-  z_PGJ = masked.centered(rewards.scores_PGJ, scored_PGJ, 1) / (std_P1J + algo.std_eps)
-  weights_J = jnp.asarray(rewards.weights, z_PGJ.dtype)
-  sum_PG = (weights_J * z_PGJ).sum(-1)
+  sum_PG = sum_of_normalized(rewards, algo)
   return _batch_whitened(sum_PG, rewards, mask_PGT, algo, algo.batch_std_eps)
 
 

@@ -65,6 +65,52 @@ ADVANTAGES["group_normalized"] = Advantage(
 )
 
 
+def group_normalized_each(rewards: Rewards, mask_PGT: jax.Array, algo: StdSettings) -> jax.Array:
+  """A = sum_j weight_j (r_j - mean_g r_j) / (std_g r_j + eps), over the reward functions j.
+
+  Each function is normalised before they are added, so that none drowns the others by its scale.
+  This is GDPO 2601.05242 without its last step, which whitens A over the batch.
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask. Not read.
+
+  Returns:
+    [P, G]
+  """
+  del mask_PGT
+  return sum_of_normalized(rewards, algo)
+
+
+def sum_of_normalized(rewards: Rewards, algo: StdSettings) -> jax.Array:
+  """The weighted sum over the functions of their scores, each normalised in its group, [P, G]."""
+  scored_PGJ = ~jnp.isnan(rewards.scores_PGJ)
+  std_P1J = masked.std(rewards.scores_PGJ, scored_PGJ, algo.std_ddof, 1)
+  z_PGJ = masked.centered(rewards.scores_PGJ, scored_PGJ, 1) / (std_P1J + algo.std_eps)
+  weights_J = jnp.asarray(rewards.weights, z_PGJ.dtype)
+  return (weights_J * z_PGJ).sum(-1)
+
+
+ADVANTAGES["group_normalized_each"] = Advantage(
+  compute=group_normalized_each,
+  settings=StdSettings,
+  equal_rewards_teach=True,
+  takes_kl_penalty=False,
+  examples=(
+    # z of the first function (std 1, + 1) 1/2, -1/2 and of the second (std 2, + 1) -2/3, 2/3.
+    # In the second group the first function scores alike and the second one completion alone.
+    Example(
+      {
+        "scores": [[[2, 0], [0, 4], [None, None]], [[1, None], [1, 3], [1, None]]],
+        "weights": (1.0, 2.0),
+      },
+      {"advantages": [[1 / 2 - 4 / 3, -1 / 2 + 4 / 3, 0], [0, 0, 0]]},
+      {"std_ddof": 0, "std_eps": 1.0},
+    ),
+  ),
+)
+
+
 def group_centered(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
   """A = r - mean_g (Dr. GRPO 2503.20783).
 
@@ -122,6 +168,49 @@ ADVANTAGES["leave_one_out"] = Advantage(
       {"scores": [[1, 1]], "kl_penalty": [[[0.25, 0.25, 0, 0], [0, 0, 0.5, 0.5]]]},
       {"advantages": [[0.5, -0.5]]},
     ),
+  ),
+)
+
+
+def max_rl(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A = (r - mean_g) / mean_g (MaxRL 2602.02710).
+
+  With rewards of 0 and 1, the objective approaches the log-likelihood of a right answer as groups
+  grow, and hard prompts weigh more. A group whose mean is not above 0 gets 0. A run stops at a
+  negative reward, because the mean is then no pass rate, and dividing by it may turn the sign.
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask. Not read.
+
+  Returns:
+    [P, G]
+  """
+  del mask_PGT
+  mean_P1 = masked.mean(rewards.total_PG, rewards.scored_PG, 1, keepdims=True)
+  return masked.divide(masked.centered(rewards.total_PG, rewards.scored_PG, 1), mean_P1)
+
+
+ADVANTAGES["max_rl"] = Advantage(
+  compute=max_rl,
+  settings=Settings,
+  takes_kl_penalty=False,
+  refuses_negative=True,
+  examples=(
+    # Means 1/4, 3/4 and 2/3 of the three that were scored. Without a right answer there is no mean.
+    Example(
+      {"scores": [[1, 0, 0, 0], [1, 1, 1, 0], [2, None, 0, 0], [0, 0, 0, 0]]},
+      {
+        "advantages": [
+          [3, -1, -1, -1],
+          [1 / 3, 1 / 3, 1 / 3, -1],
+          [2, 0, -1, -1],
+          [0, 0, 0, 0],
+        ]
+      },
+    ),
+    # A mean that is not above 0: no advantage.
+    Example({"scores": [[-1, 1, 0], [-3, 1, 1]]}, {"advantages": [[0, 0, 0], [0, 0, 0]]}),
   ),
 )
 

@@ -31,6 +31,8 @@ class Advantage(Record[S]):
     needs_steps: True if `compute` reads the rewards of steps.
     counts_right_answers: True if only the sign of a reward matters. Penalties for length, which
       would make a right answer wrong, are refused then.
+    refuses_negative: True if a reward below 0 has no meaning. A run with one stops, and penalties
+      for length are refused.
     per_token: True if the tokens of a completion may differ without a KL penalty in the reward.
     check: (algo, group_size) -> None. Raises ConfigError if the settings do not fit together.
   """
@@ -41,6 +43,7 @@ class Advantage(Record[S]):
   needs_greedy: bool = False
   needs_steps: bool = False
   counts_right_answers: bool = False
+  refuses_negative: bool = False
   per_token: bool = False
   check: Callable[[S, int], None] | None = None
 
