@@ -40,13 +40,14 @@ class Profiler:
     if step not in self._steps:
       yield
       return
+    is_last = step == self._steps[-1]
     if not self._is_tracing:
       with self._saying_why_not():
         jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
         self._is_tracing = True
     with jax.profiler.StepTraceAnnotation("step", step_num=step):
       yield
-    if step == self._steps[-1]:
+    if is_last:
       self.close()
 
   def close(self) -> None:
