@@ -152,12 +152,18 @@ class Run:
       )
     return found
 
+  @property
+  def base_folder(self) -> Path | None:
+    """The folder on this machine of the model that the run begins with, if it is in one."""
+    folder = Path(self._local.model.path).expanduser()
+    return folder if self._local.model.path and folder.is_dir() else None
+
   def save_processor(self, folder: Path) -> None:
     """Writes the files of the image processor beside those of the tokenizer, if there are any."""
     if self.parameters.model.vision is None:
       return
     for name in _PROCESSOR_FILES:
-      file = Path(self._local.model.path).expanduser() / name
+      file = self.base_folder / name
       if file.exists():
         (folder / name).write_bytes(file.read_bytes())
 
