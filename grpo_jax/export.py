@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from grpo_jax import cli
-from grpo_jax.model.huggingface import hub
 from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError
 
@@ -21,6 +20,8 @@ def main(argv: list[str]) -> None:
   if not flags.FLAGS.out:
     raise ConfigError("flag --out is missing: the folder to write")
   out = cli.folder_of_flag("out", flags.FLAGS.out)
+  from grpo_jax.model.huggingface import hub  # here: --help and mistakes in flags need no jax
+
   if flags.FLAGS.push:
     hub.check_repository(flags.FLAGS.push, "flag --push")
   cli.join_processes()
