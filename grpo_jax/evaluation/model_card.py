@@ -25,7 +25,7 @@ _OF_STEP = re.compile(
 
 
 class Base(NamedTuple):
-  """What the folder says of the model that a run began with.
+  """The model that a run began with, as its folder describes it.
 
   Attributes:
     card: Its README.md, "" if it has none.

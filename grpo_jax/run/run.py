@@ -54,6 +54,8 @@ class Run:
     parameters: Where the parameters come from and how they lie.
     remarks: Lines that a user should read about the config, though it can be run.
     programs: The compiled functions.
+    base_folder: The folder on this machine of the model that the run begins with. None if it is a
+      file or has random weights.
   """
 
   def __init__(
@@ -79,6 +81,7 @@ class Run:
       compilation_cache.use(config.compilation_cache)
     with doing("looking for models on huggingface.co"):
       local = self._local = hub.local(config)
+    self.base_folder = _folder(local.model.path)
     set_matmul_precision(config)
     learn, apart = split(config.mesh, jax.devices() if devices is None else devices)
     self.mesh = make_mesh(config.mesh, learn)
@@ -151,12 +154,6 @@ class Run:
         " and config.json must be equal"
       )
     return found
-
-  @property
-  def base_folder(self) -> Path | None:
-    """The folder on this machine of the model that the run begins with, if it is in one."""
-    folder = Path(self._local.model.path).expanduser()
-    return folder if self._local.model.path and folder.is_dir() else None
 
   def save_processor(self, folder: Path) -> None:
     """Writes the files of the image processor beside those of the tokenizer, if there are any."""
@@ -277,6 +274,11 @@ def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions
   return dataclasses.replace(
     config, data=data, eval=settings, sampling=sampling, environment=Environment()
   )
+
+
+def _folder(path: str) -> Path | None:
+  folder = Path(path).expanduser()
+  return folder if path and folder.is_dir() else None
 
 
 def set_matmul_precision(config: Config) -> None:
