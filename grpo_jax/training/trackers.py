@@ -29,33 +29,33 @@ from grpo_jax.storage.tensorboard import MOST_SHOWN, columns
 Rows = Sequence[dict[str, Any]]
 
 
-def _new_id() -> str:
-  return secrets.token_hex(8)
-
-
 @dataclasses.dataclass(frozen=True)
 class Start:
   """A start of a run, as a tracker sees it.
 
   Attributes:
+    tracker: The name of the tracker.
     project: The project that the user named.
-    name: The name of the run: that of its folder.
-    config: The nested values of config.json.
-    id_file: Keeps the tracker's id of the run, by which a later start goes on with it.
     folder: The folder of the run's files, where a tracker may have one of its own.
+    config: The nested values of config.json.
   """
 
+  tracker: str
   project: str
-  name: str
-  config: Mapping[str, Any]
-  id_file: Path
   folder: Path
+  config: Mapping[str, Any]
 
-  def identity(self, make: Callable[[], str] = _new_id) -> str:
-    """The tracker's id of the run. `make` makes it at the first start."""
-    if not self.id_file.exists():
-      replace_file(self.id_file, make())
-    return self.id_file.read_text()
+  @property
+  def name(self) -> str:
+    """The name of the run."""
+    return self.folder.name
+
+  def identity(self, make: Callable[[], str] = lambda: secrets.token_hex(8)) -> str:
+    """The tracker's id of the run, which a file keeps. `make` makes it at the first start."""
+    file = self.folder / f"{self.tracker}_id"
+    if not file.exists():
+      replace_file(file, make())
+    return file.read_text()
 
 
 class Opened(NamedTuple):
@@ -196,8 +196,7 @@ def open_all(log: Log, workdir: Path, warn: Callable[[str], None]) -> list["Send
   """
   config = read_values(workdir / "config.json")
   return [
-    Sender(name, Start(project, workdir.name, config, workdir / f"{name}_id", workdir), warn)
-    for name, project in projects(log).items()
+    Sender(Start(name, project, workdir, config), warn) for name, project in projects(log).items()
   ]
 
 
@@ -206,13 +205,14 @@ class Sender:
 
   patience = 60.0  # seconds that a tracker has at the end of the run
 
-  def __init__(self, name: str, start: Start, warn: Callable[[str], None]) -> None:
+  def __init__(self, start: Start, warn: Callable[[str], None]) -> None:
     """Opens the run at the tracker, which may take long.
 
     Raises:
       ConfigError: It cannot be opened.
     """
-    self._name, self._warn = name, warn
+    name = self._name = start.tracker
+    self._warn = warn
     self._tasks = queue.SimpleQueue[Callable[[], Any] | None]()
     self._opened: Opened | None = None
     self._error: BaseException | None = None  # the first one, until it is said
