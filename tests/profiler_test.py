@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import types
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ import grpo_jax
 from grpo_jax.run.checks import check_config
 from grpo_jax.settings import ConfigError
 from grpo_jax.training.profiler import Profiler
+from grpo_jax.training.trainer import Trainer
 from tests.small_run import small_config
 
 
@@ -58,6 +60,15 @@ def test_the_steps_of_the_range_that_are_taken_are_traced(tmp_path, calls, steps
   inner = [call for step in traced for call in (f"step {step}", "end")]
   assert calls == (["start", *inner, "stop", "memory"] if traced else [])
   assert said == ([f"the trace is in {tmp_path}"] if traced else [])
+
+
+def test_the_loop_names_a_step_by_its_number_in_the_file(tmp_path, calls):
+  profiler = Profiler((3, 3), tmp_path, lambda _: None)
+  trainer = types.SimpleNamespace(first_grpo_step=0, _phases_seen=set(), _profiler=profiler)
+  for step in range(4):  # the steps that were taken before
+    with Trainer.doing(trainer, step):
+      calls.append(step)
+  assert calls == [0, 1, "start", "step 3", 2, "end", "stop", "memory", 3]
 
 
 def test_a_run_that_ends_in_the_range_writes_the_trace_so_far(tmp_path, calls):
@@ -121,19 +132,13 @@ IN_TURN = {"rollout.max_staleness": 1, "algo.old_logprobs": "sampler"}
 BESIDE = IN_TURN | {"mesh.sampler": 4, "mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": -1}
 
 
-@pytest.mark.parametrize(
-  "how",
-  [
-    pytest.param({}, id="in turn"),
-    pytest.param(IN_TURN, id="ahead", marks=pytest.mark.slow),
-    pytest.param(BESIDE, id="beside", marks=pytest.mark.slow),
-  ],
-)
-def test_a_run_has_a_trace_of_these_steps_and_a_profile_of_memory(tmp_path, how):
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, IN_TURN, BESIDE], ids=["in turn", "ahead", "beside"])
+def test_a_run_has_a_trace_of_what_samples_and_learns_and_a_profile_of_memory(tmp_path, how):
   grpo_jax.train(config(steps=4, log__profile=(2, 3)).replace(how), tmp_path)
   steps, names = traced(tmp_path)
   assert steps == [2, 3]
-  assert "PjitFunction(_chunk)" in names  # which samples
+  assert {"PjitFunction(_chunk)", "PjitFunction(_train_step)"} <= names
   assert gzip.decompress((tmp_path / "profile/memory.prof").read_bytes())
   (xplane,) = (tmp_path / "profile").glob("plugins/profile/*/*.xplane.pb")  # for XProf
   assert xplane.stat().st_size > 1000

@@ -12,6 +12,7 @@ import types
 
 import pytest
 
+import grpo_jax
 from grpo_jax.config import TRACKERS as NAMES
 from grpo_jax.config import Config, Log, to_dict
 from grpo_jax.settings import ConfigError, check_ranges
@@ -19,7 +20,9 @@ from grpo_jax.storage.reading import read_metrics
 from grpo_jax.storage.rows import Writer
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.training import trackers
+from grpo_jax.training.reporter import Reporter
 from grpo_jax.training.trackers import TRACKERS, Opened, Tracker
+from tests.small_run import small_config, small_run
 
 CONFIG = to_dict(Config())
 ROWS = [
@@ -104,6 +107,25 @@ def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
       f"config key log.trackers names {name}, which is not installed: pip install -e '.[{name}]'"
     )
   trackers.check_installed(Log())
+
+
+def test_a_run_names_what_is_not_installed_before_it_makes_its_folder(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "mlflow", None)
+  config = small_config().replace({"log.trackers": ("mlflow",)})
+  with pytest.raises(ConfigError, match="names mlflow, which is not installed"):
+    grpo_jax.train(config, tmp_path / "run")
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_run_opens_the_trackers_that_it_names(tmp_path, fake):
+  config = small_config().replace({"log.trackers": ("mlflow",), "log.project": "sums"})
+  open_run(tmp_path, to_dict(config))
+  reporter = Reporter(small_run(config), None, tmp_path, pytest.fail)
+  reporter.open(-1)
+  reporter.step(1, None, {"reward": 1.0}, None)
+  reporter.close()
+  assert fake.got == [(1, {"reward": 1.0}), "end"]
+  assert fake.starts[0][:2] == ("sums", tmp_path.name)
 
 
 def test_it_gets_the_finite_numbers_of_the_rows_and_both_starts_are_one_run(tmp_path, fake, capsys):
