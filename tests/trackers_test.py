@@ -143,16 +143,19 @@ def test_it_gets_the_finite_numbers_of_the_rows_and_both_starts_are_one_run(tmp_
 
 
 def test_a_tracker_that_fails_says_so_once_and_the_rows_go_on(tmp_path, fake):
-  warnings = []
+  warnings, has_failed = [], threading.Event()
   writer = start(tmp_path, "mlflow", -1, warnings.append)
 
   def fail(step):
     if step in (2, 3):
       raise SystemExit(f"no network\nat step {step}")
+    if step == 4:
+      has_failed.set()
 
   fake.fail = fail
   for step in range(1, 6):
     writer.write(step, {"reward": 1.0})
+    assert step < 4 or has_failed.wait(60)
   writer.close()
   assert fake.got == [(1, {"reward": 1.0}), (4, {"reward": 1.0}), (5, {"reward": 1.0}), "end"]
   assert len(read_metrics(tmp_path)) == 5
