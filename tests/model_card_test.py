@@ -42,7 +42,7 @@ def card_of(kind="model", rows=ROWS, base=None, step=4, **changes):
 
 def test_huggingface_hub_reads_its_metadata():
   card = card_of()
-  assert card.data.base_model == "someone/tiny-1.5B"
+  assert card.data.base_model == "someone/tiny-1.5B" and "grpo" in card.data.tags
   assert (card.data.license, card.data.license_name) == ("other", "tiny")
   assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
   found = {(x.dataset_name, x.metric_type, x.metric_value) for x in card.data.eval_results}
@@ -76,9 +76,10 @@ def test_it_says_what_the_model_is():
 
 
 def test_a_model_before_training_has_no_numbers_and_one_of_random_weights_no_licence():
-  text = card_of(rows=[], step=0, base=Base(), model__path="").text
+  text = card_of(rows=[], step=0, base=Base(), model__path="").content
   assert "a model of random weights before training." in text
-  assert "## Evaluation" not in text and "## Metrics" not in text and "Licence" not in text
+  parts = ("## Training", "## Evaluation", "## Metrics", "Licence", "- grpo\n")
+  assert not [part for part in parts if part in text]
   assert "Look at the base model" in card_of(base=Base()).text
 
 

@@ -75,11 +75,12 @@ def model_card(
   """
   evaluation = next((row for row in reversed(rows) if _of_evaluation(row)), {})
   parts = [
-    f"---\n{_metadata(title, config, evaluation, base, kind)}\n---",
+    f"---\n{_metadata(title, config, step, evaluation, base, kind)}\n---",
     f"# {title}",
     f"This model was made with grpo_jax: {_base_name(config)} {_trained(config, step)}.",
-    f"## Training\n\n{_table(('setting', 'value'), _settings(config))}",
   ]
+  if step:
+    parts.append(f"## Training\n\n{_table(('setting', 'value'), _settings(config))}")
   if evaluation:
     header = ("metric", "value", "95% interval")
     parts.append(f"## Evaluation after step {evaluation['step']}")
@@ -97,7 +98,7 @@ def model_card(
   return "\n\n".join(parts) + "\n"
 
 
-def _metadata(title: str, config: Config, evaluation: Row, base: Base, kind: str) -> str:
+def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base, kind: str) -> str:
   """The block of YAML."""
   # ModelCard itself would import the client of huggingface.co, which takes half a second.
   from huggingface_hub.repocard_data import EvalResult, ModelCardData
@@ -113,7 +114,7 @@ def _metadata(title: str, config: Config, evaluation: Row, base: Base, kind: str
     base_model=hub.parts(config.model.path)[0] if is_on_hub else None,
     library_name="peft" if kind == "adapter" else "transformers",
     pipeline_tag="image-text-to-text" if kind == "images" else "text-generation",
-    tags=["grpo", "grpo_jax", "reinforcement-learning"],
+    tags=["grpo_jax", *(["grpo", "reinforcement-learning"] if step else [])],
     model_name=title if results else None,
     eval_results=results or None,
     **base.license,

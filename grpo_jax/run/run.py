@@ -157,7 +157,7 @@ class Run:
 
   def save_processor(self, folder: Path) -> None:
     """Writes the files of the image processor beside those of the tokenizer, if there are any."""
-    if self.parameters.model.vision is None:
+    if self.parameters.model.vision is None or self.base_folder is None:
       return
     for name in _PROCESSOR_FILES:
       file = self.base_folder / name
