@@ -142,7 +142,7 @@ def test_an_export_has_a_card_and_keeps_that_of_its_base(tmp_path):
   config = small_config().replace({"model.path": str(tmp_path / "base")})
   out = grpo_jax.load_policy(config).export(tmp_path / "exported")
   card = ModelCard.load(out / "README.md")
-  assert card.text.startswith("\n# exported\n") and "`base` before training." in card.text
+  assert card.text.startswith("\n# base\n") and "`base` before training." in card.text
   assert card.data.license_name == "tiny-license" and card.data.base_model is None
   assert (out / "README_base.md").read_text() == BASE
   again = grpo_jax.load_policy(config.replace({"model.path": str(out)})).export(tmp_path / "again")

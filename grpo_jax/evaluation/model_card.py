@@ -66,7 +66,7 @@ def model_card(
   """The text of a model card.
 
   Args:
-    title: The name of the model.
+    title: The name of the run, or of the model if there was no run.
     config: The config of its run.
     step: The step of its checkpoint. 0 is a model before training.
     rows: The rows of metrics.jsonl up to that step.
@@ -90,7 +90,7 @@ def model_card(
   if measured:
     parts.append(f"## Metrics of step {last['step']}")
     parts.append(_table(("metric", "value"), measured))
-  parts.append(f"## Use\n\n```python\n{_USE[kind].format(title=title)}```")
+  parts.append(f"## Use\n\n```python\n{_USE[kind]}```")
   if config.model.path:
     parts.append(f"## Licence\n\n{_licence(base)}")
   if base.card:
@@ -194,19 +194,19 @@ def _licence(base: Base) -> str:
 _USE = {
   "model": """from transformers import AutoModelForCausalLM, AutoTokenizer
 
-path = "{title}"  # this folder, or OWNER/NAME
+path = "OWNER/NAME"  # or this folder
 tokenizer = AutoTokenizer.from_pretrained(path)
 model = AutoModelForCausalLM.from_pretrained(path)
 """,
   "images": """from transformers import AutoModelForImageTextToText, AutoProcessor
 
-path = "{title}"  # this folder, or OWNER/NAME
+path = "OWNER/NAME"  # or this folder
 processor = AutoProcessor.from_pretrained(path)
 model = AutoModelForImageTextToText.from_pretrained(path)
 """,
   "adapter": """from peft import AutoPeftModelForCausalLM
 
-model = AutoPeftModelForCausalLM.from_pretrained("{title}")  # this folder, or OWNER/NAME
+model = AutoPeftModelForCausalLM.from_pretrained("OWNER/NAME")  # or this folder
 """,
 }
 

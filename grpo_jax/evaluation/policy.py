@@ -192,16 +192,18 @@ class Policy:
       if folder is not None:
         self.run.tokenizer.save(folder)
         self.run.save_processor(folder)
-        self._write_card(folder, out.resolve().name, adapter)
+        self._write_card(folder, adapter)
     return out
 
-  def _write_card(self, folder: Path, title: str, adapter: bool) -> None:
+  def _write_card(self, folder: Path, adapter: bool) -> None:
     """Writes README.md, and beside it that of the model that the run began with."""
     sees_images = self.run.parameters.model.vision is not None
     kind = "adapter" if adapter else "images" if sees_images else "model"
     base = model_card.read_base(self.run.base_folder)
-    rows = []
+    path, rows = self.run.config.model.path, []
+    title = hub.short_name(path) if path else "random weights"
     if self.workdir is not None:
+      title = self.workdir.name
       with contextlib.suppress(ConfigError):  # without metrics.jsonl, the card has no numbers
         rows = [row for row in read_metrics(self.workdir) if row["step"] <= self.step]
     text = model_card.model_card(title, self.run.config, self.step, rows, base, kind)
