@@ -17,25 +17,30 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.settings import (
   LARGEST_INT,
   ConfigError,
+  Range,
   above,
   at_least,
   below_one,
+  each_of,
   fraction,
   one_of,
   setting,
   shown,
+  span,
 )
 
 DTYPES = ("float32", "bfloat16")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
 TEMPERATURE_SCHEDULES = ("constant", "linear", "cosine")
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 NOT_NEGATIVE = at_least(0)
 POSITIVE = at_least(1)
 # No batch or model in use is near these. They keep a typing error from being built for hours.
 ROWS = at_least(1, at_most=2**20)
 TOKENS = at_least(1, at_most=2**24)
 WIDTH = at_least(1, at_most=2**17)
+NOT_EMPTY = Range(bool, "it must not be empty")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -586,7 +591,24 @@ class Log:
     50, "steps between saved and shown completions; 0 = never", NOT_NEGATIVE
   )
   tensorboard: bool = setting(True, "write TensorBoard's event files")
-  wandb: str = setting("", "a project of Weights & Biases (pip install -e '.[wandb]'); '' = off")
+  trackers: tuple[str, ...] = setting(
+    (),
+    "where the rows are shown, too: any of wandb, mlflow, trackio and swanlab. Each is an extra:"
+    " pip install -e '.[wandb]'",
+    each_of(TRACKERS),
+  )
+  project: str = setting(
+    "grpo_jax", "the project of the run at log.trackers; MLflow calls it an experiment", NOT_EMPTY
+  )
+  wandb: str = setting(
+    "", "an earlier way to write log.trackers=('wandb',) with log.project; '' = off"
+  )
+  profile: tuple[int, ...] = setting(
+    (),
+    "a trace of the steps from the first number to the second, such as (3, 5), goes to profile/ in"
+    " the run's folder. They are counted as in metrics.jsonl; () = off",
+    span("write the first step and the last one, such as (3, 5); () is off"),
+  )
   console: str = setting(
     "auto",
     "what stdout shows: auto = a progress bar or lines for a reader, json = one object a line",

@@ -1,6 +1,6 @@
 """Writes a run's policy as a Hugging Face folder, or its adapters as a PEFT folder.
 
-python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
+python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter] [--push=OWNER/NAME]
 """
 
 from typing import TYPE_CHECKING
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from grpo_jax import cli
+from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ def main(argv: list[str]) -> None:
   if not flags.FLAGS.out:
     raise ConfigError("flag --out is missing: the folder to write")
   out = cli.folder_of_flag("out", flags.FLAGS.out)
+  from grpo_jax.model.huggingface import hub  # here: --help and mistakes in flags need no jax
+
+  if flags.FLAGS.push:
+    hub.check_repository(flags.FLAGS.push, "flag --push")
   cli.join_processes()
   policy = cli.open_policy()
   shape, adapter = policy.run.parameters.model, flags.FLAGS.adapter
@@ -36,6 +41,10 @@ def main(argv: list[str]) -> None:
       " families that have some; grpo_jax reads them as they are. For PEFT, leave these out of"
       " lora.targets, or export without --adapter"
     )
+  if flags.FLAGS.push and policy.run.hosts.is_first:
+    with doing(f"uploading {flags.FLAGS.push}"):
+      lines = hub.push(out, flags.FLAGS.push)
+    print("\n".join(lines))
 
 
 def is_misread_by_peft(shape: "ModelConfig") -> bool:
@@ -46,5 +55,6 @@ def is_misread_by_peft(shape: "ModelConfig") -> bool:
 if __name__ == "__main__":
   flags.DEFINE_bool("adapter", False, "write the adapters of a LoRA run alone, not merged")
   flags.DEFINE_string("out", None, "the folder to write: it must be empty or not exist yet")
+  flags.DEFINE_string("push", None, "OWNER/NAME: a repository of huggingface.co to upload it to")
   cli.define_policy_flags()
   cli.run(main)

@@ -97,6 +97,17 @@ def one_of(names: Collection[str], note: str = "") -> Range:
   return Range(lambda value: value in names, requirement, tuple(names))
 
 
+def each_of(names: Collection[str]) -> Range:
+  """Several of `names`, or none of them."""
+  listed = ", ".join(repr(name) for name in names)
+  return Range(lambda values: {*values} <= {*names}, f"choose among {listed}")
+
+
+def span(requirement: str) -> Range:
+  """No numbers, or two: one of at least 1, and one that is not less."""
+  return Range(lambda pair: not pair or (len(pair) == 2 and 1 <= pair[0] <= pair[1]), requirement)
+
+
 ANY = Range(lambda value: True, "any value is allowed")
 
 

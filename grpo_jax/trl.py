@@ -7,11 +7,12 @@ same table, with remarks, and a test compares the two.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import difflib
+import importlib.util
 import shlex
 from typing import Any, NamedTuple
 
 from grpo_jax.algo import presets
-from grpo_jax.config import PROJECTIONS, Config, changed, from_dict, to_dict
+from grpo_jax.config import PROJECTIONS, TRACKERS, Config, changed, from_dict, to_dict
 from grpo_jax.data.files.given import give
 from grpo_jax.data.files.splits import rows_of
 from grpo_jax.environments.names import register_tool
@@ -242,9 +243,17 @@ def _model_kwargs(port: Port, value: Mapping[str, Any] | None) -> Changes:
 
 
 def _report_to(port: Port, value: Any) -> Changes:
-  names = [value] if isinstance(value, str) else list(value or ())
-  wandb = {"log.wandb": "huggingface"} if {"wandb", "all"} & {*names} else {}
-  return {"log.tensorboard": bool({"tensorboard", "all"} & {*names}), **wandb}
+  names = {value} if isinstance(value, str) else {*(value or ())}
+  if "all" in names:  # those that are installed
+    names |= {"tensorboard", *filter(importlib.util.find_spec, TRACKERS)}
+  unknown = sorted(names - {"all", "none", "tensorboard", *TRACKERS}, key=str)
+  if unknown:
+    raise Refused(
+      f"{shown(unknown[0])} is not here: choose among tensorboard, {', '.join(TRACKERS)}"
+    )
+  chosen = [name for name in TRACKERS if name in names]
+  project = {"log.project": port["project"] or "huggingface"} if chosen else {}
+  return {"log.tensorboard": "tensorboard" in names, "log.trackers": chosen, **project}
 
 
 def _log_completions(port: Port, value: bool) -> Changes:
@@ -403,7 +412,8 @@ FIELDS: dict[str, Field] = {
   "eval_steps": _with(None, "eval.every", "eval_strategy"),
   "per_device_eval_batch_size": Field(8, ("eval.batch",), why="eval.batch counts problems"),
   "logging_steps": _by(10, "log.every", lambda port, value: port.steps(value)),
-  "report_to": Field("none", ("log.tensorboard",), _report_to),
+  "report_to": Field("none", ("log.tensorboard", "log.trackers"), _report_to),
+  "project": _with("huggingface", "log.project", "report_to"),
   "log_completions": Field(False, ("log.completions_every",), _log_completions, "they are saved"),
   "num_completions_to_print": _not_here(None, "the terminal shows a few completions"),
   "log_unique_prompts": _not_here(False, "the terminal shows a few completions"),
@@ -415,7 +425,7 @@ EARLIER = {"max_prompt_length": _same(512, "data.max_prompt_tokens")}
 # Fields of TrainingArguments that change nothing of what is learned begin with one of these words.
 _OF_PROGRAMS = tuple(
   "accelerator_config activation_checkpointing_kwargs dataloader_ ddp_ debug disable_tqdm do_"
-  " gradient_checkpointing_kwargs hub_ log_ logging_ overwrite_output_dir project push_to_hub"
+  " gradient_checkpointing_kwargs hub_ log_ logging_ overwrite_output_dir push_to_hub"
   " run_name save_ tf32 torch_ trackio_ use_cache use_cpu use_liger_kernel".split()
 )
 

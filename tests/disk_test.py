@@ -238,7 +238,7 @@ def test_an_export_whose_tokenizer_cannot_be_written_leaves_nothing(tmp_path, mo
 
   monkeypatch.setattr(tokenizer.Tokenizer, "save", fail)
   monkeypatch.setattr(cli, "open_policy", lambda: policy)
-  values = types.SimpleNamespace(out=str(out), adapter=False)
+  values = types.SimpleNamespace(out=str(out), adapter=False, push=None)
   monkeypatch.setattr(export, "flags", types.SimpleNamespace(FLAGS=values))
   with pytest.raises(OSError, match=f"{NO_ROOM}: '{out}'"):
     export.main([])

@@ -152,7 +152,8 @@ NEEDED = {
   r"grpo_jax\.plan.*--topology=[ah]": "cuda",
   r"--on=ray": "ray",
   r"--workdir=gs:": "gcs",
-  r"log\.wandb=": "wandb",
+  **{rf"log\.trackers=.*{name}": name for name in ("wandb", "mlflow", "trackio", "swanlab")},
+  r"^xprof ": "profile",
   r"mkdocs ": "docs",
   r"^pytest |&& pytest ": "test",
 }
@@ -165,7 +166,7 @@ def commands(page):
   lines = re.sub(r"\s*\\\n\s*", " ", blocks).splitlines()
   inline = [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", without_blocks(text))]
   lines += [code for code in inline if " --" in code]
-  starts = r"(?:\$ )?(?:python (?:-m|experiments/)|pytest|mkdocs|pip install)"
+  starts = r"(?:\$ )?(?:python (?:-m|experiments/)|pytest|mkdocs|xprof|pip install)"
   return [line.strip() for line in lines if re.match(starts, line.strip())]
 
 

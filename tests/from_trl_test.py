@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import grpo_jax
-from grpo_jax import cli
+from grpo_jax import cli, trl
 from grpo_jax.batches.collect import Collector
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.run.checks import check_config
@@ -139,6 +139,29 @@ def test_what_fields_become():
   assert several.reward.weights == (1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+  "report_to, tensorboard, trackers",
+  [
+    (None, False, ()),
+    ("none", False, ()),
+    ([], False, ()),
+    ("tensorboard", True, ()),
+    ("wandb", False, ("wandb",)),
+    (["tensorboard", "trackio", "mlflow", "swanlab"], True, ("mlflow", "trackio", "swanlab")),
+    ("all", True, ("trackio",)),
+  ],
+)
+def test_what_report_to_becomes(report_to, tensorboard, trackers, monkeypatch):
+  is_there = {"trackio": object()}
+  monkeypatch.setattr(trl.importlib.util, "find_spec", is_there.get)
+  lines = []
+  log = from_trl({"max_steps": 1, "report_to": report_to, "project": "sums"}, say=lines.append).log
+  assert (log.tensorboard, log.trackers) == (tensorboard, trackers)
+  assert log.project == ("sums" if trackers else "grpo_jax")
+  (line,) = [line for line in lines if line.startswith("report_to=")]
+  assert f"log.tensorboard={tensorboard}, log.trackers={list(trackers)}" in line
+
+
 def test_functions_and_a_config_object_as_trl_takes_them(folder):
   def short_ones(completions, **kwargs):
     return [0.0] * len(completions)
@@ -178,6 +201,7 @@ def test_functions_and_a_config_object_as_trl_takes_them(folder):
     ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size is '8': it must be"),
     ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "no whole updates of 2"),
     ({"scale_rewards": []}, "scale_rewards=.*: "),
+    ({"report_to": ["wandb", "comet_ml"]}, "report_to=.*: 'comet_ml' is not here: choose among"),
     ([1], r"\[1\] is no GRPOConfig and no dict of its fields"),
   ],
 )

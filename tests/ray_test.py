@@ -84,14 +84,14 @@ def test_processes_find_the_first_one_and_inherit_what_jax_reads(monkeypatch):
   from grpo_jax.launchers.ray_host import Place
   from grpo_jax.launchers.ray_run import environments
 
-  monkeypatch.setattr(os, "environ", {"XLA_FLAGS": "--x", "WANDB_MODE": "offline", "PATH": "/bin"})
+  passed_on = {"XLA_FLAGS": "--x", "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "http://h:1"}
+  monkeypatch.setattr(os, "environ", {**passed_on, "PATH": "/bin"})
   places = [Place(host=f"h{i}", node="n", address=f"10.0.0.{i}:8{i}", tpu_worker=i) for i in (0, 1)]
-  assert environments(places[1:]) == [{"XLA_FLAGS": "--x", "WANDB_MODE": "offline"}]
+  assert environments(places[1:]) == [passed_on]
   first, second = environments(places)
   assert second == first | {"JAX_PROCESS_ID": "1"}
   assert first == {
-    "XLA_FLAGS": "--x",
-    "WANDB_MODE": "offline",
+    **passed_on,
     "JAX_COORDINATOR_ADDRESS": "10.0.0.0:80",
     "JAX_NUM_PROCESSES": "2",
     "JAX_PROCESS_ID": "0",

@@ -4,8 +4,6 @@ import copy
 import json
 import os
 import struct
-import sys
-import types
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -401,86 +399,6 @@ def test_tensorboard_gets_completions_as_text_that_is_not_markup(tmp_path):
     "|---|---|---|---|---|---|",
     "| 1&#43;1= | &lt;b&gt;2&lt;/b&gt; &#42;&#124;&#42;<br>end | 1 | -0.5 | 3 | - |",
   ]
-
-
-def leveldb_records(log):
-  """The records of a file of W&B: LevelDB's log format after a header of 7 bytes.
-
-  Blocks of 32 KiB hold chunks: a checksum (4 bytes), a length (2), a kind (1: a whole record; 2, 3
-  and 4: its first, middle and last part) and the content.
-  """
-  at, parts = 7, []  # the header is in the first block
-  log = bytes(7) + log
-  while at + 7 <= len(log):
-    room = 32768 - at % 32768
-    if room < 7:
-      at += room
-      continue
-    length, kind = struct.unpack("<HB", log[at + 4 : at + 7])
-    if kind == 0:
-      break
-    parts.append(log[at + 7 : at + 7 + length])
-    at += 7 + length
-    if kind in (1, 4):
-      yield b"".join(parts)
-      parts = []
-
-
-@pytest.mark.slow
-def test_a_real_offline_run_of_wandb_has_config_rows_and_completions_and_goes_on(
-  tmp_path, monkeypatch
-):
-  wandb = pytest.importorskip("wandb")
-  from wandb.proto import wandb_internal_pb2
-
-  monkeypatch.setenv("WANDB_MODE", "offline")
-  open_run(tmp_path, CONFIG)
-  for start in (-1, 1):
-    writer = Writer(tmp_path, start, tensorboard=False, wandb="sums")
-    writer.completions(start + 2, ROWS)
-    writer.write(start + 2, {"reward": 0.5 + start})
-    writer.close()
-  wandb.teardown()  # its files are complete at the end of the process
-  identity = (tmp_path / "wandb_id").read_text()
-  files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
-  assert len(files) == 2  # each start has a file, of the same run
-  history, configs = [], []
-  for file in files:
-    for data in leveldb_records(file.read_bytes()[7:]):
-      record = wandb_internal_pb2.Record.FromString(data)
-      if record.HasField("history"):
-        items = record.history.item
-        history.append({x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items})
-      for update in record.run.config.update if record.HasField("run") else ():
-        configs.append(update.key or "/".join(update.nested_key))
-  assert [row["reward"] for row in history] == [-0.5, 1.5]
-  assert all(any("completions" in key for key in row) for row in history)
-  assert set(CONFIG) <= {key.split("/")[0] for key in configs}
-  tables = list((tmp_path / "wandb").glob("offline-run-*/files/media/table/completions_*.json"))
-  assert json.loads(tables[0].read_text())["data"][0][:3] == ["1+1=", ROWS[0]["completion"], 1.0]
-
-
-def test_wandb_gets_the_rows_and_a_resume_continues_the_same_run(tmp_path, monkeypatch):
-  opened, logged = [], []
-  run = types.SimpleNamespace(
-    log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end")
-  )
-  fake = types.SimpleNamespace(Settings=dict, init=lambda **kwargs: opened.append(kwargs) or run)
-  monkeypatch.setitem(sys.modules, "wandb", fake)
-  open_run(tmp_path, CONFIG)
-  for start in (-1, 0):
-    writer = Writer(tmp_path, start, tensorboard=False, wandb="sums")
-    writer.write(start + 1, {"reward": 0.5, "kl": float("nan")})
-    writer.close()
-  assert logged == [(0, {"reward": 0.5}), "end", (1, {"reward": 0.5}), "end"]
-  assert [(o["project"], o["resume"]) for o in opened] == [("sums", "allow")] * 2
-  assert opened[0]["id"] == opened[1]["id"] != ""
-  assert opened[0]["config"] == json.loads(json.dumps(CONFIG))
-  monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(
-    ConfigError, match=r"^config key log\.wandb needs the package wandb: pip install"
-  ):
-    Writer(tmp_path, 0, tensorboard=False, wandb="sums")
 
 
 def test_without_checkpoints_the_run_starts_over_and_keeps_what_was_there(tmp_path):

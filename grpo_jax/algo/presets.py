@@ -12,39 +12,64 @@ from typing import Any
 
 from grpo_jax.algo.settings import Algo
 
+# The method of each preset, and the number of its paper on arxiv.org.
+PAPERS: dict[str, tuple[str, str]] = {
+  "grpo": ("GRPO, DeepSeekMath", "2402.03300"),
+  "dr_grpo": ("Dr. GRPO", "2503.20783"),
+  "bnpo": ("BNPO, as TRL has it", ""),
+  "dapo": ("DAPO", "2503.14476"),
+  "gspo": ("GSPO", "2507.18071"),
+  "gspo_token": ("GSPO-token", "2507.18071"),
+  "gmpo": ("GMPO", "2507.20673"),
+  "cispo": ("CISPO, MiniMax-M1", "2506.13585"),
+  "sapo": ("SAPO", "2511.20347"),
+  "luspo": ("LUSPO", "2602.05261"),
+  "vespo": ("VESPO", "2602.10693"),
+  "rloo": ("RLOO", "2402.14740"),
+  "reinforce_pp": ("REINFORCE++", "2501.03262"),
+  "lite_ppo": ("LitePPO", "2508.08221"),
+  "opo": ("OPO", "2505.23585"),
+  "remax": ("ReMax", "2310.10505"),
+  "gpg": ("GPG", "2504.02546"),
+  "clip_cov": ("Clip-Cov, entropy mechanism", "2505.22617"),
+  "kl_cov": ("KL-Cov, entropy mechanism", "2505.22617"),
+  "pass_at_k": ("Pass@k training", "2508.10751"),
+  "max_rl": ("MaxRL", "2602.02710"),
+  "areal": ("decoupled PPO, AReaL", "2505.24298"),
+  "aipo": ("AIPO, LlamaRL", "2505.24034"),
+  "m2po": ("M2PO", "2510.01161"),
+  "process": ("GRPO with process supervision, DeepSeekMath", "2402.03300"),
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
-  # GRPO, DeepSeekMath 2402.03300, eq. 3 and 4.
+  # Equations 3 and 4.
   "grpo": dict(kl_coef=0.04),
-  # Dr. GRPO 2503.20783: no division by the deviation, nor by the length.
+  # No division by the deviation, nor by the length.
   "dr_grpo": dict(advantage="group_centered", aggregation="constant"),
-  # BNPO, as TRL has it.
   "bnpo": dict(aggregation="token_mean"),
-  # DAPO 2503.14476 (there 16 minibatches; 4096 of 20480 tokens).
+  # The paper has 16 minibatches, and 4096 of 20480 tokens.
   "dapo": dict(
     clip_high=0.28, aggregation="token_mean", minibatches=4, dynamic_sampling=True, overlong=0.2
   ),
-  # GSPO 2507.18071, with its four minibatches. The bounds are for texts of thousands of tokens.
+  # With its four minibatches. The bounds are for texts of thousands of tokens.
   # With 24 tokens it hardly learns from noisy rewards, unless the bounds are 16 times as wide.
   "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, minibatches=4),
   "gspo_token": dict(ratio="sequence_token", clip_low=3e-4, clip_high=4e-4, minibatches=4),
-  # GMPO 2507.20673.
   "gmpo": dict(
     advantage="group_centered", surrogate="gmpo", clip_low=0.4, clip_high=0.4, minibatches=4
   ),
-  # CISPO, MiniMax-M1 2506.13585: no lower bound. Nothing takes a token's gradient away, and with 16
-  # updates per batch it collapses.
+  # No lower bound. Nothing takes a token's gradient away: with 16 updates per batch it collapses.
   "cispo": dict(
     surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean", minibatches=4
   ),
-  # SAPO 2511.20347. With 32 updates per batch it collapses.
+  # With 32 updates per batch it collapses.
   "sapo": dict(surrogate="sapo", minibatches=4),
-  # LUSPO 2602.05261. Short texts need wider bounds, as with GSPO.
+  # Short texts need wider bounds, as with GSPO.
   "luspo": dict(
     ratio="sequence", clip_low=2e-3, clip_high=2.5e-3, aggregation="sequence_sum", minibatches=4
   ),
-  # VESPO 2602.10693.
   "vespo": dict(surrogate="vespo", aggregation="token_mean", minibatches=4),
-  # RLOO 2402.14740. It has no ratio, as ReMax and GPG: with 16 updates per batch it collapses.
+  # It has no ratio, as ReMax and GPG: with 16 updates per batch it collapses.
   "rloo": dict(
     advantage="leave_one_out",
     surrogate="reinforce",
@@ -53,29 +78,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     kl_coef=0.03,
     kl_in="reward",
   ),
-  # REINFORCE++ 2501.03262. Its baseline is the mean of the whole batch, not of a group.
+  # Its baseline is the mean of the whole batch, not of a group.
   "reinforce_pp": dict(
     advantage="batch_normalized", aggregation="token_mean", kl="k1", kl_coef=0.001, kl_in="reward"
   ),
-  # LitePPO 2508.08221.
   "lite_ppo": dict(advantage="group_mean_batch_std", aggregation="token_mean"),
-  # OPO 2505.23585.
   "opo": dict(advantage="opo", aggregation="token_mean"),
-  # ReMax 2310.10505. Its baseline is one reward. With flipped rewards it forgets what it learned.
+  # Its baseline is one reward. With flipped rewards it forgets what it learned.
   "remax": dict(advantage="greedy_baseline", surrogate="reinforce", aggregation="sequence_sum"),
-  # GPG 2504.02546.
   "gpg": dict(advantage="group_centered", surrogate="reinforce", aggregation="token_mean"),
-  # Entropy mechanism 2505.22617.
   "clip_cov": dict(surrogate="clip_cov", aggregation="token_mean", minibatches=4),
   # kl_cov has no bound at all: with 16 updates per batch it collapses.
   "kl_cov": dict(surrogate="kl_cov", aggregation="token_mean", minibatches=4),
-  # Pass@k training 2508.10751. It takes any reward above 0 for a right answer.
+  # It takes any reward above 0 for a right answer.
   "pass_at_k": dict(advantage="pass_at_k", aggregation="token_mean"),
-  # MaxRL 2602.02710. Rewards are at least 0.
+  # Rewards are at least 0.
   "max_rl": dict(advantage="max_rl", aggregation="token_mean"),
-  # Decoupled PPO, AReaL 2505.24298, for rollouts of older policies: the policy before the first
-  # update is the one that the ratio is clipped to, and a weight corrects for the one that sampled.
-  # There tokens with a weight above 5 are left out, and a token may be 4 to 8 versions old.
+  # For rollouts of older policies: the policy before the first update is the one that the ratio is
+  # clipped to, and a weight corrects for the one that sampled. There tokens with a weight above 5
+  # are left out, and a token may be 4 to 8 versions old.
   "areal": dict(
     advantage="batch_normalized",
     batch_weighting="token",
@@ -85,9 +106,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     correction="mask",
     correction_high=5.0,
   ),
-  # AIPO, LlamaRL 2505.24034: min(pi / mu, 4) A grad lp, summed over a completion. There the bound
-  # is between 2 and 10. It is exact with one update per batch. With several, pi is the one before
-  # the first; with the surrogate cispo, clip_low=1 and clip_high=3 it moves along.
+  # min(pi / mu, 4) A grad lp, summed over a completion. There the bound is between 2 and 10. It is
+  # exact with one update per batch. With several, pi is the one before the first; with the
+  # surrogate cispo, clip_low=1 and clip_high=3 it moves along.
   "aipo": dict(
     advantage="group_centered",
     surrogate="reinforce",
@@ -95,13 +116,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     correction="truncate",
     correction_high=4.0,
   ),
-  # M2PO 2510.01161: no clip, but a bound on the second moment of the log-ratio.
+  # No clip, but a bound on the second moment of the log-ratio.
   "m2po": dict(surrogate="unclipped", m2_bound=0.04, aggregation="token_mean", minibatches=4),
-  # GRPO with process supervision, DeepSeekMath 2402.03300, section 4.1.3: for rewards of steps.
+  # Section 4.1.3: for rewards of steps.
   "process": dict(advantage="process", kl_coef=0.04),
 }
 
 CHOICES = f"choose one of {', '.join(PRESETS)}"  # what an error message says
+
+
+def closest(algo: Algo) -> str:
+  """The preset with the most settings of those whose settings `algo` all has. Else "grpo"."""
+  fitting = [
+    name
+    for name, settings in PRESETS.items()
+    if all(getattr(algo, key) == value for key, value in settings.items())
+  ]
+  return max(fitting, key=lambda name: len(PRESETS[name]), default="grpo")
 
 
 def preset(name: str) -> Algo:

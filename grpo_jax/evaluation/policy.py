@@ -17,6 +17,7 @@ from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tokenizers import chat
+from grpo_jax.evaluation import model_card
 from grpo_jax.evaluation.evaluator import Evaluators
 from grpo_jax.evaluation.limits import check_numbers
 from grpo_jax.model.huggingface import hub
@@ -31,7 +32,7 @@ from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, is_text, path_of, shown
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.checkpoint import Checkpoints
-from grpo_jax.storage.reading import read_config
+from grpo_jax.storage.reading import read_config, read_metrics
 
 Question = str | Sequence[Mapping[str, str]]  # a text or messages
 
@@ -64,10 +65,11 @@ class Policy:
     run: The parts that its config describes.
     params: Its trained parameters.
     step: The step of its checkpoint, 0 for a Hugging Face folder.
+    workdir: The folder of its run, None for a Hugging Face folder.
   """
 
-  def __init__(self, name: str, run: Run, params: Any, step: int):
-    self.name, self.run, self.params, self.step = name, run, params, step
+  def __init__(self, name: str, run: Run, params: Any, step: int, workdir: Path | None = None):
+    self.name, self.run, self.params, self.step, self.workdir = name, run, params, step, workdir
     self._rollouts: dict[tuple[int, bool, int], Completer] = {}
 
   def __repr__(self) -> str:
@@ -159,7 +161,7 @@ class Policy:
       return evaluate(self._for_sampling, self.step)
 
   def export(self, out: str | Path, adapter: bool = False) -> Path:
-    """Writes the policy as a Hugging Face folder, which transformers can load.
+    """Writes the policy as a Hugging Face folder with a model card, which transformers can load.
 
     Args:
       out: The folder. It must be empty or not exist yet.
@@ -190,7 +192,24 @@ class Policy:
       if folder is not None:
         self.run.tokenizer.save(folder)
         self.run.save_processor(folder)
+        self._write_card(folder, adapter)
     return out
+
+  def _write_card(self, folder: Path, adapter: bool) -> None:
+    """Writes README.md, and beside it that of the model that the run began with."""
+    sees_images = self.run.parameters.model.vision is not None
+    kind = "adapter" if adapter else "images" if sees_images else "model"
+    base = model_card.read_base(self.run.base_folder)
+    path, rows = self.run.config.model.path, []
+    title = hub.short_name(path) if path else "random weights"
+    if self.workdir is not None:
+      title = self.workdir.name
+      with contextlib.suppress(ConfigError):  # without metrics.jsonl, the card has no numbers
+        rows = [row for row in read_metrics(self.workdir) if row["step"] <= self.step]
+    text = model_card.model_card(title, self.run.config, self.step, rows, base, kind)
+    (folder / model_card.FILE).write_text(text, encoding="utf-8")
+    if base.card:
+      (folder / model_card.BASE_FILE).write_text(base.card, encoding="utf-8")
 
   def prompt(
     self, text: Question, framed: bool = True, shortest: int = 0, images: Sequence[Any] = ()
@@ -347,7 +366,7 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=run.parameters.layers_of)
   with doing("reading the checkpoint"):
     step, params = checkpoints.restore_params(run.parameters.abstract, step)
-  return Policy(f"{workdir}, step {step}", run, params, step)
+  return Policy(f"{workdir}, step {step}", run, params, step, workdir)
 
 
 def _on_this_machine(config: Config) -> Config:

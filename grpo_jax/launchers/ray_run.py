@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from grpo_jax.config import TRACKERS
 from grpo_jax.console.exit_codes import FAILED, STOPPED
 from grpo_jax.launchers.launcher import say
 from grpo_jax.launchers.process_group import ProcessGroup, make_logs
@@ -21,7 +22,8 @@ from grpo_jax.launchers.units import Unit
 from grpo_jax.storage import lock
 
 # What a run inherits from the launcher's environment. The rest is that of the node.
-_PASSED_ON = ("HF_", "JAX_", "LIBTPU_", "NCCL_", "WANDB_", "XLA_")
+_OF_TRACKERS = tuple(f"{name.upper()}_" for name in TRACKERS)
+_PASSED_ON = ("HF_", "JAX_", "LIBTPU_", "NCCL_", "XLA_", *_OF_TRACKERS)
 _SECONDS_TO_RELEASE = 120.0  # the folder, by a process on a node that was lost
 
 

@@ -357,7 +357,10 @@ def _check_reference(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-  """Refuses products that an int32, which counts steps and tokens on the devices, cannot hold."""
+  """Refuses steps that the run does not have, and products that an int32 cannot hold.
+
+  Devices count steps and tokens in an int32.
+  """
   steps = config.warm_start.steps + config.steps * config.algo.updates_per_step
   _require(
     steps <= LARGEST_INT,
@@ -365,6 +368,13 @@ def _check_sizes(config: Config) -> None:
     config.steps,
     f"with warm_start.steps and the updates of a step that makes {steps} updates, of at most"
     f" {LARGEST_INT}",
+  )
+  profile, last = config.log.profile, config.warm_start.steps + config.steps
+  _require(
+    not profile or profile[1] <= last,
+    "log.profile",
+    profile,
+    f"the run has {last} steps, those of the warm start included",
   )
   row = config.data.max_prompt_tokens + config.sampling.max_tokens
   for key, value, rows in (

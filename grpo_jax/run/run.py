@@ -54,6 +54,8 @@ class Run:
     parameters: Where the parameters come from and how they lie.
     remarks: Lines that a user should read about the config, though it can be run.
     programs: The compiled functions.
+    base_folder: The folder on this machine of the model that the run begins with. None if it is a
+      file or has random weights.
   """
 
   def __init__(
@@ -79,6 +81,7 @@ class Run:
       compilation_cache.use(config.compilation_cache)
     with doing("looking for models on huggingface.co"):
       local = self._local = hub.local(config)
+    self.base_folder = _folder(local.model.path)
     set_matmul_precision(config)
     learn, apart = split(config.mesh, jax.devices() if devices is None else devices)
     self.mesh = make_mesh(config.mesh, learn)
@@ -154,10 +157,10 @@ class Run:
 
   def save_processor(self, folder: Path) -> None:
     """Writes the files of the image processor beside those of the tokenizer, if there are any."""
-    if self.parameters.model.vision is None:
+    if self.parameters.model.vision is None or self.base_folder is None:
       return
     for name in _PROCESSOR_FILES:
-      file = Path(self._local.model.path).expanduser() / name
+      file = self.base_folder / name
       if file.exists():
         (folder / name).write_bytes(file.read_bytes())
 
@@ -271,6 +274,11 @@ def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions
   return dataclasses.replace(
     config, data=data, eval=settings, sampling=sampling, environment=Environment()
   )
+
+
+def _folder(path: str) -> Path | None:
+  folder = Path(path).expanduser()
+  return folder if path and folder.is_dir() else None
 
 
 def set_matmul_precision(config: Config) -> None:

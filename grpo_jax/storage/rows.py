@@ -1,17 +1,30 @@
-"""The rows of a run: metrics.jsonl, completions/, and the same rows in TensorBoard's event files.
+"""The rows of a run: metrics.jsonl, completions/, TensorBoard's event files, and trackers.
 
 metrics.jsonl is the record of the run. Each line is a strict JSON object with `step` first. When
 `Writer.write` returns, a row is in it and in the event files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import logging
 from pathlib import Path
 import re
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_jax.storage.json_files import AppendedFile, json_line, parse_rows, plain, replace_file
-from grpo_jax.storage.trackers import Events, completions_as_markdown, completions_table, open_wandb
+from grpo_jax.storage.tensorboard import Events, completions_as_markdown
+
+
+class Receiver(Protocol):
+  """Whoever gets the rows beside the files. It raises nothing."""
+
+  def log(self, step: int, values: Mapping[str, float]) -> None:
+    """Takes the finite numbers of a row, or those that are added to the last one."""
+
+  def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    """Takes the completions of a step."""
+
+  def close(self) -> None:
+    """Ends."""
 
 
 class Writer:
@@ -22,7 +35,7 @@ class Writer:
     workdir: str | Path,
     start_step: int,
     tensorboard: bool,
-    wandb: str = "",
+    receivers: Sequence[Receiver] = (),
     warn: Callable[[str], None] = logging.warning,
   ) -> None:
     """Opens the files, and removes what they hold of later steps, which will run again.
@@ -33,15 +46,14 @@ class Writer:
       workdir: The folder, which exists.
       start_step: The step of the checkpoint that was restored, or -1 without one.
       tensorboard: Whether to write event files.
-      wandb: A project of Weights & Biases, or "" to send nothing there.
+      receivers: They get what the event files get.
       warn: Receives a line if the run starts over.
 
     Raises:
-      ConfigError: metrics.jsonl is damaged, or Weights & Biases cannot be used.
+      ConfigError: metrics.jsonl is damaged.
       OSError: The folder cannot be written.
     """
     workdir = Path(workdir)
-    self._wandb = open_wandb(wandb, workdir) if wandb else None
     self._completions = workdir / "completions"
     if start_step < 0:
       _keep_what_was_there(workdir, warn)
@@ -50,6 +62,7 @@ class Writer:
     _remove_completions(self._completions, start_step)
     self._file = AppendedFile(self._path)
     self._events = Events(workdir, start_step) if tensorboard else None
+    self._receivers = receivers
     self._warn = warn
 
   def warn_of_missing_rows(self, start_step: int, every: int) -> None:
@@ -101,31 +114,31 @@ class Writer:
   def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
     """Writes the rows to completions/NNNNNN.jsonl, either all of them or no file at all.
 
-    TensorBoard and Weights & Biases get the first of them.
+    TensorBoard and the receivers get them, too.
     """
     self._completions.mkdir(exist_ok=True)
     content = b"".join(json_line(row) for row in rows)
     replace_file(self._completions / f"{step:06d}.jsonl", content)
     if self._events is not None:
       self._events.write_text(step, "completions", completions_as_markdown(rows))
-    if self._wandb is not None:
-      self._wandb.log({"completions": completions_table(rows)}, step=step)
+    for receiver in self._receivers:
+      receiver.completions(step, rows)
 
   def close(self) -> None:
-    """Closes the files, and ends the run at Weights & Biases."""
+    """Closes the files and the receivers."""
     self._file.close()
     if self._events is not None:
       self._events.close()
-    if self._wandb is not None:
-      self._wandb.finish()
+    for receiver in self._receivers:
+      receiver.close()
 
   def _show(self, step: int, values: Mapping[str, float]) -> None:
-    """Sends values to TensorBoard and to Weights & Biases."""
+    """Sends values to TensorBoard and to the receivers."""
     finite = {name: value for name, value in plain(values).items() if value is not None}
     if self._events is not None:
       self._events.write(step, finite)
-    if self._wandb is not None:
-      self._wandb.log(finite, step=step)
+    for receiver in self._receivers:
+      receiver.log(step, finite)
 
 
 def _keep_what_was_there(workdir: Path, warn: Callable[[str], None]) -> None:

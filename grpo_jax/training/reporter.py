@@ -25,6 +25,7 @@ from grpo_jax.settings import RunFailed
 from grpo_jax.storage.bucket_files import local_files
 from grpo_jax.storage.rows import Writer
 from grpo_jax.timing import Clock
+from grpo_jax.training import trackers
 
 COMPLETIONS_SHOWN = 4
 
@@ -84,9 +85,13 @@ class Reporter:
   def open(self, start_step: int) -> None:
     """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
     log = self._run.config.log
-    self._writer = self._run.hosts.on_first(
-      lambda: Writer(local_files(self._workdir), start_step, log.tensorboard, log.wandb, self.warn)
-    )
+
+    def open_writer() -> Writer:
+      files = local_files(self._workdir)
+      senders = trackers.open_all(log, files, self.warn)
+      return Writer(files, start_step, log.tensorboard, senders, self.warn)
+
+    self._writer = self._run.hosts.on_first(open_writer)
     if self._writer:
       self._writer.warn_of_missing_rows(start_step, log.every)
 

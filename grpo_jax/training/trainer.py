@@ -22,7 +22,7 @@ from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stop import StopRequest
 from grpo_jax.engine.connect import ExternalEngine
-from grpo_jax.progress import Work, doing
+from grpo_jax.progress import doing
 from grpo_jax.rollouts.complete import Remote
 from grpo_jax.run.device_checks import check_batches
 from grpo_jax.run.run import Run
@@ -33,7 +33,9 @@ from grpo_jax.storage import starts
 from grpo_jax.storage.bucket_files import local_files, run_files
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.workdir import open_run
+from grpo_jax.training import trackers
 from grpo_jax.training.callback import Callback, Callbacks
+from grpo_jax.training.profiler import Profiler
 from grpo_jax.training.reporter import Reporter, header_lines, last_step
 from grpo_jax.training.state import RunState, StateStore
 
@@ -69,6 +71,7 @@ class Trainer:
     scorers = Scorers(self.run)
     stack.callback(scorers.close)
     hosts = self.run.hosts
+    hosts.on_first(lambda: trackers.check_installed(config.log))
     check_batches(config, hosts)
     self._scorers, stop_request = scorers, StopRequest()
     self._remote = self._listen(access, stop_request, stack)
@@ -106,6 +109,9 @@ class Trainer:
     self._asked_to_stop = stop_request
     stack.enter_context(signals(stop_request))
     stack.callback(self.reporter.close)
+    traced = config.log.profile if hosts.is_first else ()
+    self._profiler = Profiler(traced, local_files(workdir) / "profile", self.reporter.say)
+    stack.callback(self._profiler.close)
     self.reporter.start_terminal()
     self._compiler = Compiler()
     stack.callback(self._compiler.close)
@@ -165,6 +171,7 @@ class Trainer:
       splits += [(part.name or "test", part.prompts) for part in parts]
     devices = self.store.saved_devices
     remarks = (*self.run.remarks, *self._scorers.remarks, *self._remarks_on_ahead(state, step))
+    remarks += self._profiler.remarks(step)
     lines = header_lines(self.run, splits, remarks, step, self._workdir, devices)
     self.reporter.header(lines)
     with self.saving_on_failure(state, step, f"evaluation after step {step}"):
@@ -185,12 +192,14 @@ class Trainer:
       " ones would have drawn them in a run that did not end there",
     )
 
-  def doing(self, step: int) -> contextlib.AbstractContextManager[Work]:
-    """Says that the step after `step` is taken. The first of each phase compiles."""
+  @contextlib.contextmanager
+  def doing(self, step: int) -> Iterator[None]:
+    """Says that the step after `step` is taken, and traces it. The first of each phase compiles."""
     in_warm_start = step < self.first_grpo_step
     is_routine = in_warm_start in self._phases_seen
     self._phases_seen.add(in_warm_start)
-    return doing(f"step {step + 1}", is_routine=is_routine)
+    with doing(f"step {step + 1}", is_routine=is_routine), self._profiler.step(step + 1):
+      yield
 
   def should_stop(self) -> bool:
     """True on every process if any process was asked to stop."""

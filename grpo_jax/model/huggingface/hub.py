@@ -5,15 +5,18 @@ from pathlib import Path
 import re
 from typing import TYPE_CHECKING
 
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 
 if TYPE_CHECKING:
   from grpo_jax.config import Config
 
 # owner/model or owner/model@revision, but not the path of a tokenizer, GGUF or rewards file.
 _NAME = re.compile(r"(?!.*\.(?:json|model|py|gguf)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
+_CARD = "README.md"
+_MODEL = "model*.safetensors*"
 _WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]  # no pickles
-_TEXTS = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]  # no code
+# No code. README.md has the licence.
+_TEXTS = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt", "README.md"]
 
 
 def is_name(path: str) -> bool:
@@ -68,6 +71,60 @@ def folder(path: str, key: str) -> str:
       f"config key {key} is {path!r}: there is no such folder, and the download from"
       f" huggingface.co failed ({type(error).__name__}: {reason:.200})"
     ) from None
+
+
+def check_repository(name: str, key: str) -> None:
+  """Raises ConfigError, which names `key`, unless `name` is OWNER/NAME."""
+  match = _NAME.fullmatch(name)
+  if match is None or match[2]:
+    raise ConfigError(f"{key}={name}: it must be OWNER/NAME, a repository of huggingface.co")
+
+
+def push(folder: Path, name: str) -> list[str]:
+  """Uploads a folder with a model to huggingface.co. A repository that is made now is private.
+
+  A README.md that is there stays, because somebody may have written it. The weights of a model
+  that are there go, because programs would read them beside the new ones, or instead of them.
+
+  Args:
+    folder: The folder.
+    name: OWNER/NAME.
+
+  Returns:
+    Lines that say where the model is.
+
+  Raises:
+    RunFailed: It cannot be uploaded.
+  """
+  from huggingface_hub import HfApi, get_token  # imported here because it is slow
+
+  later = f"hf upload {name} {folder} does that later"
+  if get_token() is None:
+    raise RunFailed(
+      f"{folder} is written, and not uploaded to {name}, because there is no token: run hf auth"
+      f" login, or set HF_TOKEN; {later}"
+    )
+  try:
+    api = HfApi()
+    url = api.create_repo(name, private=True, exist_ok=True)
+    has_card = api.file_exists(name, _CARD)
+    api.upload_folder(
+      repo_id=name,
+      folder_path=folder,
+      commit_message="Upload of grpo_jax",
+      ignore_patterns=[_CARD] if has_card else None,
+      delete_patterns=[_MODEL] if any(folder.glob(_MODEL)) else None,
+    )
+  except Exception as error:  # no network, no right to write: each has an exception of its own
+    reason = " ".join(str(error).split())
+    raise RunFailed(
+      f"{folder} is written, and not uploaded to {name} ({type(error).__name__}: {reason:.200});"
+      f" {later}"
+    ) from error
+  lines = [f"uploaded to {url}, which is private if it is new"]
+  if has_card:
+    lines.append(f"{name} has a {_CARD}, which stays as it is; the new one is in {folder}")
+  return lines
 
 
 def local(config: "Config") -> "Config":

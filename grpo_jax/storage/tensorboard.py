@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import html
 from pathlib import Path
 import re
-import secrets
 import socket
 import struct
 import time
@@ -19,9 +18,7 @@ from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.record_writer import masked_crc32c
 
-from grpo_jax.settings import ConfigError
-from grpo_jax.storage.json_files import AppendedFile, replace_file
-from grpo_jax.storage.saved_config import read_values
+from grpo_jax.storage.json_files import AppendedFile
 
 _VERSION = "brain.Event:2"
 
@@ -67,46 +64,6 @@ def _tag(name: str) -> str:
 
 def _checksum(content: bytes) -> bytes:
   return struct.pack("<I", masked_crc32c(content))
-
-
-def open_wandb(project: str, workdir: Path) -> Any:
-  """The run of this folder at Weights & Biases, which a resumed run continues.
-
-  Rows that are there already stay, even if their steps run again.
-  """
-  try:
-    import wandb  # here, because it is an optional dependency
-  except ImportError:
-    raise ConfigError(
-      "config key log.wandb needs the package wandb: pip install -e '.[wandb]'"
-    ) from None
-  id_path = workdir / "wandb_id"
-  if not id_path.exists():
-    replace_file(id_path, secrets.token_hex(8))
-  try:
-    return wandb.init(
-      project=project,
-      id=id_path.read_text(),
-      resume="allow",
-      name=workdir.name,
-      dir=str(workdir),
-      config=read_values(workdir / "config.json"),
-      settings=wandb.Settings(console="off"),
-    )
-  except Exception as error:  # no key, no network, no such project: each has its own exception
-    reason = " ".join(str(error).split())
-    raise ConfigError(
-      f"config key log.wandb is {project!r}: {reason:.200}; WANDB_MODE=offline needs no network"
-    ) from error
-
-
-def completions_table(rows: Sequence[dict[str, Any]]) -> Any:
-  """A table of the first completions of a step."""
-  import wandb
-
-  names = columns(rows)
-  data = [[row.get(name) for name in names] for row in rows[:MOST_SHOWN]]
-  return wandb.Table(columns=names, data=data)
 
 
 MOST_SHOWN = 64  # completions of a step; all of them are in completions/
