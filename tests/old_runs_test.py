@@ -35,7 +35,15 @@ def unpack(tmp_path, monkeypatch):
 
 
 def expected(name):
-  return json.loads((GOLDEN / f"{name}.json").read_text())
+  """What the old version wrote, without the votes: its function reads no answers to count."""
+  found = json.loads((GOLDEN / f"{name}.json").read_text())
+  found["rows"] = [
+    {key: value for key, value in row.items() if not key.startswith("eval/maj@2")}
+    for row in found["rows"]
+  ]
+  if "evaluation" in found:
+    found["evaluation"] = [line for line in found["evaluation"] if "eval/maj@2" not in line]
+  return found
 
 
 @pytest.mark.slow
