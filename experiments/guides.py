@@ -30,7 +30,7 @@ from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.serving.decoder import Sizes
-from grpo_jax.serving.engine import Engine, Job, Part
+from grpo_jax.serving.engine import AnswerPart, Engine, Job
 from grpo_jax.serving.guides import Guide, Guides
 from grpo_jax.serving.requests import Form
 from tests import small_qwen
@@ -92,7 +92,7 @@ def answers(
   rows: list[list[int]] = [[] for _ in guides]
   left, done = [len(guides)], threading.Event()
 
-  def hear(place: int, part: Part) -> None:
+  def hear(place: int, part: AnswerPart) -> None:
     rows[place] += part.tokens
     left[0] -= bool(part.finish)
     if not left[0]:

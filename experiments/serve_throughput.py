@@ -24,8 +24,8 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.serving.decoder import Sizes
-from grpo_jax.serving.engine import Engine, Job, Part
-from grpo_jax.serving.server import Server, Settings
+from grpo_jax.serving.engine import AnswerPart, Engine, Job
+from grpo_jax.serving.server import Server, ServerSettings
 
 TOKENS, PROMPT = 64, 32
 OFF = RowSettings(1.0, 0, 1.0, 0.0, 0, TOKENS)  # arrays that change nothing, as the engine has them
@@ -89,7 +89,7 @@ def engine_seconds(engine: Engine, count: int) -> float:
   """How long the engine takes without HTTP."""
   ended: queue.Queue[str] = queue.Queue()
 
-  def hear(part: Part) -> None:
+  def hear(part: AnswerPart) -> None:
     if part.finish:
       ended.put(part.finish)
 
@@ -132,7 +132,7 @@ def serve(engine: Engine) -> tuple[str, Callable[[], None]]:
 
   async def run() -> None:
     found["loop"], found["stop"] = asyncio.get_running_loop(), asyncio.Event()
-    server = Server(engine, tokens, 4096, Settings("m", grace=1.0))
+    server = Server(engine, tokens, 4096, ServerSettings("m", grace=1.0))
     await server.run("127.0.0.1", 0, found["stop"], ready)
 
   def ready(host: str, port: int) -> None:

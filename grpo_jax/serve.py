@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
   values = flags.FLAGS
   _check_flags()
   try:
-    from grpo_jax.serving.server import Server, Settings  # here, because aiohttp is optional
+    from grpo_jax.serving.server import Server, ServerSettings  # here, because aiohttp is optional
   except ImportError as error:
     if error.name != "aiohttp":
       raise
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
   reload = None
   if values.workdir is not None and values.step is None:
     reload = functools.partial(load_newest, run, cli.folder_of_run(values.workdir), engine)
-  settings = Settings(model=name, key=key, seconds=float(values.request_seconds))
+  settings = ServerSettings(model=name, key=key, seconds=float(values.request_seconds))
   vocabulary = run.parameters.model.vocab_size
   server = Server(engine, run.tokenizer, vocabulary, settings, reload)
   remark = ""

@@ -19,7 +19,7 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.serving import connections, server
 from grpo_jax.serving.requests import RequestError
-from grpo_jax.serving.server import Settings
+from grpo_jax.serving.server import ServerSettings
 from grpo_jax.serving.writer import Writer
 from tests.serving_parts import PROMPT_TOKENS, Scripted, serving
 
@@ -29,7 +29,7 @@ GOOD = json.dumps({"prompt": "abc"}).encode()
 
 @pytest.fixture(scope="module")
 def address():
-  settings = Settings("m", grace=0.1, body_bytes=2**16, connections=40)
+  settings = ServerSettings("m", grace=0.1, body_bytes=2**16, connections=40)
   with serving(Scripted(lambda job: [[5]]), TOKENS, 92, settings) as (_, address):
     yield address
 
@@ -213,7 +213,7 @@ def test_half_bodies_make_room_and_requests_that_run_keep_theirs():
     goes_on.wait(20)
     return [[5]]
 
-  settings = Settings("m", grace=0.1, connections=6)
+  settings = ServerSettings("m", grace=0.1, connections=6)
   with serving(Scripted(script), TOKENS, 92, settings) as (served, address):
     running = [connect(address) for _ in range(5)]
     for one in running:

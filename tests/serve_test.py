@@ -20,7 +20,7 @@ import pytest
 import grpo_jax
 from grpo_jax.serving import requests
 from grpo_jax.serving import tools as tools_lib
-from grpo_jax.serving.server import Settings
+from grpo_jax.serving.server import ServerSettings
 from grpo_jax.serving.writer import Writer
 from tests import serving_parts
 from tests.serving_parts import KEY, PROMPT_TOKENS, ROWS, TOKENS, TOOLS, Scripted, serving
@@ -41,7 +41,7 @@ def policy(tmp_path_factory):
 def served(policy):
   config, params, tokens = policy
   engine = serving_parts.make_engine(config, params)
-  settings = Settings("m", body_bytes=2**16, choices=16, grace=0.5)
+  settings = ServerSettings("m", body_bytes=2**16, choices=16, grace=0.5)
   with serving(engine, tokens, config.vocab_size, settings) as (server, address):
     yield server, address
 
@@ -505,7 +505,7 @@ def test_errors_are_those_of_the_client(client):
 def test_the_key(policy):
   config, _, tokens = policy
   with serving(
-    Scripted(lambda job: [[5]]), tokens, config.vocab_size, Settings("m", key=KEY, grace=0.1)
+    Scripted(lambda job: [[5]]), tokens, config.vocab_size, ServerSettings("m", key=KEY, grace=0.1)
   ) as (_, address):
     for given in ("", KEY, "Bearer", "Bearer ", f"Bearer {KEY}x", "Bearer \xfc"):
       status, answer = send(address, "GET", "/v1/models", headers={"Authorization": given})
@@ -527,7 +527,7 @@ def test_new_weights_without_a_restart(policy):
     engine.set_weights(params, 9)
     return 9
 
-  settings = Settings("m", key=KEY, grace=0.5)
+  settings = ServerSettings("m", key=KEY, grace=0.5)
   with serving(engine, tokens, config.vocab_size, settings, reload) as (_, address):
     headers = {"Authorization": f"Bearer {KEY}"}
     client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY)
@@ -559,7 +559,7 @@ def test_an_answer_that_takes_too_long(policy):
     time.sleep(1)
     return [[5]]
 
-  engine, settings = Scripted(script), Settings("m", seconds=0.1, grace=0.1)
+  engine, settings = Scripted(script), ServerSettings("m", seconds=0.1, grace=0.1)
   with serving(engine, tokens, config.vocab_size, settings) as (_, address):
     status, answer = post(address, prompt="a")
     assert (status, answer["error"]["code"]) == (503, "timeout") and len(engine.cancelled) == 1

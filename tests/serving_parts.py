@@ -11,8 +11,8 @@ from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.serving.decoder import Counts, Sizes
-from grpo_jax.serving.engine import Engine, Part, Row
-from grpo_jax.serving.server import Server, Settings
+from grpo_jax.serving.engine import AnswerPart, Engine, Row
+from grpo_jax.serving.server import Server, ServerSettings
 from tests import small_qwen
 
 PROMPT_TOKENS, TOKENS, ROWS = 64, 40, 6
@@ -63,7 +63,7 @@ def serving(engine, tokens, vocabulary, settings=None, reload=None):
     found["address"] = f"http://{host}:{port}"
     started.set()
 
-  server = Server(engine, tokens, vocabulary, settings or Settings("m", grace=0.5), reload)
+  server = Server(engine, tokens, vocabulary, settings or ServerSettings("m", grace=0.5), reload)
   thread = threading.Thread(target=run)
   thread.start()
   assert started.wait(10)
@@ -94,8 +94,8 @@ class Scripted:
     for tokens in self._script(row.job):
       if row.is_cancelled:
         return
-      row.job.hear(Part(tokens, [-0.5] * len(tokens), self.version, ""))
-    row.job.hear(Part([], [], self.version, "stop"))
+      row.job.hear(AnswerPart(tokens, [-0.5] * len(tokens), self.version, ""))
+    row.job.hear(AnswerPart([], [], self.version, "stop"))
 
   def cancel(self, rows):
     for row in rows:

@@ -92,27 +92,9 @@ def test_a_check_says_what_it_checks(file):
   assert "\ndef check(" not in (ROOT / "grpo_jax" / file).read_text()
 
 
-# These names still stand for several classes. Take one out of the list when it has one meaning.
-NOT_YET_UNIQUE = {
-  "Attention",
-  "Choice",
-  "Embed",
-  "Head",
-  "MLP",
-  "Part",
-  "Places",
-  "Pool",
-  "Segment",
-  "Settings",
-  "Writer",
-}
-
-
 def test_a_public_class_name_is_defined_once():
   modules = {str(path.relative_to(ROOT)): path.read_text() for path in PACKAGE}
-  assert {
-    name: files for name, files in defined_twice(modules).items() if name not in NOT_YET_UNIQUE
-  } == {}
+  assert defined_twice(modules) == {}
 
 
 def defined_twice(modules):

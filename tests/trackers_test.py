@@ -17,7 +17,7 @@ from grpo_jax.config import TRACKERS as NAMES
 from grpo_jax.config import Config, Log, to_dict
 from grpo_jax.settings import ConfigError, check_ranges
 from grpo_jax.storage.reading import read_metrics
-from grpo_jax.storage.rows import Writer
+from grpo_jax.storage.rows import RowWriter
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.training import trackers
 from grpo_jax.training.reporter import Reporter
@@ -42,7 +42,7 @@ def start(folder, name, start_step, warn=pytest.fail):
   """A writer that sends its rows to a tracker, as a start of a run after `start_step` has it."""
   open_run(folder, CONFIG)
   senders = trackers.open_all(Log(trackers=(name,), project="sums"), folder, warn)
-  return Writer(folder, start_step, False, senders)
+  return RowWriter(folder, start_step, False, senders)
 
 
 def two_starts(folder, name):

@@ -1,6 +1,6 @@
 """The learner: log-probs of completions that share their prompt, and one update."""
 
-from grpo_jax.learner.by_slots import MicroBatchPass, Places, Update, logprobs_pass, places_on
+from grpo_jax.learner.by_slots import MicroBatchPass, SlotPlaces, Update, logprobs_pass, places_on
 from grpo_jax.learner.packed import split_batch
 from grpo_jax.learner.router_bias import moved_biases
 from grpo_jax.learner.token_stats import (
@@ -21,7 +21,7 @@ from grpo_jax.learner.train_step import (
 __all__ = [
   "MicroBatchPass",
   "Objective",
-  "Places",
+  "SlotPlaces",
   "StatsOptions",
   "Update",
   "UpdateRule",

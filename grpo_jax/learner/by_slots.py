@@ -19,8 +19,8 @@ from grpo_jax.algo.metrics import Metrics
 from grpo_jax.compiling import Compiler, Jitted
 from grpo_jax.learner import train_step as pieces
 from grpo_jax.learner.packed import (
+  PackedSegment,
   Parts,
-  Segment,
   in_parts,
   joined,
   row_slots,
@@ -33,7 +33,7 @@ from grpo_jax.parallel import sharding
 from grpo_jax.types import Batch, Coefficients, TrainState
 
 
-class Places(NamedTuple):
+class SlotPlaces(NamedTuple):
   """The shardings that say where arrays lie on a mesh. None leaves it to the compiler.
 
   Attributes:
@@ -49,10 +49,10 @@ class Places(NamedTuple):
   state: TrainState | None = None
 
 
-def places_on(mesh: Mesh, state: TrainState | None = None) -> Places:
+def places_on(mesh: Mesh, state: TrainState | None = None) -> SlotPlaces:
   """The places on a mesh."""
   rows, parts = sharding.batch_sharding(mesh), sharding.parts_sharding(mesh)
-  return Places(rows, parts, NamedSharding(mesh, PartitionSpec()), state)
+  return SlotPlaces(rows, parts, NamedSharding(mesh, PartitionSpec()), state)
 
 
 class MicroBatchPass:
@@ -69,7 +69,7 @@ class MicroBatchPass:
     function: Callable[[Any, Batch], Any],
     micro_batch: int,
     platform: str,
-    places: Places | None = None,
+    places: SlotPlaces | None = None,
   ):
     """A pass that is not compiled yet.
 
@@ -80,7 +80,7 @@ class MicroBatchPass:
       platform: Where it runs.
       places: Where the arrays lie.
     """
-    places = places or Places()
+    places = places or SlotPlaces()
     self._function, self._micro_batch, self._platform = function, micro_batch, platform
     self.whole = Jitted(self._plain, out_shardings=places.rows)
     self._of_parts = Parts(places.parts, places.everywhere, places.everywhere)
@@ -148,7 +148,7 @@ class MicroBatchPass:
 
 
 def logprobs_pass(
-  options: StatsOptions, micro_batch: int, places: Places | None = None
+  options: StatsOptions, micro_batch: int, places: SlotPlaces | None = None
 ) -> MicroBatchPass:
   """(all parameters, batch) -> log-probs of the completions, float32 [P, G, T]."""
 
@@ -168,8 +168,8 @@ class Update:
     whole: `train_step` in one program, compiled by `jax.jit`, with completions in rows of T.
   """
 
-  def __init__(self, rule: UpdateRule, platform: str, places: Places | None = None):
-    places = places or Places()
+  def __init__(self, rule: UpdateRule, platform: str, places: SlotPlaces | None = None):
+    places = places or SlotPlaces()
     self._rule, self._platform = rule, platform
     updated = begun = sums = None
     if places.state is not None:
@@ -217,7 +217,7 @@ class Update:
     sums = None if m == P else self._zeros(given)
     found = segments(np.asarray(begun.parts.needed_M), sizes)
     if sums is None and not found:
-      found = [Segment(sizes[0], 0, 1)]  # a gradient of 0, which moves momentum
+      found = [PackedSegment(sizes[0], 0, 1)]  # a gradient of 0, which moves momentum
     computed = 0
     for slots, first, end in found:
       sums = self._add(given, sums, first, end, slots=slots)
@@ -267,7 +267,7 @@ class Update:
   def _add_gradients(
     self, given: Given, sums: Sums | None, first: jax.Array, end: jax.Array, slots: int
   ) -> Sums:
-    return pieces.add_gradients(given, sums, Segment(slots, first, end), self._rule)
+    return pieces.add_gradients(given, sums, PackedSegment(slots, first, end), self._rule)
 
 
 def sizes_of(batch: Batch, platform: str) -> list[int]:

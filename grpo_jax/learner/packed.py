@@ -37,7 +37,7 @@ class Parts(struct.PyTreeNode):
   needed_M: jax.Array
 
 
-class Segment(NamedTuple):
+class PackedSegment(NamedTuple):
   """Micro-batches that follow each other and are computed in equally many slots.
 
   Attributes:
@@ -78,7 +78,7 @@ def slot_sizes(completions: int, tokens: int, platform: str) -> list[int]:
   return [*range(step, full, step), 0]
 
 
-def segments(needed_M: np.ndarray, sizes: list[int]) -> list[Segment]:
+def segments(needed_M: np.ndarray, sizes: list[int]) -> list[PackedSegment]:
   """Which micro-batches are computed in how many slots, each in the fewest that hold its groups.
 
   Args:
@@ -88,7 +88,7 @@ def segments(needed_M: np.ndarray, sizes: list[int]) -> list[Segment]:
   Returns:
     The segments in the order of the micro-batches. Those without a token are in none.
   """
-  found: list[Segment] = []
+  found: list[PackedSegment] = []
   for number, needed in enumerate(needed_M):
     if needed == _NOTHING:
       break
@@ -96,7 +96,7 @@ def segments(needed_M: np.ndarray, sizes: list[int]) -> list[Segment]:
     if found and found[-1].slots == slots:
       found[-1] = found[-1]._replace(end=number + 1)
     else:
-      found.append(Segment(slots, number, number + 1))
+      found.append(PackedSegment(slots, number, number + 1))
   return found
 
 

@@ -26,7 +26,7 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.token_selection.select import select
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features
-from grpo_jax.learner.packed import Parts, Segment, in_parts, real_tokens
+from grpo_jax.learner.packed import PackedSegment, Parts, in_parts, real_tokens
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats, in_micro_batches
 from grpo_jax.types import Batch, Coefficients, Routing, TokenStats, TrainState
 
@@ -177,7 +177,7 @@ def train_step(
   given = Given(state.params, base, reference, begun)
   M, m, G, T = begun.parts.batch.completions_PGT.shape
   sums = no_gradients(given, rule) if M > 1 else None
-  sums = add_gradients(given, sums, Segment(0, 0, M), rule)
+  sums = add_gradients(given, sums, PackedSegment(0, 0, M), rule)
   in_part = m * (batch.prompts_PS.shape[1] + G * (T - 1))
   return finish(state, begun, sums, in_part * (begun.parts.needed_M >= 0).sum(), rule)
 
@@ -250,7 +250,9 @@ def no_gradients(given: Given, rule: UpdateRule) -> Sums:
   return Sums(grads, loss, PartReport(metrics.neutral(report.metrics), routing))
 
 
-def add_gradients(given: Given, sums: Sums | None, segment: Segment, rule: UpdateRule) -> Sums:
+def add_gradients(
+  given: Given, sums: Sums | None, segment: PackedSegment, rule: UpdateRule
+) -> Sums:
   """Adds the gradients, losses and reports of the micro-batches of a segment, one after another.
 
   Args:

@@ -172,7 +172,7 @@ class Programs:
     return jax.tree.map(lambda x: x.sharding, self.abstract_state)
 
   @property
-  def _places(self) -> learner.Places:
+  def _places(self) -> learner.SlotPlaces:
     return learner.places_on(self._mesh, self._state_places)
 
   def _train_step(

@@ -1,4 +1,4 @@
-"""From the tokens of choices to the JSON of answers. Only a `Choice` has a state: it grows."""
+"""From the tokens of choices to the JSON of answers. An `AnswerChoice` alone has a state."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from grpo_jax.data.tokenizers.replies import call_id, tool_calls
 from grpo_jax.environments.tool_calls import Call, Format
 from grpo_jax.serving.decoder import Likely, PromptScores
-from grpo_jax.serving.engine import Part
+from grpo_jax.serving.engine import AnswerPart
 from grpo_jax.serving.requests import Request, RequestError
 from grpo_jax.serving.traces import Trace
 
@@ -33,7 +33,7 @@ class _Seen(NamedTuple):
   likely: list[tuple[str, float]] | None
 
 
-class Choice:
+class AnswerChoice:
   """One completion of a request, as its tokens come.
 
   Attributes:
@@ -91,7 +91,7 @@ class Choice:
     self._taken = 0  # tokens that were taken
     self._offset = 0  # characters of the tokens that were taken
 
-  def add(self, part: Part) -> None:
+  def add(self, part: AnswerPart) -> None:
     """Appends what the engine wrote."""
     self.tokens += part.tokens
     self.logprobs += part.logprobs
@@ -222,7 +222,7 @@ def _by_text(seen: _Seen) -> dict[str, float] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class AnswerHead:
   """The fields with which all pieces of an answer begin.
 
   Attributes:
@@ -239,7 +239,7 @@ class Head:
   request: Request
   is_ended_by_done: ClassVar[bool] = True
 
-  def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+  def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """The answer, once all choices have ended."""
     is_chat = self.request.is_chat
     return {
@@ -253,7 +253,7 @@ class Head:
     """The pieces of a stream before its first token: none."""
     return []
 
-  def piece(self, choice: Choice, is_first: bool) -> list[dict[str, Any]]:
+  def piece(self, choice: AnswerChoice, is_first: bool) -> list[dict[str, Any]]:
     """The piece of a stream with what is new of a choice.
 
     Args:
@@ -265,7 +265,7 @@ class Head:
     counts = {"usage": None} if self.request.include_usage else {}
     return [{**self._fields(kind), "choices": [made], "weights_version": choice.version, **counts}]
 
-  def last(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+  def last(self, choices: Sequence[AnswerChoice]) -> list[dict[str, Any]]:
     """The piece with the counts of tokens, for a stream that asks for it."""
     if not self.request.include_usage:
       return []
@@ -279,7 +279,7 @@ class Head:
   def _fields(self, kind: str) -> dict[str, Any]:
     return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-  def _choice(self, choice: Choice, is_stream: bool, is_first: bool = True) -> dict[str, Any]:
+  def _choice(self, choice: AnswerChoice, is_stream: bool, is_first: bool = True) -> dict[str, Any]:
     asked = self.request
     text, calls = choice.take_text()
     new = choice.take_tokens()
@@ -300,7 +300,7 @@ class Head:
     return made
 
 
-def usage(request: Request, choices: Sequence[Choice]) -> dict[str, int]:
+def usage(request: Request, choices: Sequence[AnswerChoice]) -> dict[str, int]:
   """The counts of tokens. A prompt counts once, however many completions it has."""
   prompt = sum(map(len, request.prompts))
   completion = sum(len(choice.tokens) for choice in choices)

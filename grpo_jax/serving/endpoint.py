@@ -8,7 +8,7 @@ from typing import Any
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments.harness import LIMIT
 from grpo_jax.serving.engine import Engine
-from grpo_jax.serving.server import Server, Settings
+from grpo_jax.serving.server import Server, ServerSettings
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import RunFailed
 
@@ -35,7 +35,7 @@ class Endpoint:
     """
     self.recorder, self.key = Recorder(), secrets.token_urlsafe(16)
     self._engine, self.url = engine, ""
-    settings = Settings(MODEL, key=self.key, grace=0.0, longest=LIMIT, calls=calls)
+    settings = ServerSettings(MODEL, key=self.key, grace=0.0, longest=LIMIT, calls=calls)
     self._server = Server(engine, tokenizer, vocabulary, settings, recorder=self.recorder)
     self._listens = threading.Event()
     self._problem: BaseException | None = None

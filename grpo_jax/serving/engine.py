@@ -58,7 +58,7 @@ class Guided(Protocol):
     """Whether an answer may end after what the row has drawn."""
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
   """The tokens that a row drew in a chunk.
 
   Attributes:
@@ -101,7 +101,7 @@ class Job:
   prompt: tuple[int, ...]
   number: int
   settings: RowSettings
-  hear: Callable[[Part], None]
+  hear: Callable[[AnswerPart], None]
   end: End | None = None
   guide: Guided | None = None
   alternatives: int = 0
@@ -154,7 +154,7 @@ class Engine:
     self._next_weights: tuple[model.Params, int] | None = None
     self._waiting: deque[Row] = deque()
     self._seats: list[Row | None] = [None] * sizes.rows
-    self._untold: list[tuple[Row, Part]] = []
+    self._untold: list[tuple[Row, AnswerPart]] = []
     self._is_closed = False
     self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -254,7 +254,7 @@ class Engine:
       left = [row for row in self._seats if row is not None] + [*self._waiting]
       self._waiting.clear()
       self._changed.notify_all()
-    self._untold += [(row, Part([], [], self._version, "closed")) for row in left]
+    self._untold += [(row, AnswerPart([], [], self._version, "closed")) for row in left]
     self._tell()
 
   def _between_chunks(self) -> bool:
@@ -340,7 +340,7 @@ class Engine:
       extras = extras.replace(biased_RN=biased_RN, bias_RN=bias_RN)
     return extras
 
-  def _part(self, row: Row, tokens: list[int], logprobs: list[float], finish: str) -> Part:
+  def _part(self, row: Row, tokens: list[int], logprobs: list[float], finish: str) -> AnswerPart:
     """The tokens that a row has drawn, up to a text that ends it."""
     seen = len(row.tokens)
     row.tokens += tokens
@@ -354,7 +354,7 @@ class Engine:
       finish = "stop" if guide.is_whole else "length"
     self.counts.tokens += len(row.tokens) - seen
     self.counts.rows += bool(finish)
-    return Part(row.tokens[seen:], logprobs, self._version, finish)
+    return AnswerPart(row.tokens[seen:], logprobs, self._version, finish)
 
   def _tell(self) -> None:
     """Tells listeners. One may be gone, as after its server has ended: then its row leaves."""

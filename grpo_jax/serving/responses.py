@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_jax.data.tokenizers.replies import call_id
 from grpo_jax.environments.tool_calls import Call
-from grpo_jax.serving.answers import Choice
+from grpo_jax.serving.answers import AnswerChoice
 from grpo_jax.serving.requests import IGNORED, Limits, Request, RequestError, Texts, chat_request
 from grpo_jax.settings import shown
 
@@ -211,7 +211,7 @@ def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class ResponseHead:
-  """A response as it is written. It has the methods of `answers.Head`, and one choice."""
+  """A response as it is written. It has the methods of `answers.AnswerHead`, and one choice."""
 
   is_ended_by_done = False
 
@@ -231,7 +231,7 @@ class ResponseHead:
     self._is_open = False  # whether a message has begun
     self._sent = 0  # events
 
-  def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+  def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """The response, once its choice has ended."""
     for _ in self.piece(choices[0], True):
       pass
@@ -242,7 +242,7 @@ class ResponseHead:
     for kind in ("created", "in_progress"):
       yield self._event(f"response.{kind}", response=self._response(None))
 
-  def piece(self, choice: Choice, is_first: bool) -> Iterator[dict[str, Any]]:
+  def piece(self, choice: AnswerChoice, is_first: bool) -> Iterator[dict[str, Any]]:
     """The events of what is new."""
     del is_first
     text, calls = choice.take_text()
@@ -270,7 +270,7 @@ class ResponseHead:
     for number, call in enumerate(calls):
       yield from self._call(number, call)
 
-  def last(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+  def last(self, choices: Sequence[AnswerChoice]) -> Iterator[dict[str, Any]]:
     """The event that ends the stream."""
     made = self._response(choices[0])
     yield self._event(f"response.{made['status']}", response=made)
@@ -315,7 +315,7 @@ class ResponseHead:
     self._sent += 1
     return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
-  def _response(self, choice: Choice | None) -> dict[str, Any]:
+  def _response(self, choice: AnswerChoice | None) -> dict[str, Any]:
     """The response with its items so far. A choice says that it has ended."""
     is_cut = choice is not None and choice.finish == "length"
     status = "in_progress" if choice is None else "incomplete" if is_cut else "completed"
@@ -338,7 +338,7 @@ def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
   return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(choice: Choice) -> dict[str, Any]:
+def _usage(choice: AnswerChoice) -> dict[str, Any]:
   read, written = len(choice.prompt), len(choice.tokens)
   cached = {"cached_tokens": read - choice.computed, "cache_write_tokens": 0}
   return {

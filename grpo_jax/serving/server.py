@@ -27,7 +27,7 @@ from grpo_jax.serving.metrics import Metrics
 from grpo_jax.serving.requests import Limits, Request, RequestError
 from grpo_jax.serving.responses import ResponseHead, response_request
 from grpo_jax.serving.traces import Recorder
-from grpo_jax.serving.writer import Writer, Writing, stopping
+from grpo_jax.serving.writer import AnswerWriter, Writing, stopping
 from grpo_jax.settings import ConfigError, is_text
 
 _LOOK_SECONDS = 0.5  # how often it looks whether the engine has failed
@@ -59,7 +59,7 @@ _LOGGER.addFilter(_Defects())
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ServerSettings:
   """How a server answers.
 
   Attributes:
@@ -98,7 +98,7 @@ class Server:
     engine: Engine,
     tokenizer: Tokenizer,
     vocabulary: int,
-    settings: Settings,
+    settings: ServerSettings,
     reload: Callable[[], int] | None = None,
     recorder: Recorder | None = None,
   ):
@@ -116,7 +116,7 @@ class Server:
     self.metrics = Metrics()
     self._engine, self._settings = engine, settings
     told = dict[str, Any](longest=settings.longest, calls=settings.calls, vocabulary=vocabulary)
-    self._writer = Writer(engine, tokenizer, settings.seconds, recorder, **told)
+    self._writer = AnswerWriter(engine, tokenizer, settings.seconds, recorder, **told)
     self._records = recorder is not None
     self._reload, self._reloading = reload, asyncio.Lock()
     limits = engine.sizes.prompt_tokens, engine.max_tokens, settings.choices, settings.longest
@@ -339,15 +339,15 @@ class Server:
     await _in_time(response.write_eof())
     return response
 
-  def _head(self, asked: Request) -> answers.Head | ResponseHead:
+  def _head(self, asked: Request) -> answers.AnswerHead | ResponseHead:
     number, now, model = uuid.uuid4().hex, int(time.time()), self._settings.model
     if asked.repeated is not None:
       return ResponseHead(number, now, model, asked)
     kind = "chatcmpl" if asked.is_chat else "cmpl"
-    return answers.Head(f"{kind}-{number}", now, model, asked)
+    return answers.AnswerHead(f"{kind}-{number}", now, model, asked)
 
   async def _stream(
-    self, request: web.Request, head: answers.Head | ResponseHead, name: str
+    self, request: web.Request, head: answers.AnswerHead | ResponseHead, name: str
   ) -> web.StreamResponse:
     """Sends what is new of the choices as it comes."""
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

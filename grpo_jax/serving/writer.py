@@ -13,8 +13,8 @@ from grpo_jax.environments.tool_calls import Format, format_for
 from grpo_jax.environments.written_calls import are_read
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
-from grpo_jax.serving.answers import Choice, Decode
-from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
+from grpo_jax.serving.answers import AnswerChoice, Decode
+from grpo_jax.serving.engine import AnswerPart, Closed, Engine, Full, Job, Row
 from grpo_jax.serving.guides import Guides
 from grpo_jax.serving.requests import GOES_ON, LONGEST, Request, RequestError, Texts, row_number
 from grpo_jax.serving.tools import with_names, with_texts
@@ -27,10 +27,12 @@ _FEWEST_CHARACTERS = 2**16  # of the longest prompt, whatever its tokens
 _END = "7d1e0c52-the-last-message-goes-on-a94bf3 "
 _MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
 
-Writing = contextlib.AbstractAsyncContextManager[tuple[list[Choice], AsyncIterator[Choice]]]
+Writing = contextlib.AbstractAsyncContextManager[
+  tuple[list[AnswerChoice], AsyncIterator[AnswerChoice]]
+]
 
 
-class Writer:
+class AnswerWriter:
   """Lets an engine write what requests ask for."""
 
   def __init__(
@@ -73,7 +75,7 @@ class Writer:
   @contextlib.asynccontextmanager
   async def choices(
     self, asked: Request, name: str, cut: Callable[[], None]
-  ) -> AsyncIterator[tuple[list[Choice], AsyncIterator[Choice]]]:
+  ) -> AsyncIterator[tuple[list[AnswerChoice], AsyncIterator[AnswerChoice]]]:
     """The choices of a request, and what yields each of them whenever it has grown.
 
     However the block ends, the rows that have not ended leave their seats.
@@ -83,14 +85,14 @@ class Writer:
       name: The conversation's name.
       cut: Called if the reader of a stream is too slow.
     """
-    loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part]]()
+    loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, AnswerPart]]()
 
-    def receive(index: int, part: Part) -> None:
+    def receive(index: int, part: AnswerPart) -> None:
       heard.put_nowait((index, part))
       if asked.stream and heard.qsize() > _MOST_BEHIND * asked.choices:
         cut()
 
-    def hear(index: int, part: Part) -> None:  # in the thread of the engine
+    def hear(index: int, part: AnswerPart) -> None:  # in the thread of the engine
       loop.call_soon_threadsafe(receive, index, part)
 
     shown: Mapping[int, str] = self._shown if asked.tools else {}
@@ -100,7 +102,7 @@ class Writer:
       ends = {*shown}
     decode = functools.partial(self._tokenizer.decode, shown=shown)
     told = asked, decode, self._calls, marks, ends
-    choices = [Choice(index, *told) for index in range(asked.choices)]
+    choices = [AnswerChoice(index, *told) for index in range(asked.choices)]
     guides = asked.guides or [None] * len(choices)
     jobs = []
     for choice, guide in zip(choices, guides, strict=True):
@@ -119,7 +121,7 @@ class Writer:
       if not all(choice.finish for choice in choices):
         self._engine.cancel(rows)
 
-  def record(self, name: str, choices: Sequence[Choice]) -> None:
+  def record(self, name: str, choices: Sequence[AnswerChoice]) -> None:
     """Keeps the choices of an answer that was given, if they are to be learned from."""
     if self._recorder is not None:
       for choice in choices:
@@ -137,7 +139,7 @@ class Writer:
       return asked
     return dataclasses.replace(asked, guides=self._guides.of(asked.form, asked.choices))
 
-  def _draws(self, asked: Request, name: str, choice: Choice) -> tuple[RowSettings, int]:
+  def _draws(self, asked: Request, name: str, choice: AnswerChoice) -> tuple[RowSettings, int]:
     """How the tokens of a choice are drawn, and the number of its row."""
     if self._recorder is not None:
       settings, number, choice.number = self._recorder.draws(name, asked.settings)
@@ -145,8 +147,8 @@ class Writer:
     return asked.settings, row_number(asked.seed, choice.index)
 
   async def _parts(
-    self, choices: list[Choice], heard: asyncio.Queue[tuple[int, Part]]
-  ) -> AsyncIterator[Choice]:
+    self, choices: list[AnswerChoice], heard: asyncio.Queue[tuple[int, AnswerPart]]
+  ) -> AsyncIterator[AnswerChoice]:
     """Adds the parts that were heard to the choices, and yields each choice that has grown."""
     going = len(choices)
     deadline = asyncio.get_running_loop().time() + self._seconds

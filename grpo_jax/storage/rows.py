@@ -1,7 +1,7 @@
 """The rows of a run: metrics.jsonl, completions/, TensorBoard's event files, and trackers.
 
 metrics.jsonl is the record of the run. Each line is a strict JSON object with `step` first. When
-`Writer.write` returns, a row is in it and in the event files.
+`RowWriter.write` returns, a row is in it and in the event files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ class Receiver(Protocol):
     """Ends."""
 
 
-class Writer:
+class RowWriter:
   """Appends to a run's folder. Only one process may write."""
 
   def __init__(

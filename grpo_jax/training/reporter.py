@@ -23,7 +23,7 @@ from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage.bucket_files import local_files
-from grpo_jax.storage.rows import Writer
+from grpo_jax.storage.rows import RowWriter
 from grpo_jax.timing import Clock
 from grpo_jax.training import trackers
 
@@ -62,7 +62,7 @@ class Reporter:
     """
     self._run = run
     self._workdir = workdir
-    self._writer: Writer | None = None
+    self._writer: RowWriter | None = None
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
     is_first = run.hosts.is_first
@@ -86,10 +86,10 @@ class Reporter:
     """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
     log = self._run.config.log
 
-    def open_writer() -> Writer:
+    def open_writer() -> RowWriter:
       files = local_files(self._workdir)
       senders = trackers.open_all(log, files, self.warn)
-      return Writer(files, start_step, log.tensorboard, senders, self.warn)
+      return RowWriter(files, start_step, log.tensorboard, senders, self.warn)
 
     self._writer = self._run.hosts.on_first(open_writer)
     if self._writer:

@@ -30,7 +30,7 @@ RULES = (
 )
 
 
-class Embed(nn.Module):
+class Gemma4Embed(nn.Module):
   """A product of the patch, and the learned positions of its column and of its row."""
 
   config: ModelConfig
@@ -81,13 +81,13 @@ class Layer(nn.Module):
   @nn.compact
   def __call__(self, x_BNW: jax.Array, rope: Rotation | None, seen_BN: jax.Array) -> jax.Array:
     c = self.config
-    mixed_BNW = Attention(c, name="attention")(rms_norm(c, "norm1")(x_BNW), rope, seen_BN)
+    mixed_BNW = Gemma4Attention(c, name="attention")(rms_norm(c, "norm1")(x_BNW), rope, seen_BN)
     x_BNW = x_BNW + rms_norm(c, "post_norm1")(mixed_BNW)
-    out_BNW = MLP(c, name="mlp")(rms_norm(c, "norm2")(x_BNW))
+    out_BNW = Gemma4MLP(c, name="mlp")(rms_norm(c, "norm2")(x_BNW))
     return x_BNW + rms_norm(c, "post_norm2")(out_BNW)
 
 
-class Attention(nn.Module):
+class Gemma4Attention(nn.Module):
   """Softmax attention whose queries, keys and values are normalised. Scores are not divided."""
 
   config: ModelConfig
@@ -111,7 +111,7 @@ def _rotated(x_BNAE: jax.Array, rope: Rotation) -> jax.Array:
   return jnp.concatenate([rotate(first, by_column), rotate(second, by_row)], -1)
 
 
-class MLP(nn.Module):
+class Gemma4MLP(nn.Module):
   """down(activation(gate x) * up x)."""
 
   config: ModelConfig
@@ -123,7 +123,7 @@ class MLP(nn.Module):
     return Clipped(c, (v.dim,), name="down")(ACTIVATIONS[v.activation](gate_BNI) * up_BNI)
 
 
-class Pool(nn.Module):
+class Gemma4Pool(nn.Module):
   """The mean of the patches of each block, normalised and projected."""
 
   config: ModelConfig
@@ -142,4 +142,4 @@ class Pool(nn.Module):
     return Dense(c, (c.embed_dim,), name="projection")(norm(x_BMW.astype(c.dtype)))
 
 
-TOWER = Tower(Embed, Layer, Pool)
+TOWER = Tower(Gemma4Embed, Layer, Gemma4Pool)

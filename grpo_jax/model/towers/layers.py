@@ -95,7 +95,7 @@ def sizes_of(places_BN2: jax.Array) -> jax.Array:
   return jnp.maximum(places_BN2.max(1, keepdims=True) + 1, 1)
 
 
-class Attention(nn.Module):
+class TowerAttention(nn.Module):
   """Softmax attention of patches that see each other in both directions, with biases.
 
   With `joined`, queries, keys and values come from one product.
@@ -122,7 +122,7 @@ class Attention(nn.Module):
     return Dense(c, (v.dim,), axes=2, use_bias=True, name=out_name)(out_BNAE)
 
 
-class MLP(nn.Module):
+class TowerMLP(nn.Module):
   """fc2(activation(fc1 x)), or with `gated` down(activation(gate x) * up x), with biases."""
 
   config: ModelConfig
@@ -157,8 +157,8 @@ class TowerLayer(nn.Module):
 
   Attributes:
     norm: `layer_norm` or `rms_norm`.
-    joined: As in `Attention`.
-    gated: As in `MLP`.
+    joined: As in `TowerAttention`.
+    gated: As in `TowerMLP`.
   """
 
   config: ModelConfig
@@ -169,9 +169,9 @@ class TowerLayer(nn.Module):
   @nn.compact
   def __call__(self, x_BNW: jax.Array, rope: Rotation | None, seen_BN: jax.Array) -> jax.Array:
     c = self.config
-    attention = Attention(c, self.joined, name="attention")
+    attention = TowerAttention(c, self.joined, name="attention")
     x_BNW = x_BNW + attention(self.norm(c, "norm1")(x_BNW), rope, seen_BN)
-    return x_BNW + MLP(c, self.gated, name="mlp")(self.norm(c, "norm2")(x_BNW))
+    return x_BNW + TowerMLP(c, self.gated, name="mlp")(self.norm(c, "norm2")(x_BNW))
 
 
 def in_blocks(x_BNW: jax.Array, places_BN2: jax.Array, side: int) -> jax.Array:

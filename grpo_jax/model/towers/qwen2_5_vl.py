@@ -14,7 +14,7 @@ from grpo_jax.model.towers.layers import Merger, TowerLayer, projected_patches, 
 from grpo_jax.model.towers.record import Tower
 
 
-class Embed(nn.Module):
+class Qwen25VLEmbed(nn.Module):
   """A product of the patch."""
 
   config: ModelConfig
@@ -26,7 +26,7 @@ class Embed(nn.Module):
 
 
 TOWER = Tower(
-  Embed,
+  Qwen25VLEmbed,
   functools.partial(TowerLayer, norm=rms_norm, joined=True, gated=True),
   functools.partial(Merger, norm=rms_norm),
 )

@@ -22,7 +22,7 @@ from grpo_jax.model.towers.layers import (
 from grpo_jax.model.towers.record import Tower
 
 
-class Embed(nn.Module):
+class Qwen3VLEmbed(nn.Module):
   """A product of the patch, and its position in the learned grid."""
 
   config: ModelConfig
@@ -57,7 +57,7 @@ def resampled(table_PW: jax.Array, side: int, places_BN2: jax.Array) -> jax.Arra
 
 
 TOWER = Tower(
-  Embed,
+  Qwen3VLEmbed,
   functools.partial(TowerLayer, norm=layer_norm, joined=True, gated=False),
   functools.partial(Merger, norm=layer_norm),
   functools.partial(Merger, norm=layer_norm, norm_after=True),

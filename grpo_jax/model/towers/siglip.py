@@ -25,7 +25,7 @@ from grpo_jax.model.towers.layers import (
 from grpo_jax.model.towers.record import Tower
 
 
-class Embed(nn.Module):
+class SiglipEmbed(nn.Module):
   """A product of the patch, and the learned position of its place.
 
   With `scaled`, pictures of any size share the grid of positions.
@@ -60,7 +60,7 @@ def _scaled_places(places_BN2: jax.Array, side: int) -> jax.Array:
   return found.reshape(places_BN2.shape)
 
 
-class Pool(nn.Module):
+class SiglipPool(nn.Module):
   """The mean of the patches of each block, normalised and projected."""
 
   config: ModelConfig
@@ -88,5 +88,5 @@ class Shuffle(nn.Module):
 
 
 _LAYER = functools.partial(TowerLayer, norm=layer_norm, joined=False, gated=False)
-SIGLIP = Tower(Embed, _LAYER, Pool)
-IDEFICS3 = Tower(functools.partial(Embed, scaled=True), _LAYER, Shuffle)
+SIGLIP = Tower(SiglipEmbed, _LAYER, SiglipPool)
+IDEFICS3 = Tower(functools.partial(SiglipEmbed, scaled=True), _LAYER, Shuffle)
