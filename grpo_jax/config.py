@@ -293,7 +293,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-  """What scores completions. The last settings are for reward models and the teacher."""
+  """The rewards of completions. The last settings are for reward models and the teacher."""
 
   functions: tuple[str, ...] = setting(
     ("strict",),
@@ -357,7 +357,7 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-  """What answers the policy within a completion, so that it writes several turns.
+  """Tools and environments that answer the policy in a completion. It then writes several turns.
 
   grpo_jax/environments says what tools and environments are.
   """
@@ -493,7 +493,7 @@ class Learner:
 
   @property
   def saved_activations(self) -> str:
-    """What a layer keeps for the backward pass: remat_policy, or "" for everything."""
+    """The arrays that a layer keeps for the backward pass: remat_policy, or "" for everything."""
     return self.remat_policy if self.remat else ""
 
 
@@ -584,7 +584,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-  """What a run writes while it trains."""
+  """The rows, events and lines that a run writes while it trains."""
 
   every: int = setting(1, "steps between rows of metrics.jsonl", POSITIVE)
   completions_every: int = setting(

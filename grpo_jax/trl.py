@@ -28,7 +28,7 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-  """What the meaning of a field depends on.
+  """The facts of TRL's config and run on which the meaning of a field depends.
 
   Attributes:
     values: The values of all fields of the table.
@@ -490,7 +490,7 @@ def from_trl(
 
 
 def _become(port: Port, given: Mapping[str, Any]) -> tuple[Changes, list[str], list[str]]:
-  """What the fields become: settings, a line for each one given, and those that are refused."""
+  """Returns (changed settings, a line for each field that was given, the refused fields)."""
   changes, lines, refused = Changes(), list[str](), list[str]()
   for name, field in (FIELDS | EARLIER).items():
     value = port[name]

@@ -123,20 +123,11 @@ VAGUE = re.compile(
   r"((?:What|Of|That of|Those of|Theirs|The like)\b.*)",
   re.MULTILINE,
 )
-# These still begin so. Take one out of the list when its docstrings say who does what.
-NOT_YET_CLEAR = (
-  "config.py",
-  "trl.py",
-)
-
-
-def is_exempt(path):
-  return any(path.is_relative_to(ROOT / "grpo_jax" / exempt) for exempt in NOT_YET_CLEAR)
 
 
 @pytest.mark.parametrize(
   "path",
-  [path for path in PACKAGE if not is_exempt(path)],
+  PACKAGE,
   ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_docstrings_name_their_subject(path):

@@ -58,7 +58,7 @@ class Start:
     return file.read_text()
 
 
-class Opened(NamedTuple):
+class OpenTracker(NamedTuple):
   """A run that is open at a tracker.
 
   Attributes:
@@ -80,11 +80,11 @@ class Tracker(NamedTuple):
     offline: How the user works without its server, for an error message.
   """
 
-  open: Callable[[Start], Opened]
+  open: Callable[[Start], OpenTracker]
   offline: str
 
 
-def _open_wandb(start: Start) -> Opened:
+def _open_wandb(start: Start) -> OpenTracker:
   import wandb  # these packages are optional
 
   run = wandb.init(
@@ -102,14 +102,14 @@ def _open_wandb(start: Start) -> Opened:
     data = [[row.get(name) for name in names] for row in rows[:MOST_SHOWN]]
     run.log({"completions": wandb.Table(columns=names, data=data)}, step=step)
 
-  return Opened(lambda step, values: run.log(values, step=step), run.finish, completions)
+  return OpenTracker(lambda step, values: run.log(values, step=step), run.finish, completions)
 
 
 _MOST_PARAMS = 100  # that MLflow takes at once
 _LONGEST_PARAM = 6000  # characters
 
 
-def _open_mlflow(start: Start) -> Opened:
+def _open_mlflow(start: Start) -> OpenTracker:
   from mlflow import MlflowClient
   from mlflow.entities import Metric, Param
 
@@ -133,19 +133,19 @@ def _open_mlflow(start: Start) -> Opened:
     named = {re.sub(r"[^-/\w. :]", "_", name): value for name, value in values.items()}
     client.log_batch(run_id, [Metric(k, value, now, step) for k, value in named.items()])
 
-  return Opened(log, lambda: client.set_terminated(run_id))
+  return OpenTracker(log, lambda: client.set_terminated(run_id))
 
 
-def _open_trackio(start: Start) -> Opened:
+def _open_trackio(start: Start) -> OpenTracker:
   import trackio
 
   # It knows a run by its name, which must not be that of a run in another folder.
   name = start.identity(lambda: f"{start.name}-{secrets.token_hex(4)}")
   run = trackio.init(start.project, name=name, config=dict(start.config), resume="allow")
-  return Opened(lambda step, values: run.log(values, step=step), run.finish)
+  return OpenTracker(lambda step, values: run.log(values, step=step), run.finish)
 
 
-def _open_swanlab(start: Start) -> Opened:
+def _open_swanlab(start: Start) -> OpenTracker:
   import swanlab
 
   run = swanlab.init(
@@ -157,7 +157,7 @@ def _open_swanlab(start: Start) -> Opened:
     config=dict(start.config),
     settings=swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none")),
   )
-  return Opened(lambda step, values: run.log(values, step=step), run.finish)
+  return OpenTracker(lambda step, values: run.log(values, step=step), run.finish)
 
 
 TRACKERS = {
@@ -214,7 +214,7 @@ class Sender:
     name = self._name = start.tracker
     self._warn = warn
     self._tasks = queue.SimpleQueue[Callable[[], Any] | None]()
-    self._opened: Opened | None = None
+    self._opened: OpenTracker | None = None
     self._error: BaseException | None = None  # the first one, until it is said
     self._is_open = threading.Event()
     self._has_failed = False
