@@ -21,7 +21,7 @@ from grpo_jax.storage.rows import RowWriter
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.training import trackers
 from grpo_jax.training.reporter import Reporter
-from grpo_jax.training.trackers import TRACKERS, Opened, Tracker
+from grpo_jax.training.trackers import TRACKERS, OpenTracker, Tracker
 from tests.small_run import small_config, small_run
 
 CONFIG = to_dict(Config())
@@ -72,7 +72,7 @@ def fake(monkeypatch):
   def open_fake(start):
     print("welcome")
     fake.starts.append((start.project, start.name, start.config, start.identity()))
-    return Opened(log, lambda: fake.got.append("end"))
+    return OpenTracker(log, lambda: fake.got.append("end"))
 
   monkeypatch.setitem(TRACKERS, "mlflow", Tracker(open_fake, "the moon needs no network"))
   return fake
