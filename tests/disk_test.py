@@ -23,7 +23,7 @@ from grpo_jax.storage import write_errors
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.json_files import AppendedFile, replace_file
 from grpo_jax.storage.reading import read_metrics
-from grpo_jax.storage.rows import Writer
+from grpo_jax.storage.rows import RowWriter
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.train import train
 
@@ -159,7 +159,7 @@ def test_rows_on_a_full_disk(small_disk):
   """Each row is there once: none is half there, and the run goes on when there is room."""
   workdir, leave = small_disk
   open_run(workdir, {"seed": 0})
-  writer = Writer(workdir, -1, tensorboard=True)
+  writer = RowWriter(workdir, -1, tensorboard=True)
   leave(free=8192)
   with pytest.raises(OSError, match=NO_ROOM) as error:
     for step in range(1000):
@@ -177,7 +177,7 @@ def test_rows_on_a_full_disk(small_disk):
   assert steps == list(range(len(steps))) and len(steps) > 10
 
   (workdir / "ballast").unlink()
-  again = Writer(workdir, 5, tensorboard=True)
+  again = RowWriter(workdir, 5, tensorboard=True)
   again.write(6, {})
   again.close()
   assert [row["step"] for row in read_metrics(workdir)] == [*range(7)]

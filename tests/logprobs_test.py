@@ -23,7 +23,7 @@ from grpo_jax.sampler.logits import RowSettings, draws_per_token, likeliest, sam
 from grpo_jax.serving import requests
 from grpo_jax.serving.engine import Job
 from grpo_jax.serving.traces import Recorder
-from grpo_jax.serving.writer import Writer
+from grpo_jax.serving.writer import AnswerWriter
 from tests import serving_parts
 from tests.serving_parts import Scripted, serving
 
@@ -268,7 +268,7 @@ def test_special_tokens_are_shown_but_for_the_one_that_ends(client, policy):
 
 
 def test_a_run_that_learns_refuses_what_it_cannot_learn_from(policy):
-  writer = Writer(Scripted(lambda _: []), policy[2], 1.0, Recorder())
+  writer = AnswerWriter(Scripted(lambda _: []), policy[2], 1.0, Recorder())
 
   def read(**body):
     body = {"prompt": "a", **body}

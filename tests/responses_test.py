@@ -9,7 +9,7 @@ import pytest
 from grpo_jax.serving import requests
 from grpo_jax.serving.responses import response_request
 from grpo_jax.serving.traces import Recorder, Trace
-from grpo_jax.serving.writer import Writer
+from grpo_jax.serving.writer import AnswerWriter
 from tests import serving_parts
 from tests.serving_parts import PROMPT_TOKENS, TOKENS, Scripted, serving
 
@@ -203,7 +203,7 @@ def test_a_call_without_a_text_is_the_first_item(policy):
 def test_a_run_that_records_keeps_the_tokens_of_a_conversation(policy):
   """A harness may ask for responses, too."""
   tokens, recorder = policy[2], Recorder()
-  texts = Writer(Scripted(lambda _: []), tokens, 1.0, recorder).texts("x")
+  texts = AnswerWriter(Scripted(lambda _: []), tokens, 1.0, recorder).texts("x")
   user = {"role": "user", "content": "Pens?"}
   (prompt,) = response_request({"input": [user]}, LIMITS, texts).prompts
   drawn = [*tokens.encode("A"), *tokens.encode("nn has"), tokens.stop_ids[0]]
@@ -253,7 +253,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_values_are_refused_by_name(name, policy):
-  texts = Writer(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
+  texts = AnswerWriter(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
   for value in WRONG[name]:
     with pytest.raises(requests.RequestError) as caught:
       response_request({"input": "a", name: value}, LIMITS, texts)
@@ -263,7 +263,7 @@ def test_wrong_values_are_refused_by_name(name, policy):
 
 
 def test_null_means_that_a_parameter_is_left_out(policy):
-  texts = Writer(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
+  texts = AnswerWriter(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
   named = ("truncation", "background", "previous_response_id", "text", "tools", "reasoning")
   asked = response_request({"input": "a", **dict.fromkeys(named)}, LIMITS, texts)
   assert asked.form is None and asked.tools == () and not asked.logprobs

@@ -20,7 +20,7 @@ from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.serving import connections, server
 from grpo_jax.serving.requests import RequestError
 from grpo_jax.serving.server import ServerSettings
-from grpo_jax.serving.writer import Writer
+from grpo_jax.serving.writer import AnswerWriter
 from tests.serving_parts import PROMPT_TOKENS, Scripted, serving
 
 TOKENS = tokenizer.characters("".join(chr(33 + i) for i in range(90)))
@@ -304,7 +304,7 @@ def test_a_text_too_long_for_the_prompt_is_not_tokenised(monkeypatch):
       return [[5] for _ in texts]
 
   tokens = dataclasses.replace(TOKENS, codec=Codec(), prefix_ids=())
-  texts = Writer(engine, tokens, 1.0, None).texts("")
+  texts = AnswerWriter(engine, tokens, 1.0, None).texts("")
   most = PROMPT_TOKENS * Codec.longest_token
   assert texts.encode("a" * most) == [5]
   with pytest.raises(RequestError, match=f"prompt: {most + 1} characters.*at most {most}") as error:
@@ -322,7 +322,7 @@ def test_a_text_too_long_for_the_prompt_is_not_tokenised(monkeypatch):
 
 def test_small_requests_do_not_wait_for_large_ones(monkeypatch):
   begun, goes_on = threading.Event(), threading.Event()
-  encode = Writer._encode
+  encode = AnswerWriter._encode
 
   def slowly(self, text):
     if len(text) > 10:
@@ -330,7 +330,7 @@ def test_small_requests_do_not_wait_for_large_ones(monkeypatch):
       assert goes_on.wait(20)
     return encode(self, text)
 
-  monkeypatch.setattr(Writer, "_encode", slowly)
+  monkeypatch.setattr(AnswerWriter, "_encode", slowly)
   with serving(Scripted(lambda job: [[5]]), TOKENS, 92) as (_, address):
     body = json.dumps({"prompt": "a" * 2**17}).encode()
     large = [connect(address) for _ in range(12)]

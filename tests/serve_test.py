@@ -21,7 +21,7 @@ import grpo_jax
 from grpo_jax.serving import requests
 from grpo_jax.serving import tools as tools_lib
 from grpo_jax.serving.server import ServerSettings
-from grpo_jax.serving.writer import Writer
+from grpo_jax.serving.writer import AnswerWriter
 from tests import serving_parts
 from tests.serving_parts import KEY, PROMPT_TOKENS, ROWS, TOKENS, TOOLS, Scripted, serving
 from tests.small_run import small_config
@@ -258,7 +258,7 @@ def test_options_of_templates_reach_them(policy):
   files = {**tokens.files, "chat_template.jinja": template.encode()}
   told = dataclasses.replace(tokens, files=files)
   engine = Scripted(lambda _: [])
-  texts = Writer(engine, told, 1.0, None).texts("")
+  texts = AnswerWriter(engine, told, 1.0, None).texts("")
   said = prompt(MESSAGES, reasoning_effort="low", chat_template_kwargs={"shout": "AH"})
   assert said == "lowAH" + tokens.render(MESSAGES)
   begun = [*MESSAGES, {"role": "assistant", "content": "Ann has"}]
@@ -284,7 +284,7 @@ def test_a_template_that_trims_messages_trims_one_that_goes_on(policy):
   template = "{% for m in messages %}<{{ m.content | trim }}|{% endfor %}"
   files = {**tokens.files, "chat_template.jinja": template.encode()}
   told = dataclasses.replace(tokens, files=files)
-  writer = Writer(Scripted(lambda _: []), told, 1.0, None)
+  writer = AnswerWriter(Scripted(lambda _: []), told, 1.0, None)
   begun = [*MESSAGES, {"role": "assistant", "content": " Sure:  "}]
   said = writer._rendered(begun, None, {requests.GOES_ON: True})
   assert said == "<How many pens?|<Sure:"

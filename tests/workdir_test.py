@@ -13,7 +13,7 @@ import pytest
 
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
-from grpo_jax.storage.rows import Writer
+from grpo_jax.storage.rows import RowWriter
 from grpo_jax.storage.workdir import open_run
 
 CONFIG = {
@@ -242,14 +242,14 @@ def test_killed_while_the_first_config_was_written(tmp_path):
 
 
 def write_rows(workdir, start_step, last):
-  writer = Writer(workdir, start_step, tensorboard=False)
+  writer = RowWriter(workdir, start_step, tensorboard=False)
   for step in range(start_step + 1, last + 1):
     writer.write(step, {"reward": step / 7, "kl": 0.1 * step})
   writer.close()
 
 
 def test_rows_are_strict_json_with_step_first_and_order_kept(tmp_path):
-  writer = Writer(tmp_path, -1, tensorboard=False)
+  writer = RowWriter(tmp_path, -1, tensorboard=False)
   values = {
     "z": 0.1,
     "a": 3,
@@ -269,13 +269,13 @@ def test_rows_are_strict_json_with_step_first_and_order_kept(tmp_path):
 
 
 def test_a_step_is_written_once(tmp_path):
-  writer = Writer(tmp_path, -1, tensorboard=False)
+  writer = RowWriter(tmp_path, -1, tensorboard=False)
   writer.write(4, {})
   for step in (4, 3):
     with pytest.raises(ValueError, match=f"step {step} is not later than step 4"):
       writer.write(step, {})
   writer.close()
-  again = Writer(tmp_path, 4, tensorboard=False)
+  again = RowWriter(tmp_path, 4, tensorboard=False)
   with pytest.raises(ValueError, match="step 4 is not later"):
     again.write(4, {})
   again.write(5, {})
@@ -301,7 +301,7 @@ def test_half_a_last_line_is_dropped_and_a_broken_middle_is_an_error(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_bytes(path.read_bytes() + b'{"step": 3, "rew')
   assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
-  Writer(tmp_path, 2, tensorboard=False).close()
+  RowWriter(tmp_path, 2, tensorboard=False).close()
   assert path.read_bytes().count(b"\n") == 3 and path.read_bytes().endswith(b"}\n")
   lines = path.read_bytes().split(b"\n")
   path.write_bytes(b"\n".join([lines[0], b"\x00\x00", *lines[2:]]))
@@ -309,7 +309,7 @@ def test_half_a_last_line_is_dropped_and_a_broken_middle_is_an_error(tmp_path):
   with pytest.raises(ConfigError, match=message):
     read_metrics(tmp_path)
   with pytest.raises(ConfigError, match=message):
-    Writer(tmp_path, 2, tensorboard=False)
+    RowWriter(tmp_path, 2, tensorboard=False)
   with pytest.raises(ConfigError, match="nowhere/metrics.jsonl does not exist"):
     read_metrics(tmp_path / "nowhere")
 
@@ -323,7 +323,7 @@ def test_completions_keep_any_text_and_a_resume_removes_later_ones(tmp_path):
       "length": np.int32(3),
     }
   ]
-  writer = Writer(tmp_path, -1, tensorboard=False)
+  writer = RowWriter(tmp_path, -1, tensorboard=False)
   for step in (5, 10, 1000000):
     writer.completions(step, rows)
   writer.close()
@@ -334,7 +334,7 @@ def test_completions_keep_any_text_and_a_resume_removes_later_ones(tmp_path):
   assert "ü日" in line
   (folder / "000006.jsonl.new").write_text("{")  # a kill left it half written
   (folder / "notes.txt").write_text("the user's own")
-  Writer(tmp_path, 9, tensorboard=False).close()
+  RowWriter(tmp_path, 9, tensorboard=False).close()
   assert sorted(os.listdir(folder)) == ["000005.jsonl", "notes.txt"]
 
 
@@ -356,7 +356,7 @@ def events(folder):
 
 def test_tensorboard_gets_the_rows_and_forgets_those_that_run_again(tmp_path):
   for start in (-1, 1):
-    writer = Writer(tmp_path, start, tensorboard=True)
+    writer = RowWriter(tmp_path, start, tensorboard=True)
     for step in range(start + 1, 4):
       writer.write(step, {"reward": step / 2, "kl": float("nan")})
     writer.close()
@@ -387,7 +387,7 @@ ROWS = [
 
 def test_tensorboard_gets_completions_as_text_that_is_not_markup(tmp_path):
   open_run(tmp_path, CONFIG)
-  writer = Writer(tmp_path, -1, tensorboard=True)
+  writer = RowWriter(tmp_path, -1, tensorboard=True)
   writer.completions(2, ROWS)
   writer.close()
   (found,) = [(e.step, v) for e in events(tmp_path) for v in e.summary.value]
@@ -405,11 +405,11 @@ def test_without_checkpoints_the_run_starts_over_and_keeps_what_was_there(tmp_pa
   """As when a user has removed checkpoints/, or a kill came before the first one."""
   warnings = []
   for first in ("a", "b"):
-    writer = Writer(tmp_path, -1, tensorboard=False, warn=warnings.append)
+    writer = RowWriter(tmp_path, -1, tensorboard=False, warn=warnings.append)
     writer.write(1, {first: 1.0})
     writer.completions(1, [{"completion": first}])
     writer.close()
-  Writer(tmp_path, -1, tensorboard=False, warn=warnings.append).close()
+  RowWriter(tmp_path, -1, tensorboard=False, warn=warnings.append).close()
   for number, first in enumerate(("a", "b"), 1):
     rows = (tmp_path / f"metrics.jsonl.{number}").read_text()
     assert rows == f'{{"step": 1, "{first}": 1.0}}\n'
@@ -419,7 +419,7 @@ def test_without_checkpoints_the_run_starts_over_and_keeps_what_was_there(tmp_pa
     assert f"completions.{number} and metrics.jsonl.{number}" in warnings[number - 1]
   assert read_metrics(tmp_path) == [] and not (tmp_path / "completions").exists()
   assert len(warnings) == 2
-  Writer(tmp_path, -1, tensorboard=False, warn=warnings.append).close()
+  RowWriter(tmp_path, -1, tensorboard=False, warn=warnings.append).close()
   assert len(warnings) == 2 and not (tmp_path / "metrics.jsonl.3").exists()
 
 
@@ -437,7 +437,7 @@ def test_without_checkpoints_the_run_starts_over_and_keeps_what_was_there(tmp_pa
 def test_missing_rows_are_mentioned(tmp_path, steps, start, every, missing):
   (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
   warnings = []
-  writer = Writer(tmp_path, start, tensorboard=False, warn=warnings.append)
+  writer = RowWriter(tmp_path, start, tensorboard=False, warn=warnings.append)
   writer.warn_of_missing_rows(start, every)
   assert len(warnings) == bool(missing) and (not missing or missing in warnings[0])
 
