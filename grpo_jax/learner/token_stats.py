@@ -9,11 +9,12 @@ from flax import struct
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax import masked, model
 from grpo_jax.algo import kl
 from grpo_jax.config import Learner
-from grpo_jax.learner.features import completion_features, target_packing
+from grpo_jax.learner.features import completion_features, targets_of
 from grpo_jax.learner.packed import joined, split_batch
 from grpo_jax.types import Batch, Images, TokenStats, Visual
 
@@ -65,7 +66,7 @@ def batch_stats(
     options: Which statistics to compute, and in which pieces.
   """
   P, G, T = batch.completions_PGT.shape
-  targets = target_packing(batch) if batch.slots else None
+  targets = targets_of(batch, options.model)
 
   def features(params: model.Params, batch: Batch) -> tuple[jax.Array, Any]:
     return completion_features(params, options.model, batch, options.learner.saved_activations)
@@ -109,7 +110,8 @@ def token_stats(
   B, T = inputs.tokens_BT.shape
   shape = options.model
   chunk = options.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
-  positions_per_chunk = max(1, chunk * options.model.row_shards // B)
+  shards = shape.context
+  positions_per_chunk = max(1, chunk * shape.row_shards * shards // B)
   chunks = -(-T // positions_per_chunk)
   width = -(-T // chunks)
   if chunks == 1:
@@ -123,6 +125,9 @@ def token_stats(
   def join(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
 
+  if shards > 1:
+    split, join = _of_each_device(B, T, chunks, options.model)
+
   # The maxima and sums are kept, so that the backward pass reads the logits once.
   keep_sums = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
@@ -131,6 +136,33 @@ def token_stats(
     return _stats_of_chunk(params, reference, chunk, temperature_B, options)
 
   return jax.tree.map(join, jax.lax.map(chunk_stats, jax.tree.map(split, inputs)))
+
+
+def _of_each_device(
+  B: int, T: int, chunks: int, config: model.ModelConfig
+) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+  """`split` and `join` of `token_stats`, where a chunk has equally many tokens of each device.
+
+  Slices of T would lie on a few devices each, and all would wait for these.
+  """
+  shards = config.context
+  own = T // shards
+  width = -(-own // chunks)
+  places = NamedSharding(config.rows.mesh, PartitionSpec(None, *config.rows.spec))
+
+  def split(x: jax.Array) -> jax.Array:
+    """[B, T, ...] -> [chunks, B, shards * width, ...]"""
+    padding = [(0, 0), (0, 0), (0, chunks * width - own)] + [(0, 0)] * (x.ndim - 2)
+    padded = jnp.pad(x.reshape(B, shards, own, *x.shape[2:]), padding)
+    by_chunk = jnp.moveaxis(padded.reshape(B, shards, chunks, width, *x.shape[2:]), 2, 0)
+    chunks_first = by_chunk.reshape(chunks, B, shards * width, *x.shape[2:])
+    return jax.lax.with_sharding_constraint(chunks_first, places)
+
+  def join(x: jax.Array) -> jax.Array:
+    by_device = jnp.moveaxis(x.reshape(chunks, B, shards, width), 0, 2)
+    return by_device.reshape(B, shards, chunks * width)[:, :, :own].reshape(B, T)
+
+  return split, join
 
 
 def default_chunk(vocabulary: int, platform: str) -> int:
