@@ -34,6 +34,24 @@ def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> Non
       raise ConfigError(f"{key}: in a run of several processes, {why}; or set mesh.sampler=0")
 
 
+def check_context(shape: model.ModelConfig) -> None:
+  """Raises ConfigError for a model whose texts cannot be split over the devices of mesh.context."""
+  if shape.context == 1:
+    return
+  heads, tensor = shape.num_heads, shape.rows.mesh.shape["tensor"]
+  of_device = heads // tensor if heads % tensor == 0 else heads
+  for holds, why in (
+    (not set(shape.mixers) - {"attention", "latent"}, "the model has layers with a state"),
+    (shape.vision is None, "the model sees images; set model.vision=ignored"),
+    (
+      of_device % shape.context == 0,
+      f"it must divide the {of_device} attention heads of a device",
+    ),
+  ):
+    if not holds:
+      raise ConfigError(f"config key mesh.context is {shape.context}: {why}, or set mesh.context=1")
+
+
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
   """Raises ConfigError if the parameters alone are larger than the memory that they would lie in.
 
@@ -60,17 +78,20 @@ def check_batches(config: Config, hosts: Hosts) -> None:
   hosts.check_rows(
     {
       "batch.prompts": config.batch.prompts,
-      "batch.micro_batch": config.batch.micro_batch,
-      "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
       "eval.batch": config.eval.batch if config.eval.every else 0,
     }
   )
+  learned = {
+    "batch.micro_batch": config.batch.micro_batch,
+    "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
+  }
+  hosts.check_rows(learned, sampled=False)
   count = config.algo.minibatches
   part = config.batch.prompts // count
-  if part % hosts.row_shards:
+  if part % hosts.learner_row_shards:
     raise ConfigError(
       f"config key algo.minibatches is {count}: batch.prompts / algo.minibatches = {part} must be a"
-      f" multiple of mesh.data x mesh.fsdp x mesh.expert = {hosts.row_shards}"
+      f" multiple of mesh.data x mesh.fsdp x mesh.expert = {hosts.learner_row_shards}"
     )
   rows = config.sampling.rows
   if rows and rows < hosts.row_shards:
