@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,8 @@ def stats_and_grads(params, batch, options):
   return jax.value_and_grad(loss, has_aux=True)(params)
 
 
-def assert_same(config, batch, mesh, chunk=16, **options):
-  params = params_of(config)
+def assert_same(config, batch, mesh, chunk=16, params=None, **options):
+  params = params_of(config) if params is None else params
   given = dict(learner=Learner(logprob_chunk=chunk), entropy_gradient=True)
   (loss, stats), grads = stats_and_grads(
     params, batch, learner.StatsOptions(config, **given | options)
@@ -96,3 +97,14 @@ def assert_same(config, batch, mesh, chunk=16, **options):
 )
 def test_log_probs_and_gradients_are_those_of_one_device(axes, slots):
   assert_same(CONFIG, make_batch(slots=slots), mesh_of(**axes))
+
+
+GOLDEN = Path(__file__).parent / "golden" / "families"
+
+
+@pytest.mark.parametrize("family", sorted(x.name for x in GOLDEN.iterdir()))
+def test_families_give_the_numbers_of_one_device(family):
+  config, params = model.load(GOLDEN / family)
+  if config.vision or "delta" in config.mixers:
+    pytest.skip("refused")
+  assert_same(config, make_batch(slots=14), mesh_of(context=2), params=params)

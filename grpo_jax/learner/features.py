@@ -156,7 +156,7 @@ def divisible(batch: Batch, config: model.ModelConfig) -> Batch:
   S = batch.prompts_PS.shape[1]
   others = batch.slots or G * row_slots(T, config.platform)
   longer = max(S, G)
-  longer += -(longer + others) % config.context
+  longer += -(longer + others) % (2 * config.context)  # a ring has two pieces of each device
 
   def padded(x: jax.Array, value: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, longer - S)] + [(0, 0)] * (x.ndim - 2), constant_values=value)

@@ -38,15 +38,9 @@ def check_context(shape: model.ModelConfig) -> None:
   """Raises ConfigError for a model whose texts cannot be split over the devices of mesh.context."""
   if shape.context == 1:
     return
-  heads, tensor = shape.num_heads, shape.rows.mesh.shape["tensor"]
-  of_device = heads // tensor if heads % tensor == 0 else heads
   for holds, why in (
     (not set(shape.mixers) - {"attention", "latent"}, "the model has layers with a state"),
     (shape.vision is None, "the model sees images; set model.vision=ignored"),
-    (
-      of_device % shape.context == 0,
-      f"it must divide the {of_device} attention heads of a device",
-    ),
   ):
     if not holds:
       raise ConfigError(f"config key mesh.context is {shape.context}: {why}, or set mesh.context=1")

@@ -10,14 +10,36 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from grpo_jax.model.attention.packing import Packing
+from grpo_jax.model.attention.ring import attend_ring, slots_of
 from grpo_jax.model.attention.view import View
+from grpo_jax.model.config import ModelConfig
 
+AXIS = "context"
 # attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view) -> out_PNHE: attention of groups
 # whose completions lie in the stream of the packing, or in rows where that is None.
 AttendStream = Callable[
   [jax.Array, jax.Array, jax.Array, jax.Array, Packing | None, View], jax.Array
 ]
-_AXIS = "context"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+  """A way for devices that have different tokens to compute attention.
+
+  Attributes:
+    name: Its name.
+    suits: (query heads of a device, devices) -> whether it can be used.
+    sent: (query heads, key heads, devices) -> how many vectors of a head a device sends for each of
+      its tokens, in the forward pass of a layer.
+    make: (attention of all tokens) -> attention as it is computed on each device of the axis.
+    splits_sinks: Each device needs the sinks of its own part of the heads alone.
+  """
+
+  name: str
+  suits: Callable[[int, int], bool]
+  sent: Callable[[int, int, int], float]
+  make: Callable[[AttendStream], AttendStream]
+  splits_sinks: bool
 
 
 def by_heads(attend: AttendStream) -> AttendStream:
@@ -27,6 +49,70 @@ def by_heads(attend: AttendStream) -> AttendStream:
   outputs back. So each computes equally much, whatever the lengths, masks and windows are. Where
   the devices do not divide the key heads, these are repeated as often as is needed.
   """
+
+  def attend_here(
+    q_PNHE: jax.Array,
+    k_PNKE: jax.Array,
+    v_PNKE: jax.Array,
+    prompt_lengths_P: jax.Array,
+    packing: Packing | None,
+    view: View,
+  ) -> jax.Array:
+    devices = jax.lax.axis_size(AXIS)
+    arrays = q_PNHE, _divided(k_PNKE, devices), _divided(v_PNKE, devices)
+    q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in arrays)
+    out = attend(q, k, v, prompt_lengths_P, packing, view)
+    return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+
+  return attend_here
+
+
+def by_ring(attend: AttendStream) -> AttendStream:
+  """Passes keys and values around. Computes in plain JAX, whatever `attend` is."""
+  del attend
+
+  def attend_here(
+    q_PNHE: jax.Array,
+    k_PNKE: jax.Array,
+    v_PNKE: jax.Array,
+    prompt_lengths_P: jax.Array,
+    packing: Packing | None,
+    view: View,
+  ) -> jax.Array:
+    slots = slots_of(prompt_lengths_P, packing, view)
+    return attend_ring(q_PNHE, k_PNKE, v_PNKE, slots, view, AXIS)
+
+  return attend_here
+
+
+# In the order of preference: with all tokens on a device, kernels compute attention.
+EXCHANGES = (
+  Exchange(
+    "all-to-all",
+    suits=lambda heads, devices: heads % devices == 0,
+    sent=lambda H, K, n: 2 * (H + math.lcm(K, n)) * (n - 1) / n,
+    make=by_heads,
+    splits_sinks=True,
+  ),
+  Exchange(
+    "ring",
+    suits=lambda heads, devices: True,
+    sent=lambda H, K, n: 2.0 * (H + K) + 2 * K * n,  # into pieces and back, and once around
+    make=by_ring,
+    splits_sinks=False,
+  ),
+)
+
+
+def exchange_of(config: ModelConfig) -> Exchange:
+  """How the devices along `context` compute the attention of a model."""
+  tensor = config.rows.mesh.shape["tensor"]
+  heads = config.num_heads // tensor if config.num_heads % tensor == 0 else config.num_heads
+  return next(exchange for exchange in EXCHANGES if exchange.suits(heads, config.context))
+
+
+def across(exchange: Exchange, attend: AttendStream) -> AttendStream:
+  """Attention of groups whose tokens are split over devices, with heads over `tensor`."""
 
   def attend_split(
     q_PNHE: jax.Array,
@@ -41,26 +127,18 @@ def by_heads(attend: AttendStream) -> AttendStream:
     if head_axis:
       k_PNKE, v_PNKE = (_divided(x, mesh.shape[head_axis]) for x in (k_PNKE, v_PNKE))
 
-    def attend_here(
-      q: jax.Array,
-      k: jax.Array,
-      v: jax.Array,
-      lengths_P: jax.Array,
-      packing: Packing | None,
-      sinks_H: jax.Array | None,
-    ) -> jax.Array:
-      k, v = (_divided(x, mesh.shape[_AXIS]) for x in (k, v))
-      q, k, v = (jax.lax.all_to_all(x, _AXIS, 2, 1, tiled=True) for x in (q, k, v))
+    def attend_here(*arrays: Any) -> jax.Array:
+      *others, sinks_H = arrays
       of_device = dataclasses.replace(view, rows=None, sinks_H=sinks_H)
-      out = attend(q, k, v, lengths_P, packing, of_device)
-      return jax.lax.all_to_all(out, _AXIS, 1, 2, tiled=True)
+      return exchange.make(attend)(*others, of_device)
 
-    tokens: Any = PartitionSpec(row_axes, _AXIS, head_axis, None)
-    rows, heads = PartitionSpec(row_axes), (head_axis, _AXIS) if head_axis else _AXIS
+    tokens, rows = PartitionSpec(row_axes, AXIS, head_axis, None), PartitionSpec(row_axes)
+    of_heads: Any = tuple(axis for axis in (head_axis, AXIS) if axis)
+    sinks = PartitionSpec(of_heads if exchange.splits_sinks else head_axis)
     return jax.shard_map(
       attend_here,
       mesh=mesh,
-      in_specs=(tokens, tokens, tokens, rows, rows, PartitionSpec(heads)),
+      in_specs=(tokens, tokens, tokens, rows, rows, sinks),
       out_specs=tokens,
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
     )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view.sinks_H)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.attention import dense
 from grpo_jax.model.attention.choose import BEST, ONE_WAY, choose, implementation
-from grpo_jax.model.attention.context import by_heads
+from grpo_jax.model.attention.context import across, exchange_of
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
@@ -126,7 +126,9 @@ def in_groups(
     q, k, v = (rows_of(x, packing) for x in (q_PNHE, k_PNKE, v_PNKE))
     return stream_of(attend(q, k, v, lengths_P, view), packing)
 
-  attend_all = attend_stream if config.context == 1 else by_heads(attend_stream)
+  attend_all = attend_stream
+  if config.context > 1:
+    attend_all = across(exchange_of(config), attend_stream)
 
   def attend_of(window: int, memory: Any) -> Attend:
     is_both_ways = config.vision and (window or config.vision.both_ways == "all")
