@@ -119,14 +119,16 @@ def token_stats(
 
   def split(x: jax.Array) -> jax.Array:
     """[B, T, ...] -> [chunks, B, width, ...]"""
+    if shards > 1:
+      return _split_on_each(x, chunks, shape)
     padding = [(0, 0), (0, chunks * width - T)] + [(0, 0)] * (x.ndim - 2)
     return jnp.moveaxis(jnp.pad(x, padding).reshape(B, chunks, width, *x.shape[2:]), 1, 0)
 
   def join(x: jax.Array) -> jax.Array:
+    if shards > 1:
+      by_device = jnp.moveaxis(x.reshape(chunks, B, shards, -1), 0, 2)
+      return by_device.reshape(B, shards, -1)[:, :, : T // shards].reshape(B, T)
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
-
-  if shards > 1:
-    split, join = _of_each_device(B, T, chunks, options.model)
 
   # The maxima and sums are kept, so that the backward pass reads the logits once.
   keep_sums = jax.checkpoint_policies.save_only_these_names(_KEPT)
@@ -138,31 +140,20 @@ def token_stats(
   return jax.tree.map(join, jax.lax.map(chunk_stats, jax.tree.map(split, inputs)))
 
 
-def _of_each_device(
-  B: int, T: int, chunks: int, config: model.ModelConfig
-) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-  """`split` and `join` of `token_stats`, where a chunk has equally many tokens of each device.
+def _split_on_each(x: jax.Array, chunks: int, config: model.ModelConfig) -> jax.Array:
+  """[B, T, ...] -> [chunks, B, width, ...], where a chunk has equally many tokens of each device.
 
-  Slices of T would lie on a few devices each, and all would wait for these.
+  Slices of T would lie on a few devices each, and the others would wait.
   """
-  shards = config.context
+  (B, T, *rest), shards = x.shape, config.context
   own = T // shards
   width = -(-own // chunks)
+  padding = [(0, 0), (0, 0), (0, chunks * width - own)] + [(0, 0)] * len(rest)
+  padded = jnp.pad(x.reshape(B, shards, own, *rest), padding)
+  by_chunk = jnp.moveaxis(padded.reshape(B, shards, chunks, width, *rest), 2, 0)
   places = NamedSharding(config.rows.mesh, PartitionSpec(None, *config.rows.spec))
-
-  def split(x: jax.Array) -> jax.Array:
-    """[B, T, ...] -> [chunks, B, shards * width, ...]"""
-    padding = [(0, 0), (0, 0), (0, chunks * width - own)] + [(0, 0)] * (x.ndim - 2)
-    padded = jnp.pad(x.reshape(B, shards, own, *x.shape[2:]), padding)
-    by_chunk = jnp.moveaxis(padded.reshape(B, shards, chunks, width, *x.shape[2:]), 2, 0)
-    chunks_first = by_chunk.reshape(chunks, B, shards * width, *x.shape[2:])
-    return jax.lax.with_sharding_constraint(chunks_first, places)
-
-  def join(x: jax.Array) -> jax.Array:
-    by_device = jnp.moveaxis(x.reshape(chunks, B, shards, width), 0, 2)
-    return by_device.reshape(B, shards, chunks * width)[:, :, :own].reshape(B, T)
-
-  return split, join
+  by_chunk = by_chunk.reshape(chunks, B, shards * width, *rest)
+  return jax.lax.with_sharding_constraint(by_chunk, places)
 
 
 def default_chunk(vocabulary: int, platform: str) -> int:

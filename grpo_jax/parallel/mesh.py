@@ -115,12 +115,12 @@ def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
     raise ConfigError(
       f"{settings} does not fit {count} devices: choose axes whose product is {count}"
     )
-  *of_axes, context = sizes
-  if context > 1:
-    axes, of_axes = (*AXES[:2], CONTEXT, *AXES[2:]), [*of_axes[:2], context, *of_axes[2:]]
-  else:
-    axes = AXES
-  return jax.make_mesh(of_axes, axes, axis_types=_auto(axes), devices=devices)
+  *others, context = sizes
+  if context == 1:
+    return jax.make_mesh(others, AXES, axis_types=_auto(AXES), devices=devices)
+  # Before `expert`, so that the sampler's mesh has the devices in the same order.
+  axes, sizes = (*AXES[:2], CONTEXT, *AXES[2:]), [*others[:2], context, *others[2:]]
+  return jax.make_mesh(sizes, axes, axis_types=_auto(axes), devices=devices)
 
 
 def _auto(axes: Sequence[str]) -> tuple[AxisType, ...]:

@@ -185,7 +185,9 @@ def experts_sharding(mesh: Mesh, experts: int, width: int) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(expert_axis, None, width_axis))
 
 
-def model_shardings(shape: Any, mesh: Mesh, splits_tokens: bool = False) -> dict[str, NamedSharding]:
+def model_shardings(
+  shape: Any, mesh: Mesh, splits_tokens: bool = False
+) -> dict[str, NamedSharding]:
   """The fields of a model's config that place its activations and the weights that they meet.
 
   With `splits_tokens`, an axis `context` of the mesh splits the tokens of a text.

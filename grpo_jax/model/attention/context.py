@@ -106,9 +106,26 @@ EXCHANGES = (
 
 def exchange_of(config: ModelConfig) -> Exchange:
   """How the devices along `context` compute the attention of a model."""
-  tensor = config.rows.mesh.shape["tensor"]
-  heads = config.num_heads // tensor if config.num_heads % tensor == 0 else config.num_heads
+  heads = _of_device(config.num_heads, config)
   return next(exchange for exchange in EXCHANGES if exchange.suits(heads, config.context))
+
+
+def exchange_in_words(config: ModelConfig) -> str:
+  """A line that says how texts are split, and what that sends."""
+  exchange, devices = exchange_of(config), config.context
+  heads, kv_heads = (_of_device(x, config) for x in (config.num_heads, config.num_kv_heads))
+  numbers = exchange.sent(heads, kv_heads, devices) * config.head_dim
+  kilobytes = numbers * jnp.dtype(config.dtype).itemsize / 1e3
+  return (
+    f"a text lies on {devices} devices. Attention by {exchange.name} sends {kilobytes:,.1f} KB for"
+    " each token, in the forward pass of a layer"
+  )
+
+
+def _of_device(heads: int, config: ModelConfig) -> int:
+  """How many of so many heads a device along `tensor` has."""
+  tensor = config.rows.mesh.shape["tensor"]
+  return heads // tensor if heads % tensor == 0 else heads
 
 
 def across(exchange: Exchange, attend: AttendStream) -> AttendStream:
@@ -127,10 +144,16 @@ def across(exchange: Exchange, attend: AttendStream) -> AttendStream:
     if head_axis:
       k_PNKE, v_PNKE = (_divided(x, mesh.shape[head_axis]) for x in (k_PNKE, v_PNKE))
 
-    def attend_here(*arrays: Any) -> jax.Array:
-      *others, sinks_H = arrays
+    def attend_here(
+      q: jax.Array,
+      k: jax.Array,
+      v: jax.Array,
+      lengths_P: jax.Array,
+      packing: Packing | None,
+      sinks_H: jax.Array | None,
+    ) -> jax.Array:
       of_device = dataclasses.replace(view, rows=None, sinks_H=sinks_H)
-      return exchange.make(attend)(*others, of_device)
+      return exchange.make(attend)(q, k, v, lengths_P, packing, of_device)
 
     tokens, rows = PartitionSpec(row_axes, AXIS, head_axis, None), PartitionSpec(row_axes)
     of_heads: Any = tuple(axis for axis in (head_axis, AXIS) if axis)

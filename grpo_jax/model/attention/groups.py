@@ -126,9 +126,8 @@ def in_groups(
     q, k, v = (rows_of(x, packing) for x in (q_PNHE, k_PNKE, v_PNKE))
     return stream_of(attend(q, k, v, lengths_P, view), packing)
 
-  attend_all = attend_stream
-  if config.context > 1:
-    attend_all = across(exchange_of(config), attend_stream)
+  is_split = config.context > 1
+  attend_all = across(exchange_of(config), attend_stream) if is_split else attend_stream
 
   def attend_of(window: int, memory: Any) -> Attend:
     is_both_ways = config.vision and (window or config.vision.both_ways == "all")

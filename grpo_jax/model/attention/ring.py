@@ -135,6 +135,9 @@ def attend_ring(
   )
   q, k, v = (_zigzag(in_pieces(x, 2), axis) for x in (q_PNHE, k_PNKE, v_PNKE))
   q = _in_chunks(q.reshape(*q.shape[:3], K, H // K, E), chunk)
+  # If the slots did not depend on the queries, JAX would keep the masks of all turns and chunks for
+  # the backward pass.
+  q, of_pieces = jax.lax.optimization_barrier((q, of_pieces))
   out = _ring(_Ring(view.hiding_window, view.cap, axis), q, k, v, sinks_KR, of_pieces)
   out = _zigzag(_joined(out), axis, back=True)[:, :, :piece]
   return jnp.moveaxis(out, 0, 1).reshape(P, N, H, E)
@@ -223,8 +226,7 @@ def _forward(
   def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
     read, moving = carry
     parts = []
-    for a in range(2):
-      own = jax.tree.map(lambda x: x[a], read)
+    for a, own in enumerate((_Read(*(x[0] for x in read)), _Read(*(x[1] for x in read)))):
       for b in range(2):
         pair = _pair(ring, q, of_pieces, number, (a, b))
         arguments = own, pair, moving[0][b], moving[1][b]
