@@ -85,6 +85,11 @@ def assert_same(config, batch, mesh, chunk=16, params=None, **options):
   )
   (split_loss, split_stats), split_grads = split
   np.testing.assert_allclose(split_loss, loss, rtol=1e-5, atol=1e-5)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+    split_stats.routing,
+    stats.routing,
+  )
   np.testing.assert_allclose(split_stats.logprobs_PGT, stats.logprobs_PGT, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(split_stats.entropies_PGT, stats.entropies_PGT, rtol=1e-5, atol=1e-5)
   scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(grads))
@@ -172,6 +177,23 @@ def test_families_give_the_numbers_of_one_device(family):
   if "delta" in config.mixers:
     pytest.skip("refused")
   assert_same(config, make_batch(slots=14), mesh_of(context=2), params=params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [dict(context=4), dict(expert=2, context=2)], ids=str)
+def test_experts_that_the_sampler_used_go_with_their_tokens(axes):
+  """A mixture, on an axis of experts too, and with the experts of some tokens given."""
+  config, params = model.load(GOLDEN / "qwen3_moe")
+  Y, batch, rng = config.experts_in_all, make_batch(slots=14), np.random.default_rng(3)
+
+  def drawn(*shape):
+    experts = rng.permuted(np.tile(np.arange(config.num_experts), (*shape, 1)), axis=-1)
+    layers = len(config.sparse_layers)
+    return jnp.asarray(np.tile(experts[..., : Y // layers], layers), config.experts_dtype)
+
+  given = dict(experts_PGTY=drawn(P, G, T), prompt_experts_PSY=drawn(P, S))
+  assert_same(config, batch.replace(**given), mesh_of(**axes), params=params)
+  assert_same(config, batch, mesh_of(**axes), params=params)
 
 
 # --- The ring ---

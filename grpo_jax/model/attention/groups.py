@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.attention import dense
 from grpo_jax.model.attention.choose import BEST, ONE_WAY, choose, implementation
-from grpo_jax.model.attention.context import across, exchange_of
+from grpo_jax.model.attention.context import AttendStream, across, exchange_of
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
@@ -83,15 +83,9 @@ def recur_in_groups(groups: Groups, keep: bool = False) -> Callable[[Any], Recur
   return lambda memory: recur
 
 
-def in_groups(
-  config: ModelConfig,
-  groups: Groups,
-  pictures_PS: jax.Array | None = None,
-  keep: bool = False,
-) -> Callable[[int, Any], Attend]:
-  """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
-  S = groups.prompt_slots
-  name = attention_of(config)[0]
+def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
+  """The attention of groups, whose tokens may be split over devices."""
+  S, name = groups.prompt_slots, attention_of(config)[0]
   attend = implementation(name)
   # Where few tokens are left, whole scores of the stream are fewer than those of the rows.
   is_stream = (
@@ -126,8 +120,17 @@ def in_groups(
     q, k, v = (rows_of(x, packing) for x in (q_PNHE, k_PNKE, v_PNKE))
     return stream_of(attend(q, k, v, lengths_P, view), packing)
 
-  is_split = config.context > 1
-  attend_all = across(exchange_of(config), attend_stream) if is_split else attend_stream
+  return attend_stream if config.context == 1 else across(exchange_of(config), attend_stream)
+
+
+def in_groups(
+  config: ModelConfig,
+  groups: Groups,
+  pictures_PS: jax.Array | None = None,
+  keep: bool = False,
+) -> Callable[[int, Any], Attend]:
+  """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
+  attend = _attention(config, groups)
 
   def attend_of(window: int, memory: Any) -> Attend:
     is_both_ways = config.vision and (window or config.vision.both_ways == "all")
@@ -142,12 +145,12 @@ def in_groups(
       kept: Any = None,
     ) -> tuple[jax.Array, Any]:
       arrays = dict(sinks_H=sinks_H, pictures_PS=pictures)
-      view = View(S, groups.completions, groups.slots, **arrays, **scoring)
+      view = View(groups.prompt_slots, groups.completions, groups.slots, **arrays, **scoring)
       if k_PNKE is None:
         k_PNKE, v_PNKE = memory.own
       elif keep:
         kept = kept or (k_PNKE, v_PNKE)
-      out_PNHE = attend_all(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, groups.packing, view)
+      out_PNHE = attend(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, groups.packing, view)
       return out_PNHE, kept if keep else None
 
     return attend_in_groups
