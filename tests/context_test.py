@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
+from small_run import small_config, with_section
 
 from grpo_jax import learner, model
 from grpo_jax.config import Learner, Mesh
@@ -17,7 +18,9 @@ from grpo_jax.model.attention import chunked, ring
 from grpo_jax.model.attention.context import exchange_in_words, exchange_of
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh, sampling_mesh
-from grpo_jax.run.device_checks import check_context
+from grpo_jax.run.device_checks import check_batches, check_context
+from grpo_jax.run.memory import activation_bytes
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch
 
@@ -301,6 +304,30 @@ def test_what_cannot_be_split_is_refused(changes, why):
   with pytest.raises(ConfigError, match=f"config key mesh.context is 2: {why}, or set"):
     check_context(shape)
   check_context(dataclasses.replace(CONFIG, **changes))
+
+
+def test_devices_share_rows_while_sampling_where_there_are_fewer_prompts_than_devices():
+  config = with_section(small_config(), "mesh", context=4)
+  config = with_section(with_section(config, "batch", prompts=2), "eval", every=0)
+  run = Run(config, devices=jax.devices()[:4])
+  assert dict(run.parameters.sampling.mesh.shape) == dict(data=2, fsdp=1, expert=1, tensor=2)
+  check_batches(config, run.hosts)
+  alone = with_section(config, "sampling", tensor=1)
+  run = Run(alone, devices=jax.devices()[:4])
+  wanted = "batch.prompts is 2: it must be a multiple of 4, so that the devices which sample"
+  with pytest.raises(ConfigError, match=wanted):
+    check_batches(alone, run.hosts)
+  # One prompt at a time is learned on all four.
+  run.hosts.check_rows({"batch.micro_batch": 1}, sampled=False)
+
+
+def test_the_estimate_of_activations_falls_with_the_axis():
+  config, sizes = small_config(), {}
+  for devices in (1, 4):
+    run = Run(with_section(config, "mesh", context=devices), devices=jax.devices()[:devices])
+    needed = activation_bytes(config, run.parameters.model, run.parameters.abstract_policy)
+    sizes[devices] = needed(8) - needed(4)
+  assert sizes[4] < sizes[1] / 2
 
 
 def test_a_plan_says_what_is_sent():

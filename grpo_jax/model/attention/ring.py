@@ -145,7 +145,8 @@ def attend_ring(
 
 def _chunk(rows: int, piece: int) -> int:
   """How many queries of a piece are computed at a time, of so many rows and heads."""
-  return min(piece, MAX_CHUNK, max(8, MAX_SCORES // (rows * piece)))
+  most = min(piece, MAX_CHUNK, max(8, MAX_SCORES // (rows * piece)))
+  return -(-piece // -(-piece // most))
 
 
 def _in_chunks(x: jax.Array, chunk: int) -> jax.Array:
