@@ -269,7 +269,7 @@ def test_memory_falls_and_no_array_is_the_square_of_a_length(heads, monkeypatch)
   own = tokens // 4
   assert not [shape for shape in shapes if sum(size >= own for size in shape) > 1]
   assert not [shape for shape in shapes if own in shape and CONFIG.vocab_size in shape]
-  assert sizes[4] < sizes[1] / 3
+  assert sizes[4] < sizes[1] / 2.5  # weights and scores do not fall
 
 
 # --- The mesh and what is refused ---
