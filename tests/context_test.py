@@ -301,13 +301,16 @@ def test_parameters_are_split_over_it_as_over_fsdp():
 @pytest.mark.parametrize(
   "changes, why",
   [
-    (dict(mixers=("delta", "attention")), "the model has layers with a state"),
-    (dict(vision=object()), "the model sees images; set model.vision=ignored"),
+    (
+      dict(mixers=("delta", "attention")),
+      "the model has layers whose state goes from token to token; set 1",
+    ),
+    (dict(vision=object()), "the model sees images; set 1, or model.vision=ignored"),
   ],
 )
 def test_what_cannot_be_split_is_refused(changes, why):
   shape = dataclasses.replace(on_mesh(CONFIG, mesh_of(context=2)), **changes)
-  with pytest.raises(ConfigError, match=f"config key mesh.context is 2: {why}, or set"):
+  with pytest.raises(ConfigError, match=f"config key mesh.context is 2: {why}"):
     check_context(shape)
   check_context(dataclasses.replace(CONFIG, **changes))
 

@@ -39,11 +39,14 @@ def check_context(shape: model.ModelConfig) -> None:
   if shape.context == 1:
     return
   for holds, why in (
-    (not set(shape.mixers) - {"attention", "latent"}, "the model has layers with a state"),
-    (shape.vision is None, "the model sees images; set model.vision=ignored"),
+    (
+      "delta" not in shape.mixers,
+      "the model has layers whose state goes from token to token; set 1",
+    ),
+    (shape.vision is None, "the model sees images; set 1, or model.vision=ignored"),
   ):
     if not holds:
-      raise ConfigError(f"config key mesh.context is {shape.context}: {why}, or set mesh.context=1")
+      raise ConfigError(f"config key mesh.context is {shape.context}: {why}")
 
 
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
