@@ -33,6 +33,7 @@ class Hosts:
 
   Attributes:
     mesh: The devices that learn.
+    learner_row_shards: The parts that they split rows into.
     sampler_mailbox: The mailbox through which that thread exchanges.
   """
 
@@ -47,6 +48,7 @@ class Hosts:
       is_apart: Whether these meshes have devices of their own, if they have several parts.
     """
     self.mesh, self._sampler_shards = mesh, sampler_shards
+    self.learner_row_shards = math.prod(mesh.shape[axis] for axis in ROW_AXES)
     self._is_apart = is_apart and sampler_shards > 1
     self._mailbox, self.sampler_mailbox = Mailbox(), Mailbox()
 
@@ -64,11 +66,6 @@ class Hosts:
   def row_shards(self) -> int:
     """The divisor of every number of rows: each mesh then splits their first axis evenly."""
     return math.lcm(self.learner_row_shards, self._sampler_shards)
-
-  @property
-  def learner_row_shards(self) -> int:
-    """The parts that the devices which learn split rows into."""
-    return math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
 
   def check_rows(self, sizes: Mapping[str, int], sampled: bool = True) -> None:
     """Raises ConfigError unless every batch size is a multiple of `row_shards`.

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +27,16 @@ class Exchange:
 
   Attributes:
     name: Its name.
-    suits: (query heads of a device, devices) -> whether it can be used.
-    sent: (query heads, key heads, devices) -> how many vectors of a head a device sends for each of
-      its tokens, in the forward pass of a layer.
+    suits: (query heads of a device, its key heads, devices) -> whether to use it.
+    sent: The same -> how many vectors of a head a device sends for each of its tokens, in the
+      forward pass of a layer.
     make: (attention of all tokens) -> attention as it is computed on each device of the axis.
-    splits_sinks: Each device needs the sinks of its own part of the heads alone.
   """
 
   name: str
-  suits: Callable[[int, int], bool]
+  suits: Callable[[int, int, int], bool]
   sent: Callable[[int, int, int], float]
   make: Callable[[AttendStream], AttendStream]
-  splits_sinks: bool
 
 
 def by_heads(attend: AttendStream) -> AttendStream:
@@ -47,7 +44,8 @@ def by_heads(attend: AttendStream) -> AttendStream:
 
   The devices exchange the tokens of all heads for all tokens of their own heads, and exchange the
   outputs back. So each computes equally much, whatever the lengths, masks and windows are. Where
-  the devices do not divide the key heads, these are repeated as often as is needed.
+  the devices do not divide the key heads, these are repeated as often as is needed, and where they
+  then do not divide the query heads, each key head gets some more, which are thrown away.
   """
 
   def attend_here(
@@ -59,12 +57,38 @@ def by_heads(attend: AttendStream) -> AttendStream:
     view: View,
   ) -> jax.Array:
     devices = jax.lax.axis_size(AXIS)
+    (H, E), K = q_PNHE.shape[2:], k_PNKE.shape[2]
+    more = _divisible_heads(H, K, devices) // K - H // K
+
+    def with_more(x: jax.Array, heads: int) -> jax.Array:
+      """The query heads, on axis `heads`, with `more` of them for each key head."""
+      by_key = x.reshape(*x.shape[:heads], K, H // K, *x.shape[heads + 1 :])
+      sides = [(0, 0)] * by_key.ndim
+      sides[heads + 1] = (0, more)
+      padded = jnp.pad(by_key, sides)
+      return padded.reshape(*x.shape[:heads], -1, *x.shape[heads + 1 :])
+
+    sinks_H = view.sinks_H
+    if more:
+      q_PNHE = with_more(q_PNHE, 2)
+      sinks_H = None if sinks_H is None else with_more(sinks_H, 0)
+    if sinks_H is not None:
+      sinks_H = sinks_H.reshape(devices, -1)[jax.lax.axis_index(AXIS)]
     arrays = q_PNHE, _divided(k_PNKE, devices), _divided(v_PNKE, devices)
     q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in arrays)
-    out = attend(q, k, v, prompt_lengths_P, packing, view)
-    return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+    of_device = dataclasses.replace(view, sinks_H=sinks_H)
+    out = attend(q, k, v, prompt_lengths_P, packing, of_device)
+    out = jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+    by_key = out.reshape(*out.shape[:2], K, H // K + more, E)
+    return by_key[..., : H // K, :].reshape(*out.shape[:2], H, E)
 
   return attend_here
+
+
+def _divisible_heads(H: int, K: int, devices: int) -> int:
+  """The least query heads, not below H, of which each key head has as many and a device as many."""
+  copies = math.lcm(K, devices) // K
+  return K * copies * -(-H // (K * copies))
 
 
 def by_ring(attend: AttendStream) -> AttendStream:
@@ -85,36 +109,34 @@ def by_ring(attend: AttendStream) -> AttendStream:
   return attend_here
 
 
-# In the order of preference: with all tokens on a device, kernels compute attention.
+# In the order of preference: with all tokens on a device, kernels compute attention. A quarter more
+# heads is a guess of what that is worth, not measured.
 EXCHANGES = (
   Exchange(
     "all-to-all",
-    suits=lambda heads, devices: heads % devices == 0,
-    sent=lambda H, K, n: 2 * (H + math.lcm(K, n)) * (n - 1) / n,
+    suits=lambda H, K, n: _divisible_heads(H, K, n) <= 1.25 * H,
+    sent=lambda H, K, n: 2 * (_divisible_heads(H, K, n) + math.lcm(K, n)) * (n - 1) / n,
     make=by_heads,
-    splits_sinks=True,
   ),
   Exchange(
     "ring",
-    suits=lambda heads, devices: True,
+    suits=lambda H, K, n: True,
     sent=lambda H, K, n: 2.0 * (H + K) + 2 * K * n,  # into pieces and back, and once around
     make=by_ring,
-    splits_sinks=False,
   ),
 )
 
 
 def exchange_of(config: ModelConfig) -> Exchange:
   """How the devices along `context` compute the attention of a model."""
-  heads = _of_device(config.num_heads, config)
-  return next(exchange for exchange in EXCHANGES if exchange.suits(heads, config.context))
+  heads = _heads_of_device(config)
+  return next(exchange for exchange in EXCHANGES if exchange.suits(*heads, config.context))
 
 
 def exchange_in_words(config: ModelConfig) -> str:
   """A line that says how texts are split, and what that sends."""
   exchange, devices = exchange_of(config), config.context
-  heads, kv_heads = (_of_device(x, config) for x in (config.num_heads, config.num_kv_heads))
-  numbers = exchange.sent(heads, kv_heads, devices) * config.head_dim
+  numbers = exchange.sent(*_heads_of_device(config), devices) * config.head_dim
   kilobytes = numbers * jnp.dtype(config.dtype).itemsize / 1e3
   return (
     f"a text lies on {devices} devices. Attention by {exchange.name} sends {kilobytes:,.1f} KB for"
@@ -122,10 +144,10 @@ def exchange_in_words(config: ModelConfig) -> str:
   )
 
 
-def _of_device(heads: int, config: ModelConfig) -> int:
-  """How many of so many heads a device along `tensor` has."""
-  tensor = config.rows.mesh.shape["tensor"]
-  return heads // tensor if heads % tensor == 0 else heads
+def _heads_of_device(config: ModelConfig) -> tuple[int, int]:
+  """The query heads and the key heads that a device along `tensor` has."""
+  H, K, tensor = config.num_heads, config.num_kv_heads, config.rows.mesh.shape["tensor"]
+  return (H, K) if H % tensor else (H // tensor, math.lcm(K, tensor) // tensor)
 
 
 def across(exchange: Exchange, attend: AttendStream) -> AttendStream:
@@ -156,12 +178,10 @@ def across(exchange: Exchange, attend: AttendStream) -> AttendStream:
       return exchange.make(attend)(q, k, v, lengths_P, packing, of_device)
 
     tokens, rows = PartitionSpec(row_axes, AXIS, head_axis, None), PartitionSpec(row_axes)
-    of_heads: Any = tuple(axis for axis in (head_axis, AXIS) if axis)
-    sinks = PartitionSpec(of_heads if exchange.splits_sinks else head_axis)
     return jax.shard_map(
       attend_here,
       mesh=mesh,
-      in_specs=(tokens, tokens, tokens, rows, rows, sinks),
+      in_specs=(tokens, tokens, tokens, rows, rows, PartitionSpec(head_axis)),
       out_specs=tokens,
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
     )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view.sinks_H)

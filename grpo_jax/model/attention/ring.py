@@ -46,12 +46,12 @@ class _Ring(NamedTuple):
 
 
 class _Read(NamedTuple):
-  """What chunks of queries have read until now. float32, [..., P, K, R, Q] but for `values`.
+  """The sums over the keys that chunks of queries have met. float32, [..., P, K, R, Q].
 
   Attributes:
     largest: The largest score.
     total: The sum of exp(score - largest).
-    values: [..., P, Q, K, R, E], the sum of exp(score - largest) * value.
+    values: [..., P, Q, K, R, E]: the sum of exp(score - largest) * value.
   """
 
   largest: jax.Array
