@@ -72,7 +72,7 @@ class Hosts:
 
     Args:
       sizes: Batch sizes by config key, such as {"batch.prompts": 64}.
-      sampled: False: they are of parts that are only learned, of `learner_row_shards`.
+      sampled: False: the sampler gets none of them, so that they are of `learner_row_shards`.
     """
     shards = self.row_shards if sampled else self.learner_row_shards
     for key, size in sizes.items():
