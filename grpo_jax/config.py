@@ -726,6 +726,12 @@ class Mesh:
   fsdp: int = setting(1, "splits rows, parameters and optimizer state")
   expert: int = setting(1, "splits rows and the experts of a mixture")
   tensor: int = setting(1, "splits heads and the inner width of each layer")
+  context: int = setting(
+    1,
+    "splits the tokens of each text in the update and in passes for log-probs, and parameters and"
+    " optimizer state as mesh.fsdp does. While sampling, its devices have rows of their own",
+    before=1,
+  )
   sampler: int = setting(
     0,
     "how many devices, the last ones of each process, do nothing but sample, while the others"

@@ -45,7 +45,7 @@ def meshes_of_eight(axes):
 
 EIGHT, MIXTURES = meshes_of_eight(3), meshes_of_eight(4)
 FEW_TOKENS = dict(max_tokens=16)
-AXES = ("data", "fsdp", "tensor", "expert")  # of the tuples above, which may lack the last
+AXES = ("data", "fsdp", "tensor", "expert", "context")  # of tuples, which may lack the last
 
 
 def config(mesh, **sections):
@@ -171,6 +171,15 @@ def test_eight_devices_give_the_numbers_of_one(mesh, alone):
   """Nothing is traced twice, though lengths and keys differ. One mesh samples on another one."""
   tensor = 4 if mesh == (2, 2, 2) else 0
   run = make_run(mesh, sampling=FEW_TOKENS | dict(tensor=tensor))
+  assert_same_numbers(train_steps(run), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1, 2), (1, 2, 2, 1, 2), (1, 1, 1, 1, 8)], ids=str)
+def test_texts_that_are_split_give_the_numbers_of_one_device(mesh, alone):
+  run = make_run(mesh, sampling=FEW_TOKENS)
+  assert run.parameters.model.context == mesh[-1]
+  assert "context" not in run.parameters.sampling.mesh.shape
   assert_same_numbers(train_steps(run), alone)
 
 

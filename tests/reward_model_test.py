@@ -48,7 +48,7 @@ def config(functions, weights=None, preset="grpo", mesh=(8, 1, 1), **sections):
   c.reward.functions = tuple(map(str, functions))
   c.reward.weights = weights or (1.0,) * len(functions)
   c.reward.batch = 16
-  c.mesh.update(dict(zip(("data", "fsdp", "tensor"), mesh)))
+  c.mesh.update(dict(zip(("data", "fsdp", "tensor", "context"), mesh)))
   c.log.update(completions_every=1, tensorboard=False)
   for section, values in sections.items():
     c[section].update(values)
@@ -170,7 +170,7 @@ def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
   "mesh",
   [
     (2, 2, 2),
-    *((8, 1, 1), (1, 8, 1), (1, 1, 8)),
+    *((8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 1, 2, 4)),
   ],
   ids=str,
 )

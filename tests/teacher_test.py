@@ -13,6 +13,7 @@ from grpo_jax.algo.distillation import teacher_advantages
 from grpo_jax.batches.collect import Collector
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.json_files import parse_rows
@@ -91,11 +92,13 @@ def test_tokens_outside_the_mask_have_none():
 
 
 @pytest.mark.slow
-def test_the_teacher_of_another_shape_grades_each_token(tmp_path):
+@pytest.mark.parametrize("context", [1, 2])
+def test_the_teacher_of_another_shape_grades_each_token(tmp_path, context):
   """Its log-probs are those of a plain forward pass, and they are added with their weight."""
   shape, params = save_teacher(tmp_path / "teacher")
   config = with_reward(config_with(tmp_path / "teacher", teacher_weight=0.5), tmp_path, LENGTH)
-  run = small_run(config)
+  config = with_section(config, "mesh", context=context)
+  run = Run(config, devices=jax.devices()[:context])
   collected = Collector(run, Scorers(run))(
     run.initial_params(), 0, {"num_tokens": np.int64(0)}, Clock()
   )

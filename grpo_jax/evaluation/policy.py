@@ -373,7 +373,7 @@ def _on_this_machine(config: Config) -> Config:
   """The config with a mesh of all devices, which is its own without the sampler's, if that fits."""
   mesh = dataclasses.replace(config.mesh, sampler=0)
   config = dataclasses.replace(config, mesh=mesh)
-  sizes = mesh.data, mesh.fsdp, mesh.expert, mesh.tensor
+  sizes = mesh.data, mesh.fsdp, mesh.expert, mesh.tensor, mesh.context
   product = math.prod(size for size in sizes if size != -1)
   devices = jax.device_count()
   fits = devices % product == 0 if -1 in sizes else devices == product

@@ -32,15 +32,16 @@ def completion_features(
       them with those that the routers choose.
 
   Returns:
-    Hidden states [P, W, D] of the tokens that are predicted, W = G * T, or packed as
-    `target_packing` says where `batch.slots` is set; and the routing of each group, [P, ...], or
-    None for a model without experts. The routing counts a group's prompt once, if any of the
-    group's tokens is in the loss, and a completion's tokens of the loss except the last one, which
-    predicts nothing.
+    Hidden states [P, W, D] of the tokens that are predicted, W = G * T, or as `targets_of` says
+    where it says something; and the routing of each group, [P, ...], or None for a model without
+    experts. The routing counts a group's prompt once, if any of the group's tokens is in the loss,
+    and a completion's tokens of the loss except the last one, which predicts nothing.
   """
   P, G, T = batch.completions_PGT.shape
+  length = batch.prompts_PS.shape[1] + T
+  batch = divisible(batch, config)
   S = batch.prompts_PS.shape[1]
-  config = dataclasses.replace(config, length=S + T)
+  config = dataclasses.replace(config, length=max(length, S))
   in_row, inputs, targets = row_slots(T, config.platform), None, None
   if batch.slots:
     inputs, targets = input_packing(batch, in_row), target_packing(batch)
@@ -53,6 +54,8 @@ def completion_features(
   hidden_PND, routing = model.group_features(
     params, config, tokens_PN, groups, routes, remat, visual=visual
   )
+  if config.context > 1:
+    return _first_in_place(hidden_PND, batch.prompt_lengths_P, G), routing
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
   if targets is not None:
@@ -100,6 +103,14 @@ def input_packing(batch: Batch, in_row: int) -> model.Packing:
   return model.make_packing(counts_PG, in_row, batch.slots)
 
 
+def targets_of(batch: Batch, config: model.ModelConfig) -> model.Packing | None:
+  """Where the tokens lie that are predicted. None means in rows of T."""
+  if config.context > 1:
+    in_row = row_slots(batch.completions_PGT.shape[2], config.platform)
+    return _targets_in_place(divisible(batch, config), in_row)
+  return target_packing(batch) if batch.slots else None
+
+
 def target_packing(batch: Batch) -> model.Packing:
   """Where the tokens lie that are predicted, of rows of T."""
   _, G, T = batch.completions_PGT.shape
@@ -132,3 +143,57 @@ def _shifted(
   target_PN = jnp.where(inputs.token_PN >= 0, target_PN, -1)
   rest_PWD = model.move(hidden_PND, source_PW, target_PN)
   return jnp.where((time_PW == 0)[..., None], last_P1D, rest_PWD)
+
+
+def divisible(batch: Batch, config: model.ModelConfig) -> Batch:
+  """The batch with so many slots for its prompts that devices can divide the slots of a group.
+
+  They are at least G, for `_first_in_place`. Without an axis `context`, it is the batch itself.
+  """
+  if config.context == 1:
+    return batch
+  _, G, T = batch.completions_PGT.shape
+  S = batch.prompts_PS.shape[1]
+  others = batch.slots or G * row_slots(T, config.platform)
+  longer = max(S, G)
+  longer += -(longer + others) % (2 * config.context)  # a ring has two pieces of each device
+
+  def padded(x: jax.Array, value: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0), (0, longer - S)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+
+  experts = batch.prompt_experts_PSY
+  return batch.replace(
+    prompts_PS=padded(batch.prompts_PS, 0),
+    prompt_experts_PSY=None if experts is None else padded(experts, -1),
+  )
+
+
+def _first_in_place(hidden_PND: jax.Array, prompt_lengths_P: jax.Array, G: int) -> jax.Array:
+  """The hidden states, with that of the prompt's last token in the first G slots.
+
+  The first token of each completion is predicted there. Every other one is predicted in the slot of
+  the token before it, so that no hidden state moves to another device.
+  """
+  slots_N1 = jnp.arange(hidden_PND.shape[1])[:, None]
+  is_last_PN1 = slots_N1 == (prompt_lengths_P - 1)[:, None, None]
+  last_P1D = jnp.where(is_last_PN1, hidden_PND, 0).sum(1, keepdims=True)
+  return jnp.where(slots_N1 < G, last_P1D, hidden_PND)
+
+
+def _targets_in_place(batch: Batch, in_row: int) -> model.Packing:
+  """Where the tokens lie that are predicted, in the slots of `_first_in_place`."""
+  P, G, T = batch.completions_PGT.shape
+  S = batch.prompts_PS.shape[1]
+  before = jnp.broadcast_to(jnp.arange(G * in_row), (P, G * in_row))
+  token_PN = before
+  if batch.slots:
+    before, token_PN = input_packing(batch, in_row)
+  first_PG1 = jnp.broadcast_to(jnp.arange(G)[:, None], (P, G, 1))
+  rest = S + before.reshape(P, G, in_row)[:, :, : T - 1]
+  slot_PC = jnp.concatenate([first_PG1, rest], 2).reshape(P, G * T)
+  row_PN, time_PN = jnp.divmod(token_PN, max(1, in_row))
+  is_target_PN = (token_PN >= 0) & (time_PN + 1 < T)
+  after_PN = jnp.where(is_target_PN, row_PN * T + time_PN + 1, -1)
+  of_prompt_S = jnp.where(jnp.arange(S) < G, jnp.arange(S) * T, -1)
+  of_prompt_PS = jnp.broadcast_to(of_prompt_S, (P, S))
+  return model.Packing(slot_PC, jnp.concatenate([of_prompt_PS, after_PN], 1))

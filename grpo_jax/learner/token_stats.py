@@ -9,11 +9,12 @@ from flax import struct
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax import masked, model
 from grpo_jax.algo import kl
 from grpo_jax.config import Learner
-from grpo_jax.learner.features import completion_features, target_packing
+from grpo_jax.learner.features import completion_features, targets_of
 from grpo_jax.learner.packed import joined, split_batch
 from grpo_jax.types import Batch, Images, TokenStats, Visual
 
@@ -65,7 +66,7 @@ def batch_stats(
     options: Which statistics to compute, and in which pieces.
   """
   P, G, T = batch.completions_PGT.shape
-  targets = target_packing(batch) if batch.slots else None
+  targets = targets_of(batch, options.model)
 
   def features(params: model.Params, batch: Batch) -> tuple[jax.Array, Any]:
     return completion_features(params, options.model, batch, options.learner.saved_activations)
@@ -109,7 +110,8 @@ def token_stats(
   B, T = inputs.tokens_BT.shape
   shape = options.model
   chunk = options.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
-  positions_per_chunk = max(1, chunk * options.model.row_shards // B)
+  shards = shape.context
+  positions_per_chunk = max(1, chunk * shape.row_shards * shards // B)
   chunks = -(-T // positions_per_chunk)
   width = -(-T // chunks)
   if chunks == 1:
@@ -117,10 +119,15 @@ def token_stats(
 
   def split(x: jax.Array) -> jax.Array:
     """[B, T, ...] -> [chunks, B, width, ...]"""
+    if shards > 1:
+      return _split_on_each(x, chunks, shape)
     padding = [(0, 0), (0, chunks * width - T)] + [(0, 0)] * (x.ndim - 2)
     return jnp.moveaxis(jnp.pad(x, padding).reshape(B, chunks, width, *x.shape[2:]), 1, 0)
 
   def join(x: jax.Array) -> jax.Array:
+    if shards > 1:
+      by_device = jnp.moveaxis(x.reshape(chunks, B, shards, -1), 0, 2)
+      return by_device.reshape(B, shards, -1)[:, :, : T // shards].reshape(B, T)
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
 
   # The maxima and sums are kept, so that the backward pass reads the logits once.
@@ -131,6 +138,22 @@ def token_stats(
     return _stats_of_chunk(params, reference, chunk, temperature_B, options)
 
   return jax.tree.map(join, jax.lax.map(chunk_stats, jax.tree.map(split, inputs)))
+
+
+def _split_on_each(x: jax.Array, chunks: int, config: model.ModelConfig) -> jax.Array:
+  """[B, T, ...] -> [chunks, B, width, ...], where a chunk has equally many tokens of each device.
+
+  Slices of T would lie on a few devices each, and the others would wait.
+  """
+  (B, T, *rest), shards = x.shape, config.context
+  own = T // shards
+  width = -(-own // chunks)
+  padding = [(0, 0), (0, 0), (0, chunks * width - own)] + [(0, 0)] * len(rest)
+  padded = jnp.pad(x.reshape(B, shards, own, *rest), padding)
+  by_chunk = jnp.moveaxis(padded.reshape(B, shards, chunks, width, *rest), 2, 0)
+  places = NamedSharding(config.rows.mesh, PartitionSpec(None, *config.rows.spec))
+  by_chunk = by_chunk.reshape(chunks, B, shards * width, *rest)
+  return jax.lax.with_sharding_constraint(by_chunk, places)
 
 
 def default_chunk(vocabulary: int, platform: str) -> int:

@@ -12,6 +12,7 @@ from grpo_jax.model.attention import (
   Groups,
   Packing,
   attention_of,
+  exchange_in_words,
   make_packing,
   move,
   pack,
@@ -100,6 +101,7 @@ __all__ = [
   "score",
   "Routes",
   "attention_of",
+  "exchange_in_words",
   # Where tokens lie.
   "Groups",
   "Packing",

@@ -209,8 +209,8 @@ class ModelConfig:
     lora: The adapters of the policy on top of frozen parameters. None means that all parameters are
       trained.
 
-    rows: The sharding of the rows of activations on the mesh. In this and the two fields below,
-      None lets XLA choose.
+    rows: The sharding of activations [B, T, ...] on the mesh: that of their rows and, with an axis
+      `context`, of their tokens. In this and the two fields below, None lets XLA choose.
     table: The sharding of the embedding while tokens are looked up in it.
     experts: The sharding of the [X, D, M] weights while tokens go through the experts.
   """
@@ -309,6 +309,12 @@ class ModelConfig:
       return 1
     mesh_shape = self.rows.mesh.shape
     return math.prod(mesh_shape[axis] for axis in self.rows.spec[0])
+
+  @property
+  def context(self) -> int:
+    """The number of devices over which the tokens of a text are split."""
+    has_tokens = self.rows is not None and len(self.rows.spec) > 1
+    return self.rows.mesh.shape[self.rows.spec[1]] if has_tokens else 1
 
   def axis_of(self, heads: int) -> str | None:
     """The axis of the mesh over which so many heads are split, or None."""

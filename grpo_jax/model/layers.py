@@ -62,13 +62,13 @@ einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul(on_cpu: bool, x_NI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-  """x @ kernel with I inputs and O outputs, and a gradient that transposes the smaller operand.
+def matmul(on_cpu: bool, x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+  """x [..., I] @ kernel, with O outputs and a gradient that transposes the smaller operand of two.
 
   By default, XLA's CPU compiler fuses the transposition of the larger operand with the elementwise
   code that made it, and reads that with a stride (experiments/LOG.md, 2026-11-21).
   """
-  return _product(on_cpu, x_NI, kernel_IO)
+  return _product(on_cpu, x, kernel_IO)
 
 
 def _product(on_cpu: bool, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -81,25 +81,38 @@ def _product(on_cpu: bool, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _matmul_forward(
-  on_cpu: bool, x_NI: jax.Array, kernel_IO: jax.Array
+  on_cpu: bool, x: jax.Array, kernel_IO: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _product(on_cpu, x_NI, kernel_IO), (x_NI, kernel_IO)
+  return _product(on_cpu, x, kernel_IO), (x, kernel_IO)
 
 
 def _matmul_backward(
-  on_cpu: bool, saved: tuple[jax.Array, jax.Array], dy_NO: jax.Array
+  on_cpu: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  x_NI, kernel_IO = saved
-  dy_NO = jax.lax.optimization_barrier(dy_NO)
-  x_is_smaller = x_NI.shape[1] <= dy_NO.shape[1]
+  x, kernel_IO = saved
+  dy = jax.lax.optimization_barrier(dy)
+  if x.ndim > 2:
+    dkernel_IO = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=jnp.float32)
+    return _product(on_cpu, dy, kernel_IO.T), dkernel_IO.astype(x.dtype)
+  x_is_smaller = x.shape[1] <= dy.shape[1]
   if x_is_smaller:
-    dkernel_IO = _product(on_cpu, x_NI.T, dy_NO)
+    dkernel_IO = _product(on_cpu, x.T, dy)
   else:
-    dkernel_IO = _product(on_cpu, dy_NO.T, x_NI).T
-  return _product(on_cpu, dy_NO, kernel_IO.T), dkernel_IO
+    dkernel_IO = _product(on_cpu, dy.T, x).T
+  return _product(on_cpu, dy, kernel_IO.T), dkernel_IO
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def merged(config: ModelConfig, x: jax.Array, axes: int = 1) -> jax.Array:
+  """x as rows [N, I] of the I numbers on its last `axes` axes.
+
+  Where tokens are split over devices, x keeps its axes of rows and of tokens, [B, T, I]: one axis
+  of both could not stay split by both.
+  """
+  I = math.prod(x.shape[-axes:])
+  return x.reshape(*x.shape[:-axes], I) if config.context > 1 else x.reshape(-1, I)
 
 
 class Dense(nn.Module):
@@ -126,17 +139,17 @@ class Dense(nn.Module):
 
     kernel = self.param("kernel", initial_kernel, (*inputs, *self.features))
     kernel_IO, scale_O = factors(kernel, c.dtype, O)
-    x_NI = x.reshape(-1, I).astype(c.dtype)
+    rows = merged(c, x, self.axes).astype(c.dtype)
     on_cpu = (c.platform or jax.default_backend()) == "cpu"
-    out_NO = matmul(on_cpu, x_NI, kernel_IO)
+    out = matmul(on_cpu, rows, kernel_IO)
     if scale_O is not None:
-      out_NO = out_NO * scale_O
+      out = out * scale_O
     if self.has_variable("params", "lora_a"):
       a: jax.Array = self.get_variable("params", "lora_a").astype(c.dtype)
       b: jax.Array = self.get_variable("params", "lora_b").astype(c.dtype)
-      down_Nr = matmul(on_cpu, x_NI, a.reshape(I, -1))
-      out_NO = out_NO + c.lora.scale * matmul(on_cpu, down_Nr, b.reshape(-1, O))
-    out = out_NO.reshape(*batch_shape, *self.features)
+      down = matmul(on_cpu, rows, a.reshape(I, -1))
+      out = out + c.lora.scale * matmul(on_cpu, down, b.reshape(-1, O))
+    out = out.reshape(*batch_shape, *self.features)
     if not self.use_bias:
       return out
     bias = self.param("bias", nn.initializers.zeros_init(), self.features)
@@ -148,8 +161,12 @@ class Dense(nn.Module):
 RMSNorm = nn.remat(nn.RMSNorm)
 
 
-def head_product(equation: str, hidden: jax.Array, weights: jax.Array) -> jax.Array:
+def head_product(
+  config: ModelConfig, equation: str, hidden: jax.Array, weights: jax.Array
+) -> jax.Array:
   """`einsum` of hidden states [..., D] as rows [N, D] with weights, float32 [..., outputs]."""
+  if config.context > 1:
+    return einsum(equation.replace("n", "bt"), hidden, weights)
   out_NV = einsum(equation, hidden.reshape(-1, hidden.shape[-1]), weights)
   return out_NV.reshape(*hidden.shape[:-1], -1)
 
@@ -165,5 +182,5 @@ class Head(nn.Module):
   def __call__(self, hidden_BTD: jax.Array) -> jax.Array:
     shape = self.config.embed_dim, self.outputs
     kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-    out = head_product("nd,dv->nv", hidden_BTD, kernel.astype(self.config.dtype))
+    out = head_product(self.config, "nd,dv->nv", hidden_BTD, kernel.astype(self.config.dtype))
     return out + self.param("bias", nn.initializers.zeros, shape[1:]) if self.use_bias else out

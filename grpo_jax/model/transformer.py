@@ -193,6 +193,8 @@ def group_features(
   longest = c.length or groups.prompt_slots + groups.slots
   next_P = groups.lengths_P if visual is None else visual.next_P
   positions = vision.positions(visual, groups.positions_from(next_P))
+  if c.context > 1:
+    positions = constrain(positions, c.rows)
   inputs = Inputs(*_angles(c, positions, longest), routes=routes)
   attend = in_groups(c, groups, vision.pictures(c, visual, groups.prompt_slots))
   run = Pass(attend, recur_in_groups(groups))
@@ -275,7 +277,8 @@ def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.A
   """Logits [..., V], float32, from hidden states [..., D]."""
   parts = _parts(params, config)
   if config.tie_embeddings:
-    logits = head_product("nd,vd->nv", hidden_BTD, parts.embed.embedding.astype(config.dtype))
+    table_VD = parts.embed.embedding.astype(config.dtype)
+    logits = head_product(config, "nd,vd->nv", hidden_BTD, table_VD)
   else:
     logits = parts.head(hidden_BTD)
   if config.logit_divisor != 1:

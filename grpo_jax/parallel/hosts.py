@@ -33,12 +33,23 @@ class Hosts:
 
   Attributes:
     mesh: The devices that learn.
+    learner_row_shards: The parts that they split rows into.
     sampler_mailbox: The mailbox through which that thread exchanges.
   """
 
-  def __init__(self, mesh: jax.sharding.Mesh, sampler_shards: int = 1) -> None:
-    """`sampler_shards` are the parts that meshes of devices which only sample split rows into."""
+  def __init__(
+    self, mesh: jax.sharding.Mesh, sampler_shards: int = 1, is_apart: bool = True
+  ) -> None:
+    """Makes the exchanges of the processes.
+
+    Args:
+      mesh: The devices that learn.
+      sampler_shards: The parts that the sampler's meshes split rows into.
+      is_apart: Whether these meshes have devices of their own, if they have several parts.
+    """
     self.mesh, self._sampler_shards = mesh, sampler_shards
+    self.learner_row_shards = math.prod(mesh.shape[axis] for axis in ROW_AXES)
+    self._is_apart = is_apart and sampler_shards > 1
     self._mailbox, self.sampler_mailbox = Mailbox(), Mailbox()
 
   @property
@@ -54,24 +65,23 @@ class Hosts:
   @property
   def row_shards(self) -> int:
     """The divisor of every number of rows: each mesh then splits their first axis evenly."""
-    own = math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
-    return math.lcm(own, self._sampler_shards)
+    return math.lcm(self.learner_row_shards, self._sampler_shards)
 
-  def check_rows(self, sizes: Mapping[str, int]) -> None:
+  def check_rows(self, sizes: Mapping[str, int], sampled: bool = True) -> None:
     """Raises ConfigError unless every batch size is a multiple of `row_shards`.
 
     Args:
       sizes: Batch sizes by config key, such as {"batch.prompts": 64}.
+      sampled: False: the sampler gets none of them, so that they are of `learner_row_shards`.
     """
+    shards = self.row_shards if sampled else self.learner_row_shards
     for key, size in sizes.items():
-      if size % self.row_shards:
-        raise ConfigError(
-          f"config key {key} is {size}: it must be a multiple of mesh.data x mesh.fsdp x "
-          f"mesh.expert = {self.row_shards}"
-          if self._sampler_shards == 1
-          else f"config key {key} is {size}: it must be a multiple of {self.row_shards}, so that"
-          " the devices of mesh.sampler and the others both split it evenly"
-        )
+      if size % shards:
+        multiple = f"mesh.data x mesh.fsdp x mesh.expert = {shards}"
+        if shards > self.learner_row_shards:
+          multiple = f"{shards}, so that the devices which sample and those which learn"
+          multiple += " both split it evenly"
+        raise ConfigError(f"config key {key} is {size}: it must be a multiple of {multiple}")
 
   def put(self, tree: Any) -> Any:
     """Puts host arrays onto the mesh, with their first axis over data x fsdp x expert.
@@ -160,7 +170,7 @@ class Hosts:
 
   def _gather(self, x: np.ndarray) -> np.ndarray:
     """The arrays of all processes, which have the same shape, stacked."""
-    if self._sampler_shards == 1:
+    if not self._is_apart:
       return multihost_utils.process_allgather(x)
     samples = threading.current_thread().name == SAMPLER_THREAD
     mailbox = self.sampler_mailbox if samples else self._mailbox

@@ -10,6 +10,7 @@ from grpo_jax.config import Mesh
 from grpo_jax.settings import ConfigError
 
 AXES = ("data", "fsdp", "expert", "tensor")
+CONTEXT = "context"  # the axis that splits the tokens of a text. Only meshes that use it have it.
 
 
 def sizes_of(mesh: jax.sharding.Mesh) -> str:
@@ -59,11 +60,13 @@ def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sh
       f" mesh.tensor = {expert * tensor}"
     )
   sizes = (1, len(devices) // (expert * tensor), expert, tensor)
-  return jax.make_mesh(sizes, AXES, axis_types=mesh.axis_types, devices=devices)
+  return jax.make_mesh(sizes, AXES, axis_types=_auto(AXES), devices=devices)
 
 
 def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
   """The mesh of the sampler, whose `fsdp` is 1: weights lie whole on the devices that share a row.
+
+  It has no axis `context`, whose devices have rows of their own.
 
   Args:
     mesh: The mesh of the run, or that of the devices which only sample.
@@ -78,14 +81,16 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
       f"config key sampling.tensor is {tensor}: it must be a multiple of mesh.tensor = {own}, and"
       f" divide the {mesh.size // experts} devices that mesh.expert leaves"
     )
-  if mesh.shape["fsdp"] == 1 and tensor == own:
+  if mesh.shape["fsdp"] == 1 and tensor == own and CONTEXT not in mesh.shape:
     return mesh
   devices = mesh.devices.reshape(-1, 1, experts, tensor)
-  return jax.sharding.Mesh(devices, AXES, axis_types=mesh.axis_types)
+  return jax.sharding.Mesh(devices, AXES, axis_types=_auto(AXES))
 
 
 def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
   """All devices as a [data, fsdp, expert, tensor] mesh.
+
+  With mesh.context above 1, it is a [data, fsdp, context, expert, tensor] mesh.
 
   Args:
     config: The size of each axis. One of them may be -1: it takes the devices that the others
@@ -97,8 +102,9 @@ def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
   """
   devices = jax.devices() if devices is None else devices
   count = len(devices)
-  sizes = [getattr(config, axis) for axis in AXES]
-  settings = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes))
+  axes = (*AXES, CONTEXT)
+  sizes = [getattr(config, axis) for axis in axes]
+  settings = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(axes, sizes))
   if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
     raise ConfigError(
       f"{settings}: each must be at least 1, and one of them may be -1 for what is left"
@@ -109,4 +115,13 @@ def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
     raise ConfigError(
       f"{settings} does not fit {count} devices: choose axes whose product is {count}"
     )
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  *others, context = sizes
+  if context == 1:
+    return jax.make_mesh(others, AXES, axis_types=_auto(AXES), devices=devices)
+  # Before `expert`, so that the sampler's mesh has the devices in the same order.
+  axes, sizes = (*AXES[:2], CONTEXT, *AXES[2:]), [*others[:2], context, *others[2:]]
+  return jax.make_mesh(sizes, axes, axis_types=_auto(axes), devices=devices)
+
+
+def _auto(axes: Sequence[str]) -> tuple[AxisType, ...]:
+  return (AxisType.Auto,) * len(axes)

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.model import is_stacked, layer_embeddings, mixers, mlps, towers
+from grpo_jax.parallel.mesh import CONTEXT
 from grpo_jax.settings import ConfigError
 
 # The mesh axes that split the first axis of a batch.
@@ -58,7 +59,7 @@ def param_specs(params: Any, mesh: Mesh) -> Any:
 
   def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
     axes = _axes(leaf_path(path), leaf)
-    split = [axis if _divides(mesh, axis, size) else None for axis, size in zip(axes, leaf.shape)]
+    split = [_weight_axes(mesh, axis, size) for axis, size in zip(axes, leaf.shape)]
     return NamedSharding(mesh, PartitionSpec(*split))
 
   return jax.tree_util.tree_map_with_path(sharding, params)
@@ -70,7 +71,7 @@ def undivided(params: Any, mesh: Mesh) -> list[str]:
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     name = leaf_path(path)
     for dimension, (axis, size) in enumerate(zip(_axes(name, leaf), leaf.shape)):
-      if axis is not None and not _divides(mesh, axis, size):
+      if axis is not None and _weight_axes(mesh, axis, size) is None:
         lines.append(
           f"{name}: dimension {dimension} of {size} is not divisible by {axis}={mesh.shape[axis]}"
         )
@@ -99,7 +100,7 @@ def replicated(state: Any, mesh: Mesh) -> list[str]:
   Lists the arrays that `state_shardings` cannot match to a parameter, except those of one element.
   The list is empty if the mesh does not split parameters.
   """
-  if all(mesh.shape[axis] == 1 for axis in SPLIT_AXES):
+  if all(mesh.shape.get(axis, 1) == 1 for axis in (*SPLIT_AXES, CONTEXT)):
     return []
   placement = _Placement(state.params, mesh)
   arrays = jax.tree_util.tree_leaves_with_path({"opt_state": state.opt_state})
@@ -156,6 +157,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
 
+def tokens_sharding(mesh: Mesh) -> NamedSharding:
+  """Activations [P, N, ...]: prompts as in a batch, and their N tokens over context."""
+  return NamedSharding(mesh, PartitionSpec(ROW_AXES, CONTEXT))
+
+
 def parts_sharding(mesh: Mesh) -> NamedSharding:
   """The second axis of micro-batches [M, m, ...], as `batch_sharding` has the first of a batch."""
   return NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
@@ -179,10 +185,16 @@ def experts_sharding(mesh: Mesh, experts: int, width: int) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(expert_axis, None, width_axis))
 
 
-def model_shardings(shape: Any, mesh: Mesh) -> dict[str, NamedSharding]:
-  """The fields of a model's config that place its activations and the weights that they meet."""
+def model_shardings(
+  shape: Any, mesh: Mesh, splits_tokens: bool = False
+) -> dict[str, NamedSharding]:
+  """The fields of a model's config that place its activations and the weights that they meet.
+
+  With `splits_tokens`, an axis `context` of the mesh splits the tokens of a text.
+  """
+  is_split = splits_tokens and CONTEXT in mesh.shape
   return {
-    "rows": batch_sharding(mesh),
+    "rows": tokens_sharding(mesh) if is_split else batch_sharding(mesh),
     "table": table_sharding(mesh, shape.vocab_size),
     "experts": experts_sharding(mesh, shape.num_experts, shape.expert_dim),
   }
@@ -197,6 +209,17 @@ def _axes(name: str, leaf: Any) -> tuple[str | None, ...]:
   raise ConfigError(
     f"parameter {name} {leaf.shape} has no rule: add one to RULES in grpo_jax/parallel/sharding.py"
   )
+
+
+def _weight_axes(mesh: Mesh, axis: str | None, size: int) -> str | tuple[str, ...] | None:
+  """The axes of the mesh that split a dimension of a parameter, for its axis in RULES.
+
+  Devices along `context` compute the same parameters, as those along `fsdp` do.
+  """
+  if axis == "fsdp" and CONTEXT in mesh.shape:
+    if size % (mesh.shape[axis] * mesh.shape[CONTEXT]) == 0:
+      return axis, CONTEXT
+  return axis if _divides(mesh, axis, size) else None
 
 
 def _axis_if_divides(mesh: Mesh, axis: str, size: int) -> str | None:

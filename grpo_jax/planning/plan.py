@@ -8,6 +8,7 @@ from absl import flags
 from huggingface_hub import try_to_load_from_cache
 import jax
 
+from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import DoesNotFit
 from grpo_jax.data.tokenizers import tokenizer
@@ -82,6 +83,9 @@ def plan(run: Run, topology: str) -> None:
   print(f"{device.device_kind}, {count} of {topology}: {size} on each")
   print(run.parameters.describe())
   print(f"mesh {sizes_of(run.mesh)}; sampling on mesh {sizes_of(run.parameters.sampling.mesh)}")
+  shape = run.parameters.model
+  if shape.context > 1:
+    print(model.exchange_in_words(shape))
   estimate = sum(run.programs.estimate_of_update)
   print(
     f"an update computes {run.programs.micro_batch} prompts at once:"

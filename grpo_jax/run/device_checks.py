@@ -34,6 +34,21 @@ def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> Non
       raise ConfigError(f"{key}: in a run of several processes, {why}; or set mesh.sampler=0")
 
 
+def check_context(shape: model.ModelConfig) -> None:
+  """Raises ConfigError for a model whose texts cannot be split over the devices of mesh.context."""
+  if shape.context == 1:
+    return
+  for holds, why in (
+    (
+      "delta" not in shape.mixers,
+      "the model has layers whose state goes from token to token; set 1",
+    ),
+    (shape.vision is None, "the model sees images; set 1, or model.vision=ignored"),
+  ):
+    if not holds:
+      raise ConfigError(f"config key mesh.context is {shape.context}: {why}")
+
+
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
   """Raises ConfigError if the parameters alone are larger than the memory that they would lie in.
 
@@ -60,17 +75,20 @@ def check_batches(config: Config, hosts: Hosts) -> None:
   hosts.check_rows(
     {
       "batch.prompts": config.batch.prompts,
-      "batch.micro_batch": config.batch.micro_batch,
-      "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
       "eval.batch": config.eval.batch if config.eval.every else 0,
     }
   )
+  learned = {
+    "batch.micro_batch": config.batch.micro_batch,
+    "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
+  }
+  hosts.check_rows(learned, sampled=False)
   count = config.algo.minibatches
   part = config.batch.prompts // count
-  if part % hosts.row_shards:
+  if part % hosts.learner_row_shards:
     raise ConfigError(
       f"config key algo.minibatches is {count}: batch.prompts / algo.minibatches = {part} must be a"
-      f" multiple of mesh.data x mesh.fsdp x mesh.expert = {hosts.row_shards}"
+      f" multiple of mesh.data x mesh.fsdp x mesh.expert = {hosts.learner_row_shards}"
     )
   rows = config.sampling.rows
   if rows and rows < hosts.row_shards:

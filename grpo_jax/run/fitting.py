@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
-from grpo_jax.parallel.mesh import sampling_mesh
-from grpo_jax.run.memory import activation_bytes, sampler_bytes
+from grpo_jax.parallel.mesh import CONTEXT, sampling_mesh
+from grpo_jax.run.memory import activation_bytes, sampler_bytes, sampler_calls
 
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
 # sampler holds is mostly weights and caches, whose sizes are known.
@@ -41,7 +41,8 @@ def sampling_tensor(
     memory: The bytes of a device, or None if they are not known.
   """
   own = mesh.shape["tensor"]
-  if config.sampling.tensor or mesh.shape["fsdp"] == 1 or memory is None:
+  context = mesh.shape.get(CONTEXT, 1)
+  if config.sampling.tensor or mesh.shape["fsdp"] * context == 1 or memory is None:
     return config.sampling.tensor or own
   devices = mesh.size // mesh.shape["expert"]
   sizes = [
@@ -49,6 +50,9 @@ def sampling_tensor(
     for size in range(own, devices + 1, own)
     if devices % size == 0 and (size == own or shape.num_heads % size == 0)
   ]
+  if context > 1:  # its devices share rows where there are fewer rows than devices
+    prompts = [prompts for prompts, _ in sampler_calls(config)]
+    sizes = [size for size in sizes if not any(p % (mesh.size // size) for p in prompts)] or sizes
   usable = _USABLE_BY_SAMPLER * memory
 
   def on_mesh(size: int) -> tuple[float, float]:
@@ -135,6 +139,7 @@ def micro_batch(
   # A loss that reads the routers of all micro-batches costs a forward pass if there are several.
   if shape.platform == "cpu" and not config.learner.router_aux_coef:
     tokens = config.data.max_prompt_tokens + config.rows_per_prompt * config.sampling.max_tokens
+    tokens //= shape.context
     few = [size for size in sizes if size // row_shards * tokens <= _TOKENS_ON_CPU]
     sizes = few or sizes[:1]
   return max(sizes)

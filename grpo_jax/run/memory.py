@@ -257,6 +257,8 @@ def activation_bytes(
 ) -> Callable[[int], float]:
   """prompts of one device -> the bytes that it needs to update with them, beside what is held.
 
+  With an axis `context`, it has a part of their tokens.
+
   The arguments are those of `visual_of`.
   """
   split = shape.rows.mesh.shape["tensor"]
@@ -271,7 +273,7 @@ def activation_bytes(
   chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
   copies = _CHUNK_COPIES_ON_CPU if shape.platform == "cpu" else _CHUNK_COPIES
   per_token = copies * shape.vocab_size * 4 / split
-  tokens = config.rows_per_prompt * config.sampling.max_tokens
+  tokens = config.rows_per_prompt * config.sampling.max_tokens // shape.context
 
   def needed(prompts: int) -> float:
     in_chunk = min(max(chunk, prompts), prompts * tokens)
@@ -323,4 +325,5 @@ def _kept_bytes(
     return sum(on_one_device(x) for x in arrays)
 
   # The difference leaves out the parameters.
-  return (kept(2 * shape.row_shards) - kept(shape.row_shards)) / shape.row_shards
+  of_prompts = kept(2 * shape.row_shards) - kept(shape.row_shards)
+  return of_prompts / (shape.row_shards * shape.context)

@@ -61,7 +61,7 @@ class Parameters:
     """
     self._config = config
     self._mesh = mesh
-    shardings = sharding.model_shardings(shape, mesh)
+    shardings = sharding.model_shardings(shape, mesh, splits_tokens=True)
     self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
     init = functools.partial(model.init, config=self.model)
     whole = self._placed(jax.eval_shape(init, jax.random.key(0)))

@@ -28,7 +28,13 @@ from grpo_jax.progress import doing
 from grpo_jax.run import compilation_cache, compilations
 from grpo_jax.run.checks import check_config, corrected
 from grpo_jax.run.compiled import Programs
-from grpo_jax.run.device_checks import check_apart, check_length, check_memory, check_stop_ids
+from grpo_jax.run.device_checks import (
+  check_apart,
+  check_context,
+  check_length,
+  check_memory,
+  check_stop_ids,
+)
 from grpo_jax.run.parameters import Parameters
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Images, Visual
@@ -92,14 +98,15 @@ class Run:
     check_experts(config, shape, self.mesh.shape["expert"])
     with doing(f"laying out {shape.num_layers} layers"):
       self.parameters = Parameters(local, shape, self.mesh, apart)
+    check_context(self.parameters.model)
     check_memory(self.parameters.abstract_policy, self.mesh)
     remark = model.attention_of(self.parameters.model)[1]
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))
-    apart_shards = 1
+    sampler_shards = self.parameters.sampling.model.row_shards
     if apart:
       check_apart(config, self.parameters.model, self.processes)
-      apart_shards = self.parameters.sampling.model.row_shards * self.processes
-    self.hosts = Hosts(self.mesh, apart_shards)
+      sampler_shards *= self.processes
+    self.hosts = Hosts(self.mesh, sampler_shards, is_apart=bool(apart))
     check_length(config, shape)
     check_stop_ids(config, shape)
     self.programs = Programs(config, self.mesh, self.parameters)

@@ -77,7 +77,9 @@ class RewardModel:
     shape = model.load_model_config(folder, model.REWARD_HEADS)
     tokens = tokenizer.load(folder, "reward.functions")
     self._tokens = tokens.for_model(shape.vocab_size, str(folder), "reward.functions")
-    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh)
+    # States go from token to token, so that texts with them lie whole on each device.
+    is_split = "delta" not in shape.mixers
+    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=is_split)
     self._model = dataclasses.replace(shape, dtype=config.dtype, **shardings)
     self._make_texts = TEXTS_BY_LABELS[shape.labels]
     self._batch = config.batch
@@ -139,13 +141,16 @@ class RewardModel:
 
   def _forward(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
     """float32 [B, T]: the score at each token."""
-    config = dataclasses.replace(self._model, length=tokens_BT.shape[1])
+    T = tokens_BT.shape[1]
+    padding = -T % (2 * self._model.context) if self._model.context > 1 else 0
+    tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, padding))) if padding else tokens_BT
+    config = dataclasses.replace(self._model, length=T + padding)
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     # Set here, because the process-wide default is the policy's precision.
     precision = "float32" if config.dtype == "float32" else None
     with jax.default_matmul_precision(precision):
       hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
-      return model.score(params, config, hidden_BTD)
+      return model.score(params, config, hidden_BTD)[:, :T]
 
 
 def whole_texts(

@@ -136,7 +136,7 @@ class Scorers:
 
   def _reward_model(self, path: str) -> RewardModel:
     reward, hosts = self._config.reward, self._run.hosts
-    hosts.check_rows({"reward.batch": reward.batch})
+    hosts.check_rows({"reward.batch": reward.batch}, sampled=False)
     dtype = reward.dtype or self._config.model.dtype
     scorer = RewardModel(path, dataclasses.replace(reward, dtype=dtype), hosts)
     if self._config.data.chat:

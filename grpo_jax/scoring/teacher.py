@@ -49,7 +49,9 @@ class Teacher:
         f"config key {_KEY}: the teacher has {shape.max_positions} positions, and"
         f" data.max_prompt_tokens + sampling.max_tokens are {longest} tokens"
       )
-    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh)
+    # States go from token to token, so that texts with them lie whole on each device.
+    is_split = "delta" not in shape.mixers
+    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=is_split)
     dtype = reward.dtype or config.model.dtype
     shape = dataclasses.replace(shape, dtype=dtype, attention=config.model.attention, **shardings)
     options = learner.StatsOptions(shape, config.learner)

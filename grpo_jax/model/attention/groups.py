@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.attention import dense
-from grpo_jax.model.attention.choose import ONE_WAY, choose, implementation
+from grpo_jax.model.attention.choose import BEST, ONE_WAY, choose, implementation
+from grpo_jax.model.attention.context import AttendStream, across, exchange_of
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
@@ -82,15 +83,9 @@ def recur_in_groups(groups: Groups, keep: bool = False) -> Callable[[Any], Recur
   return lambda memory: recur
 
 
-def in_groups(
-  config: ModelConfig,
-  groups: Groups,
-  pictures_PS: jax.Array | None = None,
-  keep: bool = False,
-) -> Callable[[int, Any], Attend]:
-  """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
-  S = groups.prompt_slots
-  name = attention_of(config)[0]
+def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
+  """The attention of groups, whose tokens may be split over devices."""
+  S, name = groups.prompt_slots, attention_of(config)[0]
   attend = implementation(name)
   # Where few tokens are left, whole scores of the stream are fewer than those of the rows.
   is_stream = (
@@ -99,17 +94,43 @@ def in_groups(
     and groups.packing.token_PN.shape[1] <= 2 * groups.slots
   )
 
-  def rows_of(x_PNHE: jax.Array) -> jax.Array:
+  def rows_of(x_PNHE: jax.Array, packing: Packing | None) -> jax.Array:
     """Prompts and completions with the completions in rows."""
-    if groups.packing is None:
+    if packing is None:
       return x_PNHE
-    return jnp.concatenate([x_PNHE[:, :S], unpack(x_PNHE[:, S:], groups.packing)], 1)
+    return jnp.concatenate([x_PNHE[:, :S], unpack(x_PNHE[:, S:], packing)], 1)
 
-  def stream_of(x_PNHE: jax.Array) -> jax.Array:
+  def stream_of(x_PNHE: jax.Array, packing: Packing | None) -> jax.Array:
     """The inverse of `rows_of`."""
-    if groups.packing is None:
+    if packing is None:
       return x_PNHE
-    return jnp.concatenate([x_PNHE[:, :S], pack(x_PNHE[:, S:], groups.packing)], 1)
+    return jnp.concatenate([x_PNHE[:, :S], pack(x_PNHE[:, S:], packing)], 1)
+
+  def attend_stream(
+    q_PNHE: jax.Array,
+    k_PNKE: jax.Array,
+    v_PNKE: jax.Array,
+    lengths_P: jax.Array,
+    packing: Packing | None,
+    view: View,
+  ) -> jax.Array:
+    if is_stream:
+      token_PN = packing.token_PN
+      return dense.attend_packed(q_PNHE, k_PNKE, v_PNKE, lengths_P, token_PN, view)
+    q, k, v = (rows_of(x, packing) for x in (q_PNHE, k_PNKE, v_PNKE))
+    return stream_of(attend(q, k, v, lengths_P, view), packing)
+
+  return attend_stream if config.context == 1 else across(exchange_of(config), attend_stream)
+
+
+def in_groups(
+  config: ModelConfig,
+  groups: Groups,
+  pictures_PS: jax.Array | None = None,
+  keep: bool = False,
+) -> Callable[[int, Any], Attend]:
+  """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
+  attend = _attention(config, groups)
 
   def attend_of(window: int, memory: Any) -> Attend:
     is_both_ways = config.vision and (window or config.vision.both_ways == "all")
@@ -124,17 +145,12 @@ def in_groups(
       kept: Any = None,
     ) -> tuple[jax.Array, Any]:
       arrays = dict(sinks_H=sinks_H, pictures_PS=pictures)
-      view = View(S, groups.completions, groups.slots, **arrays, **scoring)
+      view = View(groups.prompt_slots, groups.completions, groups.slots, **arrays, **scoring)
       if k_PNKE is None:
         k_PNKE, v_PNKE = memory.own
       elif keep:
         kept = kept or (k_PNKE, v_PNKE)
-      if is_stream:
-        token_PN = groups.packing.token_PN
-        out_PNHE = dense.attend_packed(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, token_PN, view)
-        return out_PNHE, None
-      q, k, v = (rows_of(x) for x in (q_PNHE, k_PNKE, v_PNKE))
-      out_PNHE = stream_of(attend(q, k, v, groups.lengths_P, view))
+      out_PNHE = attend(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, groups.packing, view)
       return out_PNHE, kept if keep else None
 
     return attend_in_groups
@@ -147,7 +163,10 @@ def attention_of(config: ModelConfig) -> tuple[str, str]:
   platform = config.platform or jax.default_backend()
   cap, sinks = config.attention_cap, config.attention_sinks
   head_dim = max(config.head_dim, config.global_head_dim)
-  chosen, remark = choose(config.attention, platform, config.dtype, head_dim, cap, sinks)
+  name = config.attention
+  if name == "auto" and config.context > 1 and BEST.get(platform) == "dense":
+    name = "chunked"  # texts that are split are long, and whole scores are the square of that
+  chosen, remark = choose(name, platform, config.dtype, head_dim, cap, sinks)
   if chosen in ONE_WAY and config.vision and config.vision.both_ways:
     reason = f"with {chosen}, tokens of a picture could not see those after them"
     return "chunked", f"attention is computed in chunks, without a kernel: {reason}"

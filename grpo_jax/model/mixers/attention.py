@@ -8,7 +8,7 @@ import jax
 
 from grpo_jax.model.config import LayerKind, ModelConfig
 from grpo_jax.model.kernels import Target
-from grpo_jax.model.layers import Dense, RMSNorm
+from grpo_jax.model.layers import Dense, RMSNorm, merged
 from grpo_jax.model.mixers.seen import Kept, Seen
 from grpo_jax.model.rope import rotate
 
@@ -52,10 +52,10 @@ class Attention(nn.Module):
     """Returns the output [B, T, D], and what `attend` returns beside its output."""
     c, rope = self.config, seen.rope
     # Once, so that the backward pass keeps one array for all projections.
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    rows = merged(c, x_BTD)
 
     def project(name: str, heads: int, head_dim: int = c.head_dim) -> jax.Array:
-      out_NHE = Dense(c, (heads, head_dim), use_bias=c.qkv_bias, name=name)(x_ND)
+      out_NHE = Dense(c, (heads, head_dim), use_bias=c.qkv_bias, name=name)(rows)
       return out_NHE.reshape(*x_BTD.shape[:-1], heads, head_dim)
 
     def rotated_norm(name: str, x: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ import jax
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.kernels import Target
-from grpo_jax.model.layers import ACTIVATIONS, Dense
+from grpo_jax.model.layers import ACTIVATIONS, Dense, merged
 from grpo_jax.model.mlps.router import Routes
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
@@ -58,10 +58,10 @@ class MLP(nn.Module):
     # The backward pass computes the hidden units again. To save them and the derivative of the
     # activation would take longer on a CPU, and more memory everywhere.
     @nn.remat
-    def down(mlp: nn.Module, gate_NF: jax.Array, up_NF: jax.Array) -> jax.Array:
-      return project(mlp, "down", c.embed_dim, ACTIVATIONS[c.activation](gate_NF, up_NF))
+    def down(mlp: nn.Module, gate: jax.Array, up: jax.Array) -> jax.Array:
+      return project(mlp, "down", c.embed_dim, ACTIVATIONS[c.activation](gate, up))
 
     # Once, so that the backward pass keeps one array for both projections.
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    gate_NF, up_NF = project(self, "gate", width, x_ND), project(self, "up", width, x_ND)
-    return down(self, gate_NF, up_NF).reshape(x_BTD.shape), None
+    rows = merged(c, x_BTD)
+    gate, up = project(self, "gate", width, rows), project(self, "up", width, rows)
+    return down(self, gate, up).reshape(x_BTD.shape), None

@@ -1,0 +1,342 @@
+"""Attention in a ring: each device keeps its queries, and keys and values go from one to the next.
+
+Liu et al. 2310.01889. A device never has more than two devices' keys and values. It joins what its
+queries read of each part by a running maximum and sum, as Rabe & Staats 2112.05682 do for chunks.
+
+A token sees earlier ones alone, so the devices that have the last tokens of a text would compute
+most. Hence device i of n computes pieces i and 2n - 1 - i of 2n pieces of the tokens (zig-zag), and
+each computes equally many pairs of pieces. Pieces whose tokens do not see each other, such as those
+of different completions, are left out.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model.attention.packing import Packing, pack
+from grpo_jax.model.attention.view import View
+from grpo_jax.model.layers import einsum
+
+MAX_CHUNK = 512  # queries
+MAX_SCORES = 2**25  # the scores that exist at a time: 128 MiB in float32
+_OF_PROMPT, _NO_TOKEN = -1, -2  # in place of the number of a completion
+_LOWEST = -1e30  # instead of -inf, whose differences are no numbers
+
+
+class Slots(NamedTuple):
+  """The tokens in slots of groups.
+
+  Attributes:
+    row_PN: int32, the number of the token's completion, _OF_PROMPT or _NO_TOKEN.
+    place_PN: int32, its position in its text.
+  """
+
+  row_PN: jax.Array
+  place_PN: jax.Array
+
+
+class _Ring(NamedTuple):
+  """The constants of a ring: the window and the cap of a `View`, and the axis of the mesh."""
+
+  window: int
+  cap: float
+  axis: str
+
+
+class _Read(NamedTuple):
+  """The sums over the keys that chunks of queries have met. float32, [..., P, K, R, Q].
+
+  Attributes:
+    largest: The largest score.
+    total: The sum of exp(score - largest).
+    values: [..., P, Q, K, R, E]: the sum of exp(score - largest) * value.
+  """
+
+  largest: jax.Array
+  total: jax.Array
+  values: jax.Array
+
+
+class _Pair(NamedTuple):
+  """One of a device's pieces of queries, and a piece of keys that visits it.
+
+  Attributes:
+    is_before: Whether a query may see a key: the keys' piece is not after the queries'.
+    queries: The queries [chunks, P, Q, K, R, E], and their slots [chunks, P, Q].
+    of_keys: The slots of the keys.
+  """
+
+  is_before: jax.Array
+  queries: tuple[jax.Array, Slots]
+  of_keys: Slots
+
+
+class _Seen(NamedTuple):
+  """A chunk of queries [P, Q, K, R, E], and which keys they see, [P, 1, 1, Q, keys]."""
+
+  q: jax.Array
+  mask: jax.Array
+
+
+def slots_of(lengths_P: jax.Array, packing: Packing | None, view: View) -> Slots:
+  """The tokens of groups whose completions lie in a stream, or in rows where `packing` is None."""
+  P, S, G, T = len(lengths_P), view.prompt_slots, view.completions, view.slots
+  slots_PS = jnp.broadcast_to(jnp.arange(S), (P, S))
+  token_PN = jnp.broadcast_to(jnp.arange(G * T), (P, G * T))
+  if packing is not None:
+    token_PN = jnp.where(packing.token_PN >= 0, pack(token_PN, packing), -1)
+  row_PN, time_PN = jnp.divmod(token_PN, max(1, T))
+  row_PN = jnp.where(token_PN >= 0, row_PN, _NO_TOKEN)
+  of_prompt_PS = jnp.where(slots_PS < lengths_P[:, None], _OF_PROMPT, _NO_TOKEN)
+  return Slots(
+    jnp.concatenate([of_prompt_PS, row_PN], 1),
+    jnp.concatenate([slots_PS, lengths_P[:, None] + time_PN], 1),
+  )
+
+
+def attend_ring(
+  q_PNHE: jax.Array,
+  k_PNKE: jax.Array,
+  v_PNKE: jax.Array,
+  slots: Slots,
+  view: View,
+  axis: str,
+) -> jax.Array:
+  """The outputs of a device's queries, within a `shard_map` over `axis`.
+
+  Args:
+    q_PNHE: The device's queries. N is even.
+    k_PNKE: Its keys.
+    v_PNKE: Its values.
+    slots: The slots of all devices.
+    view: The window and the cap, and the sinks of the device's heads.
+    axis: The axis of the mesh along which the devices have different tokens.
+  """
+  P, N, H, E = q_PNHE.shape
+  K, devices = k_PNKE.shape[2], jax.lax.axis_size(axis)
+  sinks_KR = jnp.full(H, _LOWEST)
+  if view.sinks_H is not None:
+    sinks_KR = view.sinks_H.astype(jnp.float32)
+  sinks_KR = sinks_KR.reshape(K, H // K)
+  piece = N // 2
+  chunk = _chunk(P * H, piece)
+  padding = -piece % chunk
+
+  def in_pieces(x: jax.Array, pieces: int, value: int = 0) -> jax.Array:
+    """[P, N, ...] -> [pieces, P, slots of a piece, ...], padded to whole chunks."""
+    x = jnp.moveaxis(x.reshape(P, pieces, piece, *x.shape[2:]), 1, 0)
+    sides = [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)
+    return jnp.pad(x, sides, constant_values=value)
+
+  of_pieces = Slots(
+    in_pieces(slots.row_PN, 2 * devices, _NO_TOKEN), in_pieces(slots.place_PN, 2 * devices)
+  )
+  q, k, v = (_zigzag(in_pieces(x, 2), axis) for x in (q_PNHE, k_PNKE, v_PNKE))
+  q = _in_chunks(q.reshape(*q.shape[:3], K, H // K, E), chunk)
+  # If the slots did not depend on the queries, JAX would keep the masks of all turns and chunks for
+  # the backward pass.
+  q, of_pieces = jax.lax.optimization_barrier((q, of_pieces))
+  out = _ring(_Ring(view.hiding_window, view.cap, axis), q, k, v, sinks_KR, of_pieces)
+  out = _zigzag(_joined(out), axis, back=True)[:, :, :piece]
+  return jnp.moveaxis(out, 0, 1).reshape(P, N, H, E)
+
+
+def _chunk(rows: int, piece: int) -> int:
+  """How many queries of a piece are computed at a time, of so many rows and heads."""
+  most = min(piece, MAX_CHUNK, max(8, MAX_SCORES // (rows * piece)))
+  return -(-piece // -(-piece // most))
+
+
+def _in_chunks(x: jax.Array, chunk: int) -> jax.Array:
+  """[2, P, slots of a piece, ...] -> [2, chunks, P, chunk, ...]"""
+  pieces, P, slots, *rest = x.shape
+  return jnp.moveaxis(x.reshape(pieces, P, slots // chunk, chunk, *rest), 2, 1)
+
+
+def _joined(x: jax.Array) -> jax.Array:
+  """The inverse of `_in_chunks`."""
+  pieces, chunks, P, chunk, *rest = x.shape
+  return jnp.moveaxis(x, 1, 2).reshape(pieces, P, chunks * chunk, *rest)
+
+
+def _zigzag(x: jax.Array, axis: str, back: bool = False) -> jax.Array:
+  """Gives device i pieces i and 2n - 1 - i in place of 2i and 2i + 1, or the other way round.
+
+  One of these is even and one is odd, so that each device sends and gets one of each.
+  """
+  devices, is_even = jax.lax.axis_size(axis), jax.lax.axis_index(axis) % 2 == 0
+
+  def ways(first: int) -> list[tuple[int, int]]:
+    numbers = [(i, 2 * i + first) for i in range(devices)]
+    there = [(i, min(number, 2 * devices - 1 - number)) for i, number in numbers]
+    return [(to, source) for source, to in there] if back else there
+
+  def in_order(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The even one and the odd one of a device's pieces i and 2n - 1 - i. Or the inverse."""
+    return jnp.where(is_even, x[0], x[1]), jnp.where(is_even, x[1], x[0])
+
+  even, odd = in_order(x) if back else x
+  even, odd = (jax.lax.ppermute(y, axis, ways(i)) for i, y in enumerate((even, odd)))
+  return jnp.stack([even, odd] if back else in_order(jnp.stack([even, odd])))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(
+  ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks_KR: jax.Array, of_pieces: Slots
+) -> jax.Array:
+  """The outputs [2, chunks, P, Q, K, R, E] of the queries of a device's two pieces.
+
+  Args:
+    ring: The constants.
+    q: [2, chunks, P, Q, K, R, E].
+    k: [2, P, slots of a piece, K, E].
+    v: The values, in the form of the keys.
+    sinks_KR: float32. _LOWEST means none.
+    of_pieces: The slots of all pieces, [2 * devices, P, slots of a piece].
+  """
+  return _forward(ring, q, k, v, sinks_KR, of_pieces)[0]
+
+
+def _forward(
+  ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks_KR: jax.Array, of_pieces: Slots
+) -> tuple[jax.Array, Any]:
+  _, chunks, P, Q, K, R, E = q.shape
+  largest = jnp.broadcast_to(sinks_KR[..., None], (2, chunks, P, K, R, Q))
+  read = _Read(largest, 1.0 * (largest > _LOWEST), jnp.zeros(q.shape, jnp.float32))
+
+  def meet(read: _Read, seen: _Seen, k: jax.Array, v: jax.Array) -> _Read:
+    scores = jnp.where(seen.mask, _scores(ring, seen.q, k), -jnp.inf)
+    largest = jnp.maximum(read.largest, scores.max(-1))
+    weights, kept = jnp.exp(scores - largest[..., None]), jnp.exp(read.largest - largest)
+    values = einsum("pkrqs,pske->pqkre", weights.astype(v.dtype), v)
+    return _Read(
+      largest,
+      kept * read.total + weights.sum(-1),
+      jnp.moveaxis(kept, -1, 1)[..., None] * read.values + values,
+    )
+
+  def visit(read: _Read, pair: _Pair, k: jax.Array, v: jax.Array) -> _Read:
+    def chunk(_: None, told: Any) -> tuple[None, _Read]:
+      seen, read = _seen(ring, told[0], pair.of_keys), told[1]
+      return None, jax.lax.cond(seen.mask.any(), meet, lambda read, *_: read, read, seen, k, v)
+
+    return jax.lax.scan(chunk, None, (pair.queries, read))[1]
+
+  def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
+    read, moving = carry
+    parts = []
+    for a, own in enumerate((_Read(*(x[0] for x in read)), _Read(*(x[1] for x in read)))):
+      for b in range(2):
+        pair = _pair(ring, q, of_pieces, number, (a, b))
+        arguments = own, pair, moving[0][b], moving[1][b]
+        own = jax.lax.cond(pair.is_before, visit, lambda own, *_: own, *arguments)
+      parts.append(own)
+    return (jax.tree.map(lambda *x: jnp.stack(x), *parts), _passed_on(moving, ring.axis)), None
+
+  turns = jnp.arange(jax.lax.axis_size(ring.axis))
+  (read, _), _ = jax.lax.scan(turn, (read, (k, v)), turns)
+  total = jnp.maximum(read.total, jnp.finfo(jnp.float32).tiny)  # 0 where there is no token
+  out = (read.values / jnp.moveaxis(total, -1, 3)[..., None]).astype(q.dtype)
+  return out, (q, k, v, sinks_KR, of_pieces, out, read.largest + jnp.log(total))
+
+
+def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
+  q, k, v, sinks_KR, of_pieces, out, log_total = saved
+  products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+  products = jnp.moveaxis(products, 3, -1)
+
+  def meet(dkv: Any, seen: _Seen, of_chunk: Any, k: jax.Array, v: jax.Array) -> tuple[Any, Any]:
+    dk, dv = dkv
+    dout, log_total, products = of_chunk
+    scores = _scores(ring, seen.q, k)
+    weights = jnp.where(seen.mask, jnp.exp(scores - log_total[..., None]), 0)
+    dscores = weights * (einsum("pqkre,pske->pkrqs", dout, v) - products[..., None])
+    if ring.cap:
+      dscores = dscores * (1 - (scores / ring.cap) ** 2)
+    dscores = dscores.astype(k.dtype)
+    dv = dv + einsum("pkrqs,pqkre->pske", weights.astype(v.dtype), dout)
+    dk = dk + einsum("pkrqs,pqkre->pske", dscores, seen.q)
+    return (dk, dv), einsum("pkrqs,pske->pqkre", dscores, k)
+
+  def visit(dq: jax.Array, dkv: Any, pair: _Pair, of_piece: Any, k: Any, v: Any) -> Any:
+    def chunk(dkv: Any, told: Any) -> tuple[Any, jax.Array]:
+      seen, of_chunk = _seen(ring, told[0], pair.of_keys), told[1]
+
+      def nothing(dkv: Any, seen: _Seen, *_: Any) -> tuple[Any, jax.Array]:
+        return dkv, jnp.zeros(seen.q.shape, jnp.float32)
+
+      return jax.lax.cond(seen.mask.any(), meet, nothing, dkv, seen, of_chunk, k, v)
+
+    dkv, more = jax.lax.scan(chunk, dkv, (pair.queries, of_piece))
+    return dq + more, dkv
+
+  def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
+    dq, (k, v, dk, dv) = carry
+    dq, dkv = [dq[0], dq[1]], [(dk[0], dv[0]), (dk[1], dv[1])]
+    for a in range(2):
+      of_piece = dout[a], log_total[a], products[a]
+      for b in range(2):
+        pair = _pair(ring, q, of_pieces, number, (a, b))
+        arguments = dq[a], dkv[b], pair, of_piece, k[b], v[b]
+        dq[a], dkv[b] = jax.lax.cond(
+          pair.is_before, visit, lambda dq, dkv, *_: (dq, dkv), *arguments
+        )
+    dk, dv = (jnp.stack(x) for x in zip(*dkv))
+    return (jnp.stack(dq), _passed_on((k, v, dk, dv), ring.axis)), None
+
+  zeros = jnp.zeros(k.shape, jnp.float32)
+  turns = jnp.arange(jax.lax.axis_size(ring.axis))
+  carry = jnp.zeros(q.shape, jnp.float32), (k, v, zeros, zeros)
+  (dq, (_, _, dk, dv)), _ = jax.lax.scan(turn, carry, turns)
+  dsinks = -(jnp.exp(sinks_KR[..., None] - log_total) * products).sum((0, 1, 2, 5))
+  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
+
+
+_ring.defvjp(_forward, _backward)
+
+
+def _pair(
+  ring: _Ring, q: jax.Array, of_pieces: Slots, number: jax.Array, pieces: tuple[int, int]
+) -> _Pair:
+  """The pieces a of the queries and b of the keys in a turn of the ring."""
+  a, b = pieces
+  devices, here = jax.lax.axis_size(ring.axis), jax.lax.axis_index(ring.axis)
+  source = (here - number) % devices
+  of_queries = 2 * devices - 1 - here if a else here
+  of_keys = 2 * devices - 1 - source if b else source
+  chunk = q.shape[3]
+
+  def in_chunks(x: jax.Array) -> jax.Array:
+    own = x[of_queries]
+    return jnp.moveaxis(own.reshape(len(own), -1, chunk), 1, 0)
+
+  return _Pair(
+    of_keys <= of_queries,
+    (q[a], jax.tree.map(in_chunks, of_pieces)),
+    jax.tree.map(lambda x: x[of_keys], of_pieces),
+  )
+
+
+def _seen(ring: _Ring, queries: tuple[jax.Array, Slots], keys: Slots) -> _Seen:
+  q, of_queries = queries
+  row_q, place_q = (x[:, :, None] for x in of_queries)
+  row_k, place_k = (x[:, None] for x in keys)
+  back = place_q - place_k
+  mask = ((row_k == row_q) | (row_k == _OF_PROMPT)) & (row_k != _NO_TOKEN) & (back >= 0)
+  if ring.window:
+    mask &= back < ring.window
+  return _Seen(q, mask[:, None, None])
+
+
+def _scores(ring: _Ring, q: jax.Array, k: jax.Array) -> jax.Array:
+  scores = einsum("pqkre,pske->pkrqs", q, k)
+  return ring.cap * jnp.tanh(scores / ring.cap) if ring.cap else scores
+
+
+def _passed_on(arrays: Any, axis: str) -> Any:
+  """The arrays of the device before this one."""
+  devices = jax.lax.axis_size(axis)
+  around = [(i, (i + 1) % devices) for i in range(devices)]
+  return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, around), arrays)

@@ -1,0 +1,355 @@
+"""Texts whose tokens are split over devices give the numbers of one device."""
+
+import dataclasses
+import functools
+from pathlib import Path
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+import pytest
+from small_run import small_config, with_section
+
+from grpo_jax import learner, model
+from grpo_jax.config import Learner, Mesh
+from grpo_jax.model.attention import chunked, ring
+from grpo_jax.model.attention.context import exchange_in_words, exchange_of
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.mesh import make_mesh, sampling_mesh
+from grpo_jax.run.device_checks import check_batches, check_context
+from grpo_jax.run.memory import activation_bytes
+from grpo_jax.run.run import Run
+from grpo_jax.settings import ConfigError
+from grpo_jax.types import Batch
+
+CONFIG = model.ModelConfig(
+  vocab_size=31, embed_dim=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=6, mlp_dim=24
+)
+P, G, S, T = 4, 3, 7, 9
+LENGTHS = [[9, 1, 3], [2, 0, 5], [1, 1, 1], [0, 0, 0]]
+
+
+def params_of(config):
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+  rng = np.random.default_rng(1)
+  return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.1, 0.3, x.shape), jnp.float32), shapes)
+
+
+def make_batch(lengths_PG=LENGTHS, tokens=T, slots=0, seed=0):
+  rng = np.random.default_rng(seed)
+  lengths_PG = np.asarray(lengths_PG)
+  prompts, group = lengths_PG.shape
+  mask = np.arange(tokens) < lengths_PG[..., None]
+  return Batch(
+    prompts_PS=jnp.asarray(rng.integers(0, 31, (prompts, S)), jnp.int32),
+    prompt_lengths_P=jnp.asarray(rng.integers(1, S + 1, prompts), jnp.int32),
+    completions_PGT=jnp.asarray(rng.integers(0, 31, (prompts, group, tokens)), jnp.int32),
+    mask_PGT=jnp.asarray(mask, jnp.float32),
+    temperature_P=jnp.linspace(0.5, 1.5, prompts),
+    slots=slots,
+  )
+
+
+def mesh_of(**axes):
+  sizes = dict(data=1) | axes
+  return make_mesh(Mesh(**sizes), jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def on_mesh(config, mesh):
+  shardings = sharding.model_shardings(config, mesh, splits_tokens=True)
+  return dataclasses.replace(config, **shardings)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def stats_and_grads(params, batch, options):
+  P, G, T = batch.completions_PGT.shape
+  weights = jax.random.normal(jax.random.key(2), (2, P, G, T))
+
+  def loss(params):
+    stats = learner.batch_stats(params, None, batch, options)
+    total = (weights[0] * stats.logprobs_PGT + weights[1] * stats.entropies_PGT).sum()
+    return total, stats
+
+  return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+def assert_same(config, batch, mesh, chunk=16, params=None, **options):
+  params = params_of(config) if params is None else params
+  given = dict(learner=Learner(logprob_chunk=chunk), entropy_gradient=True)
+  (loss, stats), grads = stats_and_grads(
+    params, batch, learner.StatsOptions(config, **given | options)
+  )
+  places = sharding.param_specs(params, mesh)
+  options = learner.StatsOptions(on_mesh(config, mesh), **given | options)
+  split = stats_and_grads(
+    jax.device_put(params, places), jax.device_put(batch, sharding.batch_sharding(mesh)), options
+  )
+  (split_loss, split_stats), split_grads = split
+  np.testing.assert_allclose(split_loss, loss, rtol=1e-5, atol=1e-5)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+    split_stats.routing,
+    stats.routing,
+  )
+  np.testing.assert_allclose(split_stats.logprobs_PGT, stats.logprobs_PGT, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(split_stats.entropies_PGT, stats.entropies_PGT, rtol=1e-5, atol=1e-5)
+  scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(grads))
+
+  def close(x, y):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * scale)
+
+  jax.tree.map(close, split_grads, grads)
+
+
+def slow(value):
+  return pytest.param(value, marks=pytest.mark.slow)
+
+
+# Eight heads, which every axis divides: tokens are exchanged for heads.
+MESHES = [
+  dict(context=2),
+  dict(context=4),
+  dict(context=8),
+  dict(data=2, context=2, tensor=2),
+  dict(fsdp=2, context=4),
+]
+
+
+@pytest.mark.parametrize("slots", [slow(0), 14])
+@pytest.mark.parametrize("axes", [MESHES[0], *map(slow, MESHES[1:])], ids=str)
+def test_log_probs_and_gradients_are_those_of_one_device(axes, slots):
+  """Groups have unequal lengths, rows without a token, and slots that no axis divides."""
+  mesh = mesh_of(**axes)
+  assert exchange_of(on_mesh(CONFIG, mesh)).name == "all-to-all"
+  assert_same(CONFIG, make_batch(slots=slots), mesh)
+
+
+@pytest.mark.parametrize("axes", [dict(context=4), slow(dict(context=2, tensor=2))], ids=str)
+def test_heads_that_the_devices_do_not_divide_get_some_more(axes):
+  """Each of two key heads has five query heads, and then six: the others are thrown away."""
+  config = dataclasses.replace(CONFIG, num_heads=10, attention_sinks=True)
+  mesh = mesh_of(**axes)
+  assert exchange_of(on_mesh(config, mesh)).name == "all-to-all"
+  assert_same(config, make_batch(slots=14), mesh)
+
+
+RINGS = dataclasses.replace(
+  CONFIG, num_heads=9, num_kv_heads=3, windows=(4, 0), attention_cap=3.0, attention_sinks=True
+)
+
+
+@pytest.mark.parametrize("slots", [slow(0), 14])
+@pytest.mark.parametrize(
+  "axes",
+  [
+    dict(context=2),
+    *map(slow, (dict(context=8), dict(data=2, context=4), dict(tensor=3, context=2))),
+  ],
+  ids=str,
+)
+def test_a_ring_gives_the_numbers_of_one_device(axes, slots, monkeypatch):
+  """Nine heads, with windows that reach into the prompt, caps and sinks. Chunks are short."""
+  monkeypatch.setattr(ring, "MAX_CHUNK", 2)
+  mesh = mesh_of(**axes)
+  assert exchange_of(on_mesh(RINGS, mesh)).name == "ring"
+  assert_same(RINGS, make_batch(slots=slots), mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [8, 6])
+def test_one_token_and_short_prompts(heads):
+  """Completions of one token, and fewer slots of prompts than completions."""
+  config = dataclasses.replace(CONFIG, num_heads=heads)
+  assert_same(config, make_batch(np.ones((2, 9), int), tokens=1), mesh_of(context=4))
+  assert_same(config, make_batch(np.full((2, 9), 2), tokens=3), mesh_of(context=4))
+
+
+@pytest.mark.slow
+def test_a_kl_of_the_whole_vocabulary_and_activations_that_are_computed_again():
+  config, mesh = CONFIG, mesh_of(context=2)
+  assert_same(config, make_batch(slots=14), mesh, learner=Learner(logprob_chunk=8, remat=True))
+
+
+@pytest.mark.slow
+def test_adapters_give_the_numbers_of_one_device():
+  shape = model.AdapterShape(
+    2, 4.0, False, tuple(model.kernels_of(("q_proj", "o_proj", "up_proj")))
+  )
+  config = dataclasses.replace(CONFIG, lora=shape)
+  base = params_of(CONFIG)
+  adapters = model.init_adapters(jax.random.key(0), config=config, base=base)
+  rng = np.random.default_rng(2)
+  adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), adapters)
+  assert_same(config, make_batch(slots=14), mesh_of(context=2), params=model.join(base, adapters))
+
+
+GOLDEN = Path(__file__).parent / "golden" / "families"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(x.name for x in GOLDEN.iterdir()))
+def test_families_give_the_numbers_of_one_device(family):
+  config, params = model.load(GOLDEN / family)
+  if "delta" in config.mixers:
+    pytest.skip("refused")
+  assert_same(config, make_batch(slots=14), mesh_of(context=2), params=params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [dict(context=4), dict(expert=2, context=2)], ids=str)
+def test_experts_that_the_sampler_used_go_with_their_tokens(axes):
+  """A mixture, on an axis of experts too, and with the experts of some tokens given."""
+  config, params = model.load(GOLDEN / "qwen3_moe")
+  Y, batch, rng = config.experts_in_all, make_batch(slots=14), np.random.default_rng(3)
+
+  def drawn(*shape):
+    experts = rng.permuted(np.tile(np.arange(config.num_experts), (*shape, 1)), axis=-1)
+    layers = len(config.sparse_layers)
+    return jnp.asarray(np.tile(experts[..., : Y // layers], layers), config.experts_dtype)
+
+  given = dict(experts_PGTY=drawn(P, G, T), prompt_experts_PSY=drawn(P, S))
+  assert_same(config, batch.replace(**given), mesh_of(**axes), params=params)
+  assert_same(config, batch, mesh_of(**axes), params=params)
+
+
+# --- The ring ---
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_zigzag_gives_each_device_an_early_and_a_late_piece(devices):
+  mesh = mesh_of(context=devices)
+
+  def there_and_back(numbers):
+    moved = ring._zigzag(numbers, "context")
+    return moved, ring._zigzag(moved, "context", back=True)
+
+  split = PartitionSpec("context")
+  moved, back = jax.jit(
+    jax.shard_map(there_and_back, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+  )(jnp.arange(2 * devices))
+  wanted = [[i, 2 * devices - 1 - i] for i in range(devices)]
+  np.testing.assert_array_equal(moved.reshape(-1, 2), wanted)
+  np.testing.assert_array_equal(back, np.arange(2 * devices))
+
+
+def test_each_device_of_a_ring_computes_equally_many_pairs_of_pieces():
+  """A single text: piece a of the queries sees pieces 0 to a of the keys."""
+  devices = 4
+  pairs = [i + 1 + 2 * devices - i for i in range(devices)]
+  assert len(set(pairs)) == 1 and sum(pairs) == 2 * devices * (2 * devices + 1) // 2
+
+
+# --- Memory ---
+
+
+def compiled_update(config, mesh, tokens):
+  """The compiled gradient of the log-probs of a prompt with two completions."""
+  params = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+  places = sharding.param_specs(params, mesh)
+
+  def at(x, place):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+  batch = jax.eval_shape(lambda: make_batch([[tokens, tokens]], tokens=tokens, slots=tokens))
+  batch = jax.tree.map(lambda x: at(x, sharding.batch_sharding(mesh)), batch)
+  options = learner.StatsOptions(on_mesh(config, mesh), Learner(logprob_chunk=64, remat=True))
+
+  def loss(params, batch):
+    return learner.batch_stats(params, None, batch, options).logprobs_PGT.sum()
+
+  grad = jax.jit(jax.grad(loss), out_shardings=places)
+  return grad.lower(jax.tree.map(at, params, places), batch).compile()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [8, 6])
+def test_memory_falls_and_no_array_is_the_square_of_a_length(heads, monkeypatch):
+  monkeypatch.setattr(ring, "MAX_SCORES", 2**16)
+  monkeypatch.setattr(chunked, "MAX_SCORES", 2**16)
+  tokens, sizes = 4096, {}
+  config = dataclasses.replace(CONFIG, num_heads=heads, attention="chunked", embed_dim=64)
+  for devices in (1, 4):
+    compiled = compiled_update(config, mesh_of(context=devices), tokens)
+    sizes[devices] = compiled.memory_analysis().temp_size_in_bytes
+  text = compiled.as_text()
+  shapes = [tuple(map(int, x.split(","))) for x in re.findall(r"(?:f32|pred)\[([\d,]+)\]", text)]
+  own = tokens // 4
+  assert not [shape for shape in shapes if sum(size >= own for size in shape) > 1]
+  assert not [shape for shape in shapes if own in shape and CONFIG.vocab_size in shape]
+  assert sizes[4] < sizes[1] / 2.5  # weights and scores do not fall
+
+
+# --- The mesh and what is refused ---
+
+
+def test_the_axis_is_there_only_where_it_is_used():
+  assert mesh_of(data=8).axis_names == ("data", "fsdp", "expert", "tensor")
+  mesh = mesh_of(fsdp=2, context=2, tensor=2)
+  assert dict(mesh.shape) == dict(data=1, fsdp=2, context=2, expert=1, tensor=2)
+  sampling = sampling_mesh(mesh, 2)
+  assert dict(sampling.shape) == dict(data=4, fsdp=1, expert=1, tensor=2)
+  assert list(sampling.devices.flat) == list(mesh.devices.flat)
+  assert make_mesh(Mesh(data=1, context=-1)).shape["context"] == 8
+  with pytest.raises(ConfigError, match="mesh.tensor=1, mesh.context=3 does not fit 8 devices"):
+    make_mesh(Mesh(context=3))
+
+
+def test_parameters_are_split_over_it_as_over_fsdp():
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CONFIG))
+  specs = sharding.param_specs(shapes, mesh_of(fsdp=2, context=2, tensor=2))
+  assert specs["layers_0"]["mlp"]["up"]["kernel"].spec == PartitionSpec(
+    None, ("fsdp", "context"), "tensor"
+  )
+  # 16 is no multiple of 3, and 3 does not divide it.
+  whole = sharding.param_specs(shapes, mesh_of(fsdp=2, context=3))
+  assert whole["head" if "head" in whole else "embed"]["embedding"].spec[1] == "fsdp"
+
+
+@pytest.mark.parametrize(
+  "changes, why",
+  [
+    (
+      dict(mixers=("delta", "attention")),
+      "the model has layers whose state goes from token to token; set 1",
+    ),
+    (dict(vision=object()), "the model sees images; set 1, or model.vision=ignored"),
+  ],
+)
+def test_what_cannot_be_split_is_refused(changes, why):
+  shape = dataclasses.replace(on_mesh(CONFIG, mesh_of(context=2)), **changes)
+  with pytest.raises(ConfigError, match=f"config key mesh.context is 2: {why}"):
+    check_context(shape)
+  check_context(dataclasses.replace(CONFIG, **changes))
+
+
+def test_devices_share_rows_while_sampling_where_there_are_fewer_prompts_than_devices():
+  config = with_section(small_config(), "mesh", context=4)
+  config = with_section(with_section(config, "batch", prompts=2), "eval", every=0)
+  run = Run(config, devices=jax.devices()[:4])
+  assert dict(run.parameters.sampling.mesh.shape) == dict(data=2, fsdp=1, expert=1, tensor=2)
+  check_batches(config, run.hosts)
+  alone = with_section(config, "sampling", tensor=1)
+  run = Run(alone, devices=jax.devices()[:4])
+  wanted = "batch.prompts is 2: it must be a multiple of 4, so that the devices which sample"
+  with pytest.raises(ConfigError, match=wanted):
+    check_batches(alone, run.hosts)
+  # One prompt at a time is learned on all four.
+  run.hosts.check_rows({"batch.micro_batch": 1}, sampled=False)
+
+
+def test_the_estimate_of_activations_falls_with_the_axis():
+  config, sizes = small_config(), {}
+  for devices in (1, 4):
+    run = Run(with_section(config, "mesh", context=devices), devices=jax.devices()[:devices])
+    needed = activation_bytes(config, run.parameters.model, run.parameters.abstract_policy)
+    sizes[devices] = needed(8) - needed(4)
+  assert sizes[4] < sizes[1] / 2
+
+
+def test_a_plan_says_what_is_sent():
+  of_heads = exchange_in_words(on_mesh(CONFIG, mesh_of(context=2)))
+  # Eight query heads with outputs, and two key heads with values, of which a half stays.
+  assert f"all-to-all sends {2 * (8 + 2) / 2 * 6 * 4 / 1e3:.1f} KB for each token" in of_heads
+  assert "by ring sends" in exchange_in_words(on_mesh(RINGS, mesh_of(context=4)))
