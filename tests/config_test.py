@@ -107,7 +107,16 @@ def test_every_setting_is_complete(section):
 
 
 # Any number is right: a seed and bounds of a covariance. The mesh is checked against the devices.
-NUMBERS_WITHOUT_A_RANGE = {"seed", "cov_low", "cov_high", "data", "fsdp", "expert", "tensor"}
+NUMBERS_WITHOUT_A_RANGE = {
+  "seed",
+  "cov_low",
+  "cov_high",
+  "data",
+  "fsdp",
+  "expert",
+  "tensor",
+  "context",
+}
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -195,7 +204,7 @@ def test_an_int_stands_for_a_float_and_nothing_else_is_converted():
     (
       "mesh__sequence",
       1,
-      "config key mesh.sequence is unknown: mesh has data, fsdp, expert, tensor, sampler",
+      "config key mesh.sequence is unknown: mesh has data, fsdp, expert, tensor, context, sampler",
     ),
   ],
 )
@@ -272,7 +281,10 @@ def test_a_saved_config_has_no_unknown_keys_and_no_wrong_types():
     ("agol.clip_hihg", "did you mean algo.clip_high?"),  # both are wrong
     ("every", "did you mean eval.every or checkpoint.every or log.every?"),  # it is missing
     ("xyz.abc", "they are all in grpo_jax/config.py"),
-    ("mesh", "set one of mesh.data, mesh.fsdp, mesh.expert, mesh.tensor, mesh.sampler"),
+    (
+      "mesh",
+      "set one of mesh.data, mesh.fsdp, mesh.expert, mesh.tensor, mesh.context, mesh.sampler",
+    ),
   ],
 )
 def test_the_key_that_was_meant(key, message):
