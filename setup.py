@@ -25,7 +25,7 @@ setup(
   version="0.1.0",
   description="Group Relative Policy Optimization for language models, in JAX",
   packages=find_packages(include=["grpo_jax", "grpo_jax.*"]),
-  package_data={"grpo_jax.reporting": ["web/*"]},
+  package_data={"grpo_jax.around.reporting": ["web/*"]},
   python_requires=">=3.11",
   install_requires=[
     "absl-py>=2.1",

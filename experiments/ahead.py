@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.around.planning.overlap import simulate
+from grpo_jax.around.planning.split import job_of
 from grpo_jax.config import Config, from_dict
 from grpo_jax.configs import arithmetic
-from grpo_jax.planning.overlap import simulate
-from grpo_jax.planning.split import job_of
 from grpo_jax.sampler.stream import Stream
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training import loop

@@ -18,8 +18,8 @@ import accelerator_model
 from accelerator_parts import Part
 import jax
 
-from grpo_jax.planning.cost import instruction_runs
-from grpo_jax.planning.topologies import devices_of
+from grpo_jax.around.planning.cost import instruction_runs
+from grpo_jax.around.planning.topologies import devices_of
 from grpo_jax.run.stages import programs
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
   from grpo_jax.algo.corrections import register_correction
   from grpo_jax.algo.kl import register_kl
   from grpo_jax.algo.surrogates import register_surrogate
+  from grpo_jax.around.trl import from_trl
   from grpo_jax.batches.own_metrics import register_metric
   from grpo_jax.config import Config
   from grpo_jax.console.exit_codes import Stopped
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
   from grpo_jax.storage.reading import completion_steps, read_completions, read_config, read_metrics
   from grpo_jax.train import train
   from grpo_jax.training.callback import Step
-  from grpo_jax.trl import from_trl
 
 __all__ = [
   "Completion",
@@ -76,6 +76,7 @@ __all__ = [
 ]
 
 _MODULES = {
+  "around.trl": ("from_trl",),
   "algo.advantages": ("register_advantage",),
   "algo.corrections": ("register_correction",),
   "algo.kl": ("register_kl",),
@@ -93,7 +94,6 @@ _MODULES = {
   "settings": ("ConfigError", "RunFailed"),
   "storage.reading": ("completion_steps", "read_completions", "read_config", "read_metrics"),
   "training.callback": ("Step",),
-  "trl": ("from_trl",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

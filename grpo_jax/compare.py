@@ -12,7 +12,7 @@ import functools
 import sys
 
 from grpo_jax import cli
-from grpo_jax.reporting.differences import compare
+from grpo_jax.around.reporting.differences import compare
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.reading import read_config
 

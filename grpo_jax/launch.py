@@ -17,15 +17,15 @@ from absl import flags
 
 from grpo_jax import cli
 from grpo_jax import config as config_lib
+from grpo_jax.around.launchers import LAUNCHERS
+from grpo_jax.around.launchers import options as options_lib
+from grpo_jax.around.launchers.launcher import Launcher, say
+from grpo_jax.around.launchers.progress import progress
+from grpo_jax.around.launchers.sweep import load_sweep
+from grpo_jax.around.launchers.table import table
+from grpo_jax.around.launchers.units import Unit, units
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import DONE, STOPPED
-from grpo_jax.launchers import LAUNCHERS
-from grpo_jax.launchers import options as options_lib
-from grpo_jax.launchers.launcher import Launcher, say
-from grpo_jax.launchers.progress import progress
-from grpo_jax.launchers.sweep import load_sweep
-from grpo_jax.launchers.table import table
-from grpo_jax.launchers.units import Unit, units
 from grpo_jax.run.checks import check_config
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.saved_config import as_json, check_same_run, read_values

@@ -15,9 +15,9 @@ import tempfile
 from absl import flags
 
 from grpo_jax import cli
+from grpo_jax.around.reporting.page import page
+from grpo_jax.around.reporting.runs import ShownRun, read_run, with_unique_names
 from grpo_jax.progress import doing
-from grpo_jax.reporting.page import page
-from grpo_jax.reporting.runs import ShownRun, read_run, with_unique_names
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.json_files import replace_file
 

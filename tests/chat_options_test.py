@@ -7,12 +7,12 @@ import pytest
 from small_qwen import TEMPLATE, make_checkpoint, problems
 from small_run import small_config, small_run, with_section
 
+from grpo_jax.around.trl import FIELDS
 from grpo_jax.console import show_data
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.tokenizers.chat import options_of
 from grpo_jax.rewards import Caller, resolve
 from grpo_jax.settings import ConfigError
-from grpo_jax.trl import FIELDS
 
 OPENS = "{% if add_generation_prompt and deep is defined %}<think>\n{% endif %}"
 THINKS = (

@@ -8,7 +8,7 @@ import sys
 import pytest
 from small_run import small_config
 
-from grpo_jax.reporting.differences import compare, compare_rows
+from grpo_jax.around.reporting.differences import compare, compare_rows
 from grpo_jax.train import train
 
 

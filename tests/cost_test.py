@@ -9,9 +9,9 @@ from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
-from grpo_jax.planning.cost import count, hlo, instruction_runs
-from grpo_jax.planning.cost.links import link_bytes
-from grpo_jax.planning.cost.operations import flops
+from grpo_jax.around.planning.cost import count, hlo, instruction_runs
+from grpo_jax.around.planning.cost.links import link_bytes
+from grpo_jax.around.planning.cost.operations import flops
 
 M, K, N = 32, 48, 64
 ROWS = 8  # the simulated devices

@@ -20,15 +20,15 @@ FLOORS = [
   {"model", "rewards", "data"},
   {"parallel"},
   {"sampler", "environments", "learner", "recipes", "configs"},
-  {"run", "storage", "trl"},
+  {"run", "storage"},
   {"serving"},
   {"rollouts", "console"},
-  {"scoring", "planning"},
+  {"scoring"},
   {"evaluation", "batches"},
   {"asynchronous"},
   {"engine"},
   {"training"},
-  {"launchers", "reporting"},
+  {"around"},
   {"cli"},
   {"train", "evaluate", "sample", "sample_for", "export"}
   | {"plan", "launch", "report", "compare", "serve", "__main__"},
@@ -147,7 +147,7 @@ def test_rewards_and_data_never_import_jax():
 
 def test_launchers_never_import_jax():
   """A login node may have no accelerator, and the jax of a TPU's machine waits for others."""
-  code = "import sys, grpo_jax.launchers; assert 'jax' not in sys.modules"
+  code = "import sys, grpo_jax.around.launchers; assert 'jax' not in sys.modules"
   subprocess.run([sys.executable, "-c", code], check=True)
 
 

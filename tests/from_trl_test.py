@@ -11,12 +11,13 @@ import sys
 import pytest
 
 import grpo_jax
-from grpo_jax import cli, trl
+from grpo_jax import cli
+from grpo_jax.around import trl
+from grpo_jax.around.trl import LOSSES, from_trl
 from grpo_jax.batches.collect import Collector
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.run.checks import check_config
 from grpo_jax.scoring.scorers import Scorers
-from grpo_jax.trl import LOSSES, from_trl
 from tests.small_qwen import make_checkpoint, problems
 from tests.small_run import small_run
 

@@ -20,12 +20,12 @@ from grpo_jax import cli
 from grpo_jax import config as config_lib
 from grpo_jax import launch as launch_lib
 from grpo_jax import progress as progress_lib
-from grpo_jax.launchers import local
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.progress import progress
-from grpo_jax.launchers.sweep import load_sweep, name_of
-from grpo_jax.launchers.table import t_interval, table
-from grpo_jax.launchers.units import Unit, units
+from grpo_jax.around.launchers import local
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.progress import progress
+from grpo_jax.around.launchers.sweep import load_sweep, name_of
+from grpo_jax.around.launchers.table import t_interval, table
+from grpo_jax.around.launchers.units import Unit, units
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import lock
 
@@ -515,9 +515,9 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(fakes, capsys):
 
 DRIVER = """
 import signal, sys
-from grpo_jax.launchers import local, process_group
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.units import Unit
+from grpo_jax.around.launchers import local, process_group
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.units import Unit
 
 common, hosts, at_once, *names = sys.argv[1:]
 for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job ignores them

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from small_run import small_config, with_section
 
+from grpo_jax.around.planning import plan, split
+from grpo_jax.around.planning.overlap import Workload, best, seconds_on, simulate, splits
 from grpo_jax.config import to_dict
 from grpo_jax.parallel import chips
-from grpo_jax.planning import plan, split
-from grpo_jax.planning.overlap import Workload, best, seconds_on, simulate, splits
 from grpo_jax.settings import ConfigError
 
 

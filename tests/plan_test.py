@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from small_run import small_config, small_run, with_section
 
+from grpo_jax.around.planning import plan, table, topologies
+from grpo_jax.around.planning.phases import compiled
+from grpo_jax.around.planning.plan import shape_alone
 from grpo_jax.console import exit_codes
 from grpo_jax.parallel import chips
 from grpo_jax.parallel.mesh import sampling_mesh
-from grpo_jax.planning import plan, table, topologies
-from grpo_jax.planning.phases import compiled
-from grpo_jax.planning.plan import shape_alone
 from grpo_jax.run import fitting
 from grpo_jax.run.parameters import count
 from grpo_jax.run.stages import programs

@@ -11,10 +11,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from grpo_jax.around.planning import plan
+from grpo_jax.around.planning.cost import count, hlo
+from grpo_jax.around.planning.plan import shape_alone
 from grpo_jax.config import from_dict
-from grpo_jax.planning import plan
-from grpo_jax.planning.cost import count, hlo
-from grpo_jax.planning.plan import shape_alone
 from grpo_jax.run.stages import programs
 
 FAMILIES = Path(__file__).parent / "golden" / "families"

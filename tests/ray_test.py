@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
-from grpo_jax.launchers import ray_cluster as launcher
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.units import units
+from grpo_jax.around.launchers import ray_cluster as launcher
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.units import units
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import lock
 from grpo_jax.storage.json_files import parse_rows
@@ -65,7 +65,7 @@ def test_if_there_is_no_cluster_a_line_says_what_to_do(tmp_path, monkeypatch):
   )
   fake = mock.Mock(**{"init.side_effect": ConnectionError(message)})
   monkeypatch.setitem(sys.modules, "ray", fake)
-  monkeypatch.setitem(sys.modules, "grpo_jax.launchers.ray_run", mock.Mock())
+  monkeypatch.setitem(sys.modules, "grpo_jax.around.launchers.ray_run", mock.Mock())
   monkeypatch.delenv("RAY_ADDRESS", raising=False)
   with pytest.raises(
     ConfigError, match="no Ray cluster runs .*ray start --head.* RAY_ADDRESS=HOST"
@@ -81,8 +81,8 @@ needs_ray = pytest.mark.skipif(not ray_cluster, reason="needs ray: pip install -
 
 @needs_ray
 def test_processes_find_the_first_one_and_inherit_what_jax_reads(monkeypatch):
-  from grpo_jax.launchers.ray_host import Place
-  from grpo_jax.launchers.ray_run import environments
+  from grpo_jax.around.launchers.ray_host import Place
+  from grpo_jax.around.launchers.ray_run import environments
 
   passed_on = {"XLA_FLAGS": "--x", "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "http://h:1"}
   monkeypatch.setattr(os, "environ", {**passed_on, "PATH": "/bin"})
@@ -102,7 +102,7 @@ def test_processes_find_the_first_one_and_inherit_what_jax_reads(monkeypatch):
 @needs_ray
 def test_a_restart_waits_until_nobody_holds_the_folder(tmp_path, monkeypatch):
   """A process on a node that Ray has given up may still hold it."""
-  from grpo_jax.launchers import ray_run
+  from grpo_jax.around.launchers import ray_run
 
   asked = []
   monkeypatch.setattr(ray_run, "placement_group", lambda *asks: asked.append(asks) or mock.Mock())
@@ -119,7 +119,7 @@ def test_a_restart_waits_until_nobody_holds_the_folder(tmp_path, monkeypatch):
 
 @needs_ray
 def test_a_host_without_the_folder_of_the_launcher_says_so(tmp_path):
-  from grpo_jax.launchers.ray_host import HostActor
+  from grpo_jax.around.launchers.ray_host import HostActor
 
   (unit,) = units(str(tmp_path), ["--config=x.py"])
   with pytest.raises(FileNotFoundError, match=f"{tmp_path}/none"):

@@ -12,11 +12,11 @@ import sys
 import numpy as np
 import pytest
 
+from grpo_jax.around.reporting import completions, curves, runs
+from grpo_jax.around.reporting.columns import columns_of
+from grpo_jax.around.reporting.page import WEB, page
 from grpo_jax.config import Config, Log, Optimizer, to_dict
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.reporting import completions, curves, runs
-from grpo_jax.reporting.columns import columns_of
-from grpo_jax.reporting.page import WEB, page
 from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]

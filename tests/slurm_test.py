@@ -17,10 +17,10 @@ from launch_test import launch
 import pytest
 import slurm_cluster
 
-from grpo_jax.launchers import slurm
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.slurm import names_in, script, seconds
-from grpo_jax.launchers.units import units
+from grpo_jax.around.launchers import slurm
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.slurm import names_in, script, seconds
+from grpo_jax.around.launchers.units import units
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.json_files import parse_rows
 

@@ -10,9 +10,9 @@ from small_run import small_config
 
 import grpo_jax
 from grpo_jax import config as config_lib
+from grpo_jax.around.trl import FIELDS, LOSSES, from_trl
 from grpo_jax.config import Config
 from grpo_jax.run import checks
-from grpo_jax.trl import FIELDS, LOSSES, from_trl
 
 SECTION = (Path(__file__).parents[1] / "docs/from_trl.md").read_text()
 HEADER = "| TRL | default | here | default | notes |"

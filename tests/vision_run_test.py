@@ -15,11 +15,11 @@ from small_run import grpo_step, small_run, with_reward, with_section
 from small_vision import FAMILIES, vision_config
 
 from grpo_jax import model
+from grpo_jax.around.reporting.completions import shares, shown_completions
+from grpo_jax.around.reporting.runs import read_run
 from grpo_jax.config import Mesh
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import load_policy
-from grpo_jax.reporting.completions import shares, shown_completions
-from grpo_jax.reporting.runs import read_run
 from grpo_jax.run import memory
 from grpo_jax.run.run import Run
 from grpo_jax.run.stages import programs

@@ -15,9 +15,9 @@ import time
 
 import pytest
 
-from grpo_jax.launchers import xmanager
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.units import units
+from grpo_jax.around.launchers import xmanager
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.units import units
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.json_files import parse_rows
 

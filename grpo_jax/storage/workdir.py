@@ -12,7 +12,7 @@ from grpo_jax.storage.json_files import parse_rows, replace_file
 from grpo_jax.storage.saved_config import as_json, check_same_run, read_values
 
 LOCK_FILE = "run.lock"  # what grpo_jax/storage/lock.py locks
-LAUNCH_FOLDER = "launch"  # where grpo_jax/launchers/ keep logs and scripts
+LAUNCH_FOLDER = "launch"  # where grpo_jax/around/launchers/ keep logs and scripts
 # A new run may find these in its folder, from a launcher or from a run killed at its start.
 _OF_THE_START = {LOCK_FILE, LAUNCH_FOLDER, "config.json.new"}
 

@@ -1,4 +1,4 @@
 """The loop, its two kinds of steps, its state, and what it reports.
 
-It may import every room but planning/, and launchers/ and reporting/, which lie above it.
+It may import every room but around/, which lies above it.
 """

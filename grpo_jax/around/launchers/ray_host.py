@@ -18,10 +18,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from grpo_jax.around.launchers.process_group import Process, kill_session, start_process
+from grpo_jax.around.launchers.units import Unit
 from grpo_jax.console.exit_codes import FAILED, STOPPED
 from grpo_jax.console.text import shorten
-from grpo_jax.launchers.process_group import Process, kill_session, start_process
-from grpo_jax.launchers.units import Unit
 
 LOST = -int(signal.SIGKILL)  # the code of a process that nobody can ask any more
 _SECONDS_TO_ANSWER = 10

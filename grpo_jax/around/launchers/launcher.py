@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 import sys
 
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.units import Unit
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.units import Unit
 from grpo_jax.storage.workdir import LAUNCH_FOLDER
 
 

@@ -6,10 +6,10 @@ import json
 import re
 from typing import Any
 
+from grpo_jax.around.reporting.columns import finite
+from grpo_jax.around.reporting.runs import ShownRun
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.reporting.columns import finite
-from grpo_jax.reporting.runs import ShownRun
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_completions
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.around.reporting.columns import MetricColumns, columns_of
 from grpo_jax.config import Config, to_dict
-from grpo_jax.reporting.columns import MetricColumns, columns_of
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import starts
 from grpo_jax.storage.reading import completion_steps, read_config, read_metrics

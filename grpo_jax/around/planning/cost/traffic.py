@@ -15,9 +15,9 @@ Arrays in a faster memory on the chip count nothing: `main_bytes` are the bytes 
 import math
 import re
 
-from grpo_jax.planning.cost.hlo import Array, Computation, Instruction, Module
-from grpo_jax.planning.cost.links import OPCODES, counts_here
-from grpo_jax.planning.cost.operations import declared
+from grpo_jax.around.planning.cost.hlo import Array, Computation, Instruction, Module
+from grpo_jax.around.planning.cost.links import OPCODES, counts_here
+from grpo_jax.around.planning.cost.operations import declared
 
 # They move nothing: a name for a part, for several parts, or for what another instruction started.
 FREE = frozenset(

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import Any
 
-from grpo_jax.launchers.sweep import flag_value, name_of
+from grpo_jax.around.launchers.sweep import flag_value, name_of
 from grpo_jax.settings import ConfigError
 
 TRAIN = "grpo_jax.train"

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 
+from grpo_jax.around.launchers.launcher import launch_folder, say
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.units import TRAIN, Unit
 from grpo_jax.console.exit_codes import DONE, STOPPED
-from grpo_jax.launchers.launcher import launch_folder, say
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.units import TRAIN, Unit
 from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.json_files import replace_file

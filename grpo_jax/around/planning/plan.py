@@ -9,15 +9,15 @@ from huggingface_hub import try_to_load_from_cache
 import jax
 
 from grpo_jax import model
+from grpo_jax.around.planning import overlap, split, table
+from grpo_jax.around.planning.phases import Phase, compiled
+from grpo_jax.around.planning.topologies import devices_of
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import DoesNotFit
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.chips import chip_of, memory_of
 from grpo_jax.parallel.mesh import sizes_of
-from grpo_jax.planning import overlap, split, table
-from grpo_jax.planning.phases import Phase, compiled
-from grpo_jax.planning.topologies import devices_of
 from grpo_jax.progress import doing
 from grpo_jax.run.device_checks import check_batches
 from grpo_jax.run.run import Run

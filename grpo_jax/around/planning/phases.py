@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from grpo_jax.around.planning import cost
 from grpo_jax.parallel.chips import Chip
-from grpo_jax.planning import cost
 from grpo_jax.run.stages import Program, Stage
 
 

@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 
+from grpo_jax.around.planning.overlap import Outcome, Split, Workload, best
+from grpo_jax.around.planning.phases import Phase, seconds_by_limit
+from grpo_jax.around.planning.table import columns
 from grpo_jax.config import Config
 from grpo_jax.parallel.chips import Chip
-from grpo_jax.planning.overlap import Outcome, Split, Workload, best
-from grpo_jax.planning.phases import Phase, seconds_by_limit
-from grpo_jax.planning.table import columns
 from grpo_jax.run.stages import Program
 from grpo_jax.sampler.sampling import longest_chunk
 from grpo_jax.settings import ConfigError

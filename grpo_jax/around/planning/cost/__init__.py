@@ -5,6 +5,6 @@ floating-point operations (`operations`), traffic with the device's memory (`tra
 other devices (`links`).
 """
 
-from grpo_jax.planning.cost.count import Cost, Counted, count, instruction_runs
+from grpo_jax.around.planning.cost.count import Cost, Counted, count, instruction_runs
 
 __all__ = ["Cost", "Counted", "count", "instruction_runs"]

@@ -9,10 +9,10 @@ import signal
 import subprocess
 import time
 
+from grpo_jax.around.launchers.launcher import launch_folder, say
+from grpo_jax.around.launchers.units import Unit
 from grpo_jax.console.exit_codes import STOPPED
 from grpo_jax.console.text import shorten, visible
-from grpo_jax.launchers.launcher import launch_folder, say
-from grpo_jax.launchers.units import Unit
 from grpo_jax.storage.workdir import make_folder
 
 GRACE_SECONDS = 30  # what the others get to end by themselves when one process has ended

@@ -4,8 +4,8 @@ A launcher builds command lines and nothing else. The engine of the cluster and 
 Nothing here imports jax, so that a login node without accelerators can launch.
 """
 
-from grpo_jax.launchers import local, ray_cluster, slurm, xmanager
-from grpo_jax.launchers.launcher import Launcher
+from grpo_jax.around.launchers import local, ray_cluster, slurm, xmanager
+from grpo_jax.around.launchers.launcher import Launcher
 
 LAUNCHERS = {
   "local": Launcher(local.launch),

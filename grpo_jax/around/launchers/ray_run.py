@@ -13,12 +13,12 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from grpo_jax.around.launchers.launcher import say
+from grpo_jax.around.launchers.process_group import ProcessGroup, make_logs
+from grpo_jax.around.launchers.ray_host import LOST, HostActor, Place, RemoteProcess, reason_of
+from grpo_jax.around.launchers.units import Unit
 from grpo_jax.config import TRACKERS
 from grpo_jax.console.exit_codes import FAILED, STOPPED
-from grpo_jax.launchers.launcher import say
-from grpo_jax.launchers.process_group import ProcessGroup, make_logs
-from grpo_jax.launchers.ray_host import LOST, HostActor, Place, RemoteProcess, reason_of
-from grpo_jax.launchers.units import Unit
 from grpo_jax.storage import lock
 
 # What a run inherits from the launcher's environment. The rest is that of the node.

@@ -8,12 +8,12 @@ import shutil
 import sys
 import tempfile
 
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.units import Unit
 from grpo_jax.console.exit_codes import DONE
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.units import Unit
 from grpo_jax.settings import ConfigError
 
-_SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "xm_launch.py"
+_SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "xm_launch.py"
 
 
 def launch(units: Sequence[Unit], options: Options) -> int:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from grpo_jax.around.planning.phases import Phase, seconds_by_limit
 from grpo_jax.console.text import shorten
 from grpo_jax.parallel.chips import Chip
-from grpo_jax.planning.phases import Phase, seconds_by_limit
 
 _WIDTH = 100
 _UNKNOWN = "-"

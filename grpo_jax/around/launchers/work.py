@@ -8,10 +8,10 @@ import time
 from types import FrameType
 from typing import Protocol
 
+from grpo_jax.around.launchers.launcher import say
+from grpo_jax.around.launchers.progress import progress
+from grpo_jax.around.launchers.units import Unit
 from grpo_jax.console.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
-from grpo_jax.launchers.launcher import say
-from grpo_jax.launchers.progress import progress
-from grpo_jax.launchers.units import Unit
 from grpo_jax.storage import lock
 
 _SECONDS_BETWEEN_POLLS = 0.2

@@ -7,11 +7,11 @@ import re
 import shlex
 import socket
 
+from grpo_jax.around.launchers.launcher import say
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.units import Unit
+from grpo_jax.around.launchers.work import work
 from grpo_jax.console.exit_codes import DONE
-from grpo_jax.launchers.launcher import say
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.units import Unit
-from grpo_jax.launchers.work import work
 from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError
 
@@ -44,7 +44,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
   try:
     import ray  # here, because it is an optional dependency
 
-    from grpo_jax.launchers.ray_run import RayRun
+    from grpo_jax.around.launchers.ray_run import RayRun
   except ImportError:
     raise ConfigError("flag --on=ray needs the package ray: pip install -e '.[ray]'") from None
   _connect()

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 import shlex
 import socket
 
+from grpo_jax.around.launchers.launcher import say
+from grpo_jax.around.launchers.options import Options
+from grpo_jax.around.launchers.process_group import LocalProcess, ProcessGroup, make_logs
+from grpo_jax.around.launchers.units import Unit
+from grpo_jax.around.launchers.work import work
 from grpo_jax.console.exit_codes import DONE
-from grpo_jax.launchers.launcher import say
-from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.process_group import LocalProcess, ProcessGroup, make_logs
-from grpo_jax.launchers.units import Unit
-from grpo_jax.launchers.work import work
 
 
 def launch(units: Sequence[Unit], options: Options) -> int:

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from grpo_jax.planning.cost.hlo import Array, Computation, Instruction
+from grpo_jax.around.planning.cost.hlo import Array, Computation, Instruction
 
 
 def flops(instruction: Instruction, computation: Computation) -> float:

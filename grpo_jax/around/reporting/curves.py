@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.reporting.columns import MetricColumns
-from grpo_jax.reporting.runs import ShownRun
+from grpo_jax.around.reporting.columns import MetricColumns
+from grpo_jax.around.reporting.runs import ShownRun
 
 PARTS = ("sample", "reward", "reference", "update", "other")  # of the time of a GRPO step
 MOST_POINTS = 600  # of a curve: a figure has fewer pixels

@@ -7,9 +7,9 @@ from typing import Any
 
 import jinja2
 
-from grpo_jax.reporting.completions import shares, shown_completions
-from grpo_jax.reporting.curves import PARTS, curves, points_of_each, shown_metrics
-from grpo_jax.reporting.runs import (
+from grpo_jax.around.reporting.completions import shares, shown_completions
+from grpo_jax.around.reporting.curves import PARTS, curves, points_of_each, shown_metrics
+from grpo_jax.around.reporting.runs import (
   SEED,
   Series,
   ShownRun,

@@ -5,9 +5,9 @@ import dataclasses
 import math
 import statistics
 
-from grpo_jax.launchers.progress import RunProgress, progress
-from grpo_jax.launchers.sweep import SEED, name_of
-from grpo_jax.launchers.units import Unit
+from grpo_jax.around.launchers.progress import RunProgress, progress
+from grpo_jax.around.launchers.sweep import SEED, name_of
+from grpo_jax.around.launchers.units import Unit
 
 _NONE = "-"
 _COVERED = 0.95

@@ -8,7 +8,7 @@ and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.)
 import math
 import re
 
-from grpo_jax.planning.cost.hlo import Computation, Instruction
+from grpo_jax.around.planning.cost.hlo import Computation, Instruction
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Opcodes whose instruction sends bytes. The matching -done instruction sends none.

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 import dataclasses
 
-from grpo_jax.planning.cost import hlo
-from grpo_jax.planning.cost.hlo import Computation, Instruction, Module
-from grpo_jax.planning.cost.links import OPCODES, counts_here, link_bytes
-from grpo_jax.planning.cost.operations import flops
-from grpo_jax.planning.cost.traffic import is_free, traffic
+from grpo_jax.around.planning.cost import hlo
+from grpo_jax.around.planning.cost.hlo import Computation, Instruction, Module
+from grpo_jax.around.planning.cost.links import OPCODES, counts_here, link_bytes
+from grpo_jax.around.planning.cost.operations import flops
+from grpo_jax.around.planning.cost.traffic import is_free, traffic
 
 
 @dataclasses.dataclass(frozen=True)
