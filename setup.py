@@ -22,7 +22,7 @@ class WithRecipes(build_py):
 setup(
   cmdclass={"build_py": WithRecipes},
   name="grpo_jax",
-  version="0.1.0",
+  version="0.2.0",
   description="Group Relative Policy Optimization for language models, in JAX",
   packages=find_packages(include=["grpo_jax", "grpo_jax.*"]),
   package_data={"grpo_jax.around.reporting": ["web/*"]},
