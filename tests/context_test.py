@@ -126,7 +126,8 @@ def test_log_probs_and_gradients_are_those_of_one_device(axes, slots):
   assert_same(CONFIG, make_batch(slots=slots), mesh)
 
 
-@pytest.mark.parametrize("axes", [dict(context=4), slow(dict(context=2, tensor=2))], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [dict(context=4), dict(context=2, tensor=2)], ids=str)
 def test_heads_that_the_devices_do_not_divide_get_some_more(axes):
   """Each of two key heads has five query heads, and then six: the others are thrown away."""
   config = dataclasses.replace(CONFIG, num_heads=10, attention_sinks=True)

@@ -120,6 +120,7 @@ def test_tokens_are_the_same_alone_and_in_a_crowd(shared):
   assert shared.counts.copies and shared.counts.prompts  # both ways to a place
 
 
+@pytest.mark.slow
 def test_rows_with_a_filter_of_a_program_draw_beside_others(parts, shared):
   @grpo_jax.register_filter
   def likeliest(logits_BV, value_B1):

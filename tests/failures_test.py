@@ -189,6 +189,7 @@ def reward(completions, **_):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "signals",
   [leaving_on_second_signal, pytest.param(raising_on_second_signal, marks=pytest.mark.slow)],

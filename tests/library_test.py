@@ -489,6 +489,7 @@ def test_another_definition_under_the_same_name_counts_in_the_next_run(tmp_path)
   assert twice["grad_norm"] == pytest.approx(2 * once["grad_norm"])
 
 
+@pytest.mark.slow
 def test_parts_of_a_program_s_own_are_what_a_run_computes(tmp_path, monkeypatch, own_tables):
   page = Path("docs/developing.md").read_text()
   (code,) = [block for block in page.split("```")[1::2] if "register_advantage" in block]

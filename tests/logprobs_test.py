@@ -239,6 +239,7 @@ class Heard:
     return seen if scores is None else {**seen, **scores._asdict()}
 
 
+@pytest.mark.slow
 def test_a_bias_over_http(client, policy):
   ask = functools.partial(client.completions.create, model="m", prompt="Ann has", seed=1)
   free = ask(max_tokens=8, temperature=0, logprobs=0, extra_body=IDS).choices[0]

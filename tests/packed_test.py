@@ -198,7 +198,8 @@ def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch)
   np.testing.assert_allclose(parts, whole, atol=2e-5)
 
 
-@pytest.mark.parametrize("micro_batch", [slow(1), 2, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("change", [{}, slow(dict(top_entropy_quantile=0.4))], ids=str)
 @pytest.mark.parametrize("lengths", [UNEVEN, slow([[0] * 3] * 4)])
 def test_an_update_in_few_slots_is_a_train_step(lengths, change, micro_batch, monkeypatch):

@@ -140,6 +140,7 @@ def test_families_write_the_same_after_what_is_known(name, cache_dtype, mesh):
     engine.close()
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_computed_again(tiny):
   config, params = tiny
   whole, known = make(config, params, 0), make(config, params, 20)

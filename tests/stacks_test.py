@@ -221,7 +221,8 @@ def test_stacked_layers_compute_what_layers_apart_compute(name):
     assert jnp.abs(x).max() > 0, path
 
 
-@pytest.mark.parametrize("name", ["alternating", pytest.param("rest", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alternating", "rest"])
 def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
   """A prompt, then two tokens at once and one alone."""
   config = MODELS[name]

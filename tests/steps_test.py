@@ -368,7 +368,8 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
   assert len({row["reward"] for row in rows}) > 1
 
 
-@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("minibatches", [1, 2])
 def test_what_is_rejected_is_as_if_it_was_not_there(minibatches, tmp_path):
   """An update with rejected tokens is the update of a batch without them.
 

@@ -143,6 +143,7 @@ def test_a_run_learns_from_the_teacher_alone(tmp_path):
 # What is refused.
 
 
+@pytest.mark.slow
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
   save_teacher(tmp_path / "other", characters="".join(reversed(tasks.ALPHABET)))
   with pytest.raises(ConfigError, match=r"reward\.teacher: token 2 is '.' for the policy and '.'"):

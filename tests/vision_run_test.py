@@ -216,6 +216,7 @@ def test_a_tower_that_is_trained_with_lora_has_adapters(family, words, tmp_path)
     small_run(config)
 
 
+@pytest.mark.slow
 def test_a_processor_whose_patches_do_not_fit_the_tower_is_refused(tmp_path):
   config = vision_config(tmp_path)
   file = tmp_path / "model" / "processor_config.json"

@@ -165,9 +165,12 @@ def test_tied_checkpoint(tied):
     np.testing.assert_array_equal(found, k[1 * 16 + 3])
 
 
+MORE = "gemma2", "qwen2_window", "qwen3_moe_mixed"
+
+
 @pytest.mark.parametrize(
   "name",
-  ["gemma2", "gemma3", "qwen2_window", pytest.param("qwen3_moe_mixed", marks=pytest.mark.slow)],
+  ["gemma3", *(pytest.param(x, marks=pytest.mark.slow) for x in MORE)],
 )
 def test_every_layer_is_read_into_its_place_and_written_from_it(name, tmp_path):
   """In models whose layers differ."""
