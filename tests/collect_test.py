@@ -109,6 +109,7 @@ def test_groups_of_equal_rewards_are_replaced_by_fresh_ones(tmp_path):
   assert found.host["next_group"] == 10 * P + drawn
 
 
+@pytest.mark.slow
 def test_places_that_no_group_fills_are_left_out_of_the_loss_and_of_every_mean(tmp_path):
   """group_mean_batch_std divides by the deviation of the live groups' rewards alone."""
   config = small_config("lite_ppo", dynamic_sampling=True, max_resample_rounds=1)

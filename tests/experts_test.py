@@ -96,6 +96,7 @@ def test_a_token_is_the_weighted_sum_of_its_experts_alone():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, expected)
 
 
+@pytest.mark.slow
 def test_parts_of_the_experts_add_up():
   """One device has experts 0 to 2, another 3 and 4, which it counts as 0 and 1.
 

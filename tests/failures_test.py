@@ -203,7 +203,8 @@ def test_processes_that_a_reward_forks_and_ends_do_not_stop_the_run(signals, tmp
   assert len(read_metrics(tmp_path / "run")) == 2
 
 
-@pytest.mark.parametrize("teacher", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", [False, True])
 def test_a_run_whose_completions_are_all_cut_off_and_masked_stops(teacher, tmp_path, capsys):
   """Before its third token no completion may end. A teacher has no token to grade."""
   config = dataclasses.replace(small_config(mask_truncated=True, kl_coef=0.1), steps=12)

@@ -230,15 +230,8 @@ def test_short_completions_and_those_of_one_chunk_more(max_tokens, alone):
   np.testing.assert_array_equal(found.lengths_PG, np.minimum(expected.lengths_PG, max_tokens))
 
 
-@pytest.mark.parametrize(
-  "rows, chunk",
-  [
-    pytest.param(0, 64, marks=pytest.mark.slow),
-    pytest.param(0, 3, marks=pytest.mark.slow),
-    pytest.param(5, 64, marks=pytest.mark.slow),
-    (2, 3),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, chunk", [(0, 64), (0, 3), (5, 64), (2, 3)])
 def test_texts_end_a_row_at_the_token_that_completes_them(rows, chunk, alone):
   """A token's text is its id in words of two letters, so a text may lie across tokens."""
   config, params, drawn = alone
@@ -576,6 +569,7 @@ def test_a_stack_with_a_window_has_the_slots_that_it_needs():
   assert cache[9, 8] == [8, 8, 8] and cache[1, 4] == cache[9, 4] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_equal_calls_compile_nothing_again(alone):
   config, params, _ = alone
   sampler = Sampler(config, Decoding(max_tokens=T, stop_ids=stops(96)), MANY, rows=5)

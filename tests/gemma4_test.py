@@ -204,6 +204,7 @@ def test_what_is_not_computed_is_refused_by_name(name, fields, key, tmp_path):
   assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_keys_of_layers_that_borrow_are_left_out(tmp_path):
   """Published folders have them. transformers does not read them either."""
   folder = copied(tmp_path, "gemma4_e")

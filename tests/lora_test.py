@@ -173,7 +173,8 @@ def moved(fresh):
   return jax.tree.map(add_noise, fresh[2])
 
 
-@pytest.mark.parametrize("micro", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [0, 1])
 def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
   """W + scale A B gives dL/dA = scale dL/dW B^T and dL/dB = scale A^T dL/dW.
 
