@@ -264,8 +264,8 @@ class Sampling:
   tensor: int = setting(
     0,
     "how many devices share the heads and hidden units of a row while sampling; the others have"
-    " other rows. A multiple of mesh.tensor. 0 = mesh.tensor or, where mesh.fsdp splits weights,"
-    " the least with which weights and cache fit",
+    " other rows. A multiple of mesh.tensor. 0 = mesh.tensor or, where mesh.fsdp or mesh.context"
+    " splits weights, the least with which weights and cache fit and rows suffice",
     NOT_NEGATIVE,
   )
   max_logprob_gap: float = setting(

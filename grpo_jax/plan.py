@@ -23,9 +23,8 @@ from grpo_jax import cli
 def main(argv: list[str]) -> None:
   del argv
   config = cli.config_from_flags()
-  from grpo_jax.around.planning.plan import (
-    plan_by_flags,  # here: --help and mistakes in flags need no jax
-  )
+  # Here, because --help and mistakes in flags need no jax.
+  from grpo_jax.around.planning.plan import plan_by_flags
 
   plan_by_flags(config, flags.FLAGS)
 

@@ -235,11 +235,25 @@ def test_zigzag_gives_each_device_an_early_and_a_late_piece(devices):
   np.testing.assert_array_equal(back, np.arange(2 * devices))
 
 
-def test_each_device_of_a_ring_computes_equally_many_pairs_of_pieces():
-  """A single text: piece a of the queries sees pieces 0 to a of the keys."""
-  devices = 4
-  pairs = [i + 1 + 2 * devices - i for i in range(devices)]
-  assert len(set(pairs)) == 1 and sum(pairs) == 2 * devices * (2 * devices + 1) // 2
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_each_device_of_a_ring_computes_equally_many_pairs_of_pieces(devices):
+  """Piece a of the queries sees the pieces 0 to a of the keys."""
+  q, slots = jnp.zeros((2, 1, 1, 2, 1, 1, 1)), jnp.zeros((2 * devices, 1, 2), jnp.int32)
+  constants, of_pieces = ring._Ring(0, 0.0, "context"), ring.Slots(slots, slots)
+
+  def computed():
+    pairs = [
+      ring._pair(constants, q, of_pieces, number, (a, b)).is_before
+      for number in range(devices)
+      for a in range(2)
+      for b in range(2)
+    ]
+    return jnp.stack(pairs).sum(keepdims=True)
+
+  mesh = mesh_of(context=devices)
+  on_each = jax.shard_map(computed, mesh=mesh, in_specs=(), out_specs=PartitionSpec("context"))
+  found = jax.jit(on_each)()
+  assert found.tolist() == [2 * devices + 1] * devices
 
 
 # --- Memory ---
@@ -306,6 +320,17 @@ def test_parameters_are_split_over_it_as_over_fsdp():
   # 16 is no multiple of 3, and 3 does not divide it.
   whole = sharding.param_specs(shapes, mesh_of(fsdp=2, context=3))
   assert whole["head" if "head" in whole else "embed"]["embedding"].spec[1] == "fsdp"
+  said = sharding.undivided(shapes, mesh_of(fsdp=2, context=3))
+  line = "16 is not divisible by fsdp x context = 6: it is split over fsdp alone"
+  assert any(line in x for x in said)
+  # 3 divides 18, and 4 does not.
+  odd = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), dataclasses.replace(CONFIG, embed_dim=18))
+  )
+  specs = sharding.param_specs(odd, mesh_of(fsdp=1, context=3))
+  assert specs["embed"]["embedding"].spec[1] in ("context", ("fsdp", "context"))
+  specs = sharding.param_specs(odd, mesh_of(fsdp=4, context=2))
+  assert specs["embed"]["embedding"].spec[1] == "context"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +358,7 @@ def test_devices_share_rows_while_sampling_where_there_are_fewer_prompts_than_de
   check_batches(config, run.hosts)
   alone = with_section(config, "sampling", tensor=1)
   run = Run(alone, devices=jax.devices()[:4])
-  wanted = "batch.prompts is 2: it must be a multiple of 4, so that the devices which sample"
+  wanted = "batch.prompts is 2: it must be a multiple of 4, so that the devices which learn"
   with pytest.raises(ConfigError, match=wanted):
     check_batches(alone, run.hosts)
   # One prompt at a time is learned on all four.

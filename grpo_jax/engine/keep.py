@@ -69,7 +69,8 @@ def _start(words: list[str], environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
   except OSError as error:
     raise ConfigError(
-      f"flag --program={words[0]} cannot be started ({error.strerror}): name the engine's program"
+      f"{words[0]} cannot be started ({error.strerror}): set --program to vLLM's program, or to the"
+      " Python that has SGLang"
     ) from None
 
 

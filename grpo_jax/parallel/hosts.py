@@ -79,8 +79,8 @@ class Hosts:
       if size % shards:
         multiple = f"mesh.data x mesh.fsdp x mesh.expert = {shards}"
         if shards > self.learner_row_shards:
-          multiple = f"{shards}, so that the devices which sample and those which learn"
-          multiple += " both split it evenly"
+          multiple = f"{shards}, so that the devices which learn and those which sample"
+          multiple += " (mesh.sampler, mesh.context, sampling.tensor) both split it evenly"
         raise ConfigError(f"config key {key} is {size}: it must be a multiple of {multiple}")
 
   def put(self, tree: Any) -> Any:

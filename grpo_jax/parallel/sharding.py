@@ -71,10 +71,16 @@ def undivided(params: Any, mesh: Mesh) -> list[str]:
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     name = leaf_path(path)
     for dimension, (axis, size) in enumerate(zip(_axes(name, leaf), leaf.shape)):
-      if axis is not None and _weight_axes(mesh, axis, size) is None:
-        lines.append(
-          f"{name}: dimension {dimension} of {size} is not divisible by {axis}={mesh.shape[axis]}"
-        )
+      if axis is None:
+        continue
+      found, what = _weight_axes(mesh, axis, size), f"{name}: dimension {dimension} of {size}"
+      if axis == "fsdp" and mesh.shape.get(CONTEXT, 1) > 1:
+        both = mesh.shape[axis] * mesh.shape[CONTEXT]
+        alone = f"it is split over {found} alone" if found else "it is whole on each device"
+        if found in (axis, CONTEXT, None) and size % both:
+          lines.append(f"{what} is not divisible by fsdp x context = {both}: {alone}")
+      elif found is None:
+        lines.append(f"{what} is not divisible by {axis}={mesh.shape[axis]}")
   return lines
 
 
@@ -219,6 +225,8 @@ def _weight_axes(mesh: Mesh, axis: str | None, size: int) -> str | tuple[str, ..
   if axis == "fsdp" and CONTEXT in mesh.shape:
     if size % (mesh.shape[axis] * mesh.shape[CONTEXT]) == 0:
       return axis, CONTEXT
+    if mesh.shape[axis] == 1 or not _divides(mesh, axis, size):
+      return CONTEXT if size % mesh.shape[CONTEXT] == 0 else None
   return axis if _divides(mesh, axis, size) else None
 
 

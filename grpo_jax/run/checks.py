@@ -18,6 +18,8 @@ from grpo_jax.rewards import dispatch, plugins
 from grpo_jax.sampler.filters import BUILT_IN, own_values
 from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges, is_url
 
+_MOST_STOPS_OF_SGLANG = 32
+
 
 def check_config(config: Config) -> None:
   """Raises ConfigError at the first value that cannot be run.
@@ -177,6 +179,12 @@ def _check_engine(config: Config) -> None:
       "an engine returns log-probs before or after its filters, and the learner needs both; with"
       f" rollout.engine set {default}",
     )
+  _require(
+    rollout.engine != "sglang" or len(sampling.stop) <= _MOST_STOPS_OF_SGLANG,
+    "sampling.stop",
+    sampling.stop,
+    f"SGLang takes at most {_MOST_STOPS_OF_SGLANG} texts",
+  )
   is_rslora = rollout.engine == "sglang" and config.lora.rank > 0 and config.lora.rslora
   refused: tuple[tuple[str, Any, Any, str], ...] = (
     ("rollout.listen", rollout.listen, "", "the engine takes the place of sampler processes"),

@@ -28,7 +28,7 @@ class Programs:
 
   Attributes:
     abstract_state: `Parameters.abstract_state`.
-    most_images: `Prompts.most_images` of the training prompts, where these were counted before
+    most_images: `PromptSet.most_images` of the training prompts, where these were counted before
       `micro_batch` is chosen. Otherwise None.
   """
 

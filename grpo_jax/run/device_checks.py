@@ -66,7 +66,7 @@ def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
     raise ConfigError(
       f"the parameters alone take {needed / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB of"
       " memory: choose a smaller model.path, lower model.embed_dim, model.mlp_dim or"
-      " model.num_layers, or split it over more devices with mesh.fsdp"
+      " model.num_layers, or split it over more devices with mesh.fsdp or mesh.tensor"
     )
 
 
@@ -93,8 +93,9 @@ def check_batches(config: Config, hosts: Hosts) -> None:
   rows = config.sampling.rows
   if rows and rows < hosts.row_shards:
     raise ConfigError(
-      f"config key sampling.rows is {rows}: it must be 0, or at least mesh.data x mesh.fsdp x"
-      f" mesh.expert = {hosts.row_shards}"
+      f"config key sampling.rows is {rows}: it must be 0, or at least {hosts.row_shards}, the parts"
+      " into which devices split rows (mesh.data x mesh.fsdp x mesh.expert, mesh.context,"
+      " mesh.sampler)"
     )
 
 

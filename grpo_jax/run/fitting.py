@@ -123,7 +123,7 @@ def micro_batch(
     params: All parameters of the policy: shapes and dtypes.
     held: Bytes that one device holds while it updates, without activations.
     memory: The bytes of a device, or None if they are not known. Then all fit.
-    most: `Prompts.most_images`, as `images_of` takes it.
+    most: `PromptSet.most_images`, as `images_of` takes it.
   """
   if config.batch.micro_batch:
     return config.batch.micro_batch

@@ -46,7 +46,7 @@ class Held:
       None.
     weights: How the sampler reads the parameters.
     encodes_first: Whether images are encoded before their prompts are sampled.
-    most_images: `Prompts.most_images` of the training prompts, or None if they are not counted.
+    most_images: `PromptSet.most_images` of the training prompts, or None if they are not counted.
   """
 
   config: Config
@@ -185,7 +185,7 @@ def images_of(
     config: The config of the run.
     shape: The model.
     prompts: How many prompts.
-    most: `Prompts.most_images`. None if that is not known: all tokens are those of an image.
+    most: `PromptSet.most_images`. None if that is not known: all tokens are those of an image.
   """
   S, v = config.data.max_prompt_tokens, shape.vision
   pictures, tokens = most or (1, S)
@@ -298,7 +298,7 @@ def _kept_bytes(
     params: All parameters of the policy: shapes and dtypes.
     split: Over how many devices a layer's heads and hidden units are split.
     remat: The activations that a layer keeps (see `completion_features`).
-    most: `Prompts.most_images`, as `images_of` takes it.
+    most: `PromptSet.most_images`, as `images_of` takes it.
   """
   S, G, T = config.data.max_prompt_tokens, config.rows_per_prompt, config.sampling.max_tokens
   lanes = 128 if shape.platform == "tpu" else 1  # a TPU fills up the last axis of every array

@@ -144,8 +144,8 @@ class RewardModel:
     T = tokens_BT.shape[1]
     padding = -T % (2 * self._model.context) if self._model.context > 1 else 0
     tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, padding))) if padding else tokens_BT
-    config = dataclasses.replace(self._model, length=T + padding)
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    config = dataclasses.replace(self._model, length=T)  # which may choose the rotary angles
+    positions_BT = jnp.broadcast_to(jnp.arange(T + padding).clip(max=T - 1), tokens_BT.shape)
     # Set here, because the process-wide default is the policy's precision.
     precision = "float32" if config.dtype == "float32" else None
     with jax.default_matmul_precision(precision):
