@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
-from small_run import small_config, with_section
+from small_run import small_config, with_reward, with_section
 
 from grpo_jax import learner, model
 from grpo_jax.config import Learner, Mesh
@@ -22,12 +22,18 @@ from grpo_jax.run.device_checks import check_batches, check_context
 from grpo_jax.run.memory import activation_bytes
 from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.reading import read_metrics
+from grpo_jax.training.loop import run_steps
 from grpo_jax.types import Batch
 
 CONFIG = model.ModelConfig(
   vocab_size=31, embed_dim=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=6, mlp_dim=24
 )
 P, G, S, T = 4, 3, 7, 9
+REWARD = """
+def reward(completions, **_):
+  return [float(len({*text})) for text in completions]
+"""
 LENGTHS = [[9, 1, 3], [2, 0, 5], [1, 1, 1], [0, 0, 0]]
 
 
@@ -379,3 +385,20 @@ def test_a_plan_says_what_is_sent():
   # Eight query heads with outputs, and two key heads with values, of which a half stays.
   assert f"all-to-all sends {2 * (8 + 2) / 2 * 6 * 4 / 1e3:.1f} KB for each token" in of_heads
   assert "by ring sends" in exchange_in_words(on_mesh(RINGS, mesh_of(context=4)))
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_on_another_mesh_is_that_without_the_axis(tmp_path):
+  """Its first two steps are with mesh.context, and its last one with mesh.fsdp."""
+  config = small_config(kl_coef=0.1)
+  config = dataclasses.replace(config, steps=3)
+  config = with_section(config, "checkpoint", every=1)
+  config = with_reward(config, tmp_path, REWARD)
+  one, two = tmp_path / "one", tmp_path / "two"
+  run_steps(config, one)
+  first = dataclasses.replace(config, steps=2)
+  run_steps(with_section(first, "mesh", context=2), two)
+  run_steps(with_section(config, "mesh", fsdp=2), two)
+  for ours, expected in zip(read_metrics(two), read_metrics(one), strict=True):
+    for name in ("reward", "kl", "grad_norm", "entropy"):
+      assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (ours["step"], name)
