@@ -18,9 +18,10 @@ from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.serving import decoder, requests
-from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.decoder import NewRow, Sizes
 from grpo_jax.serving.engine import Closed, Engine, Full, Job
 from grpo_jax.serving.requests import row_number
+from grpo_jax.serving.responses import response_request
 
 S, T = 40, 48
 STOPS = (1, 11, 21)
@@ -145,6 +146,34 @@ def test_rows_with_a_filter_of_a_program_draw_beside_others(parts, shared):
   assert found[0].tokens == plain.tokens != found[1].tokens == found[2].tokens
   with pytest.raises(requests.RequestError, match="likeliest"):
     requests.completion_request(body, limits, None)
+
+
+def test_the_filters_of_an_engine_are_those_of_when_it_was_made(parts):
+  def a_later(logits_BV, value_B1):
+    return logits_BV > value_B1
+
+  @grpo_jax.register_filter
+  def b_first(logits_BV, value_B1):
+    return logits_BV > value_B1
+
+  try:
+    sizes = Sizes(rows=2, prompt_tokens=S, waiting=2)
+    engine = Engine(parts[0], Decoding(T, STOPS), sizes, parts[1], 1)
+    grpo_jax.register_filter(a_later)
+    limits = requests.Limits("m", 96, S, T, 4, filters=engine.filters)
+    for read in (requests.completion_request, requests.chat_request, response_request):
+      with pytest.raises(requests.RequestError, match="a_later: this server does not know"):
+        read({"a_later": 2}, limits, None)
+    asked = requests.completion_request({"prompt": [5], "b_first": 3}, limits, None).settings
+    assert asked.own == {"b_first": 3.0}
+    seats = engine._decoder
+    seats._known.put(1, (5,))  # so that nothing is computed
+    seats.seat({1: NewRow((5,), 0, asked)}, parts[1])
+    assert {name: x.tolist() for name, x in seats._new.settings.own.items()} == {"b_first": [0, 3]}
+    with pytest.raises(ValueError, match="longer"):
+      seats.seat({1: NewRow((5,), 0, RowSettings(own={"a_later": 2.0}))}, parts[1])
+  finally:
+    del FILTERS["a_later"], FILTERS["b_first"]
 
 
 @pytest.mark.slow

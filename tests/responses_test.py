@@ -6,6 +6,8 @@ import openai
 import pydantic
 import pytest
 
+import grpo_jax
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.serving import requests
 from grpo_jax.serving.responses import response_request
 from grpo_jax.serving.traces import Recorder, Trace
@@ -153,6 +155,23 @@ def test_log_probs_of_a_response(client):
   assert {len(one.top_logprobs) for one in part.logprobs} == {3}
 
 
+@pytest.mark.parametrize("stop", ["a pen", "pens, \u00fc", "no"])
+def test_the_log_probs_of_deltas_are_those_of_the_whole_text(stop, policy):
+  """Also of tokens whose text is held back: half of a character, or what may become `stop`."""
+  ids = policy[2].encode("Ann has a pencil, pens, \u00fc\U0001f58a")
+  with serving(Scripted(lambda job: [[token] for token in ids]), policy[2], 10**6) as (_, address):
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
+    include = ["message.output_text.logprobs"]
+    options = dict(model="m", input="Pens?", include=include, extra_body={"stop": stop})
+    events = list(client.responses.create(stream=True, **options))
+  deltas = [one for one in events if one.type == "response.output_text.delta"]
+  (done,) = [one for one in events if one.type == "response.output_text.done"]
+  said = [one.token for delta in deltas for one in delta.logprobs]
+  assert said == [one.token for one in done.logprobs] and len(said) == len(ids)
+  assert "".join(delta.delta for delta in deltas) == done.text
+  assert any(len(delta.logprobs) > 1 for delta in deltas)
+
+
 def test_calls_and_their_outputs(policy):
   tokens = policy[2]
   ids = tokens.encode("Hm. " + CALL + CALL)
@@ -245,7 +264,7 @@ WRONG = {
   ],
   "reasoning": [5, {"effort": 5}],
   "top_logprobs": [21],
-  "include": ["x"],
+  "include": ["x", ["web_search_call.results"], ["message.output_text.logprobs", 5], [{}]],
   "max_tokens": [5],
   "tempreature": [1],
 }
@@ -267,6 +286,38 @@ def test_null_means_that_a_parameter_is_left_out(policy):
   named = ("truncation", "background", "previous_response_id", "text", "tools", "reasoning")
   asked = response_request({"input": "a", **dict.fromkeys(named)}, LIMITS, texts)
   assert asked.form is None and asked.tools == () and not asked.logprobs
+
+
+def test_a_filter_of_a_program_is_a_parameter(policy):
+  texts = AnswerWriter(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
+
+  @grpo_jax.register_filter
+  def nearest(logits_BV, value_B1):
+    return logits_BV > value_B1
+
+  try:
+    body = {"input": "a", "nearest": 2, "top_k": 3}
+    asked = response_request(body, LIMITS, texts)
+    assert asked.settings.own == {"nearest": 2.0} and asked.settings.top_k == 3
+    with pytest.raises(requests.RequestError, match="nearest is -1: it must be at least 0"):
+      response_request(body | {"nearest": -1}, LIMITS, texts)
+  finally:
+    del FILTERS["nearest"]
+
+
+def test_reasoning_that_no_answer_has_may_be_included(policy):
+  """Agents ask for it by default."""
+  texts = AnswerWriter(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
+  asked = response_request({"input": "a", "include": ["reasoning.encrypted_content"]}, LIMITS, texts)
+  assert not asked.logprobs
+
+
+def test_errors_of_forms_name_no_parameter_that_responses_lack(policy):
+  texts = AnswerWriter(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
+  body = {"input": "a", "min_tokens": 2, "text": {"format": {"type": "json_object"}}}
+  with pytest.raises(requests.RequestError, match="min_tokens: the form of the answer") as caught:
+    response_request(body, LIMITS, texts)
+  assert caught.value.param == "min_tokens" and "response_format" not in caught.value.message
 
 
 def test_errors_name_the_parameters_of_responses(client):

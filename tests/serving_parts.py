@@ -9,6 +9,7 @@ import tokenizers
 
 from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.serving.decoder import Counts, Sizes
 from grpo_jax.serving.engine import AnswerPart, Engine, Row
@@ -80,6 +81,7 @@ class Scripted:
 
   def __init__(self, script):
     self.sizes, self.max_tokens = Sizes(8, PROMPT_TOKENS, 64), 10**6
+    self.filters = FILTERS
     self.counts, self.version, self.waiting, self.in_flight = Counts(), 3, 0, 0
     self.is_open, self.failure = True, None
     self.cancelled, self._script = [], script

@@ -132,7 +132,11 @@ class EndedRow(NamedTuple):
 
 
 class Decoder:
-  """The rows on the devices, and the programs that decode them. One thread calls it."""
+  """The rows on the devices, and the programs that decode them. One thread calls it.
+
+  Attributes:
+    filters: The filters that rows may have: those that were known when it was made.
+  """
 
   def __init__(
     self, config: model.ModelConfig, decoding: Decoding, sizes: Sizes, counts: Counts
@@ -148,13 +152,14 @@ class Decoder:
     self._texts: model.Prefix | None = None  # that are kept
     self._known = PrefixCache(sizes.rows, sizes.texts, sizes.prompt_tokens)
     self._sizes, self._config, self._decoding = sizes, config, decoding
+    self.filters = dict(FILTERS)
     self._rounds = 0  # since the cache counted from 0
     self._scores: list[tuple[list[tuple[int, tuple[int, ...]]], ScoredPrompts]] = []
     self._new = NewRows(
       is_new_R=np.zeros(self._rows, bool),
       key_R2=np.tile(key, (self._rows, 1)),
       number_R=np.zeros(self._rows, np.int32),
-      settings=jax.tree.map(np.array, by_row(_whole(RowSettings(), decoding), 1, self._rows)),
+      settings=jax.tree.map(np.array, by_row(self._whole(RowSettings()), 1, self._rows)),
     )
 
   def compile(self, params: model.Params) -> None:
@@ -226,8 +231,8 @@ class Decoder:
     for place, row in rows.items():
       self._new.is_new_R[place] = True
       self._new.number_R[place] = row.number
-      settings = _whole(row.settings, self._decoding)
-      for all_R, own in zip(*map(jax.tree.leaves, (self._new.settings, settings))):
+      given = self._new.settings, self._whole(row.settings)
+      for all_R, own in zip(*map(jax.tree.leaves, given), strict=True):
         all_R[place] = own
     self._counts.prompt_tokens += sum(len(row.prompt) for row in rows.values())
     computed = dict.fromkeys(rows, 0)
@@ -469,6 +474,13 @@ class Decoder:
   def _copy(self, from_N: np.ndarray) -> None:
     self._flight = self._programs.copy(self._flight, from_N)
 
+  def _whole(self, settings: RowSettings) -> RowSettings:
+    """The settings with a number for each that is off, so that one program decodes all rows."""
+    off = RowSettings(1.0, min_tokens=0, max_tokens=self._decoding.max_tokens)
+    values = {name: one.off for name, one in self.filters.items()} | settings.filter_values
+    given = {name: x for name, x in vars(settings).items() if x is not None}
+    return off.replace(**given).with_filters(values)
+
   def _padded(self, prompts: list[tuple[int, ...]], length: int) -> Prompts:
     tokens_nS = np.zeros((len(prompts), length), np.int32)
     for own_S, prompt in zip(tokens_nS, prompts, strict=True):
@@ -507,11 +519,3 @@ def _split(x: list[T], most: int) -> list[list[T]]:
 def _filled(x: list[T], count: int, by: T) -> list[T]:
   """A list with `by` at its end, so many in all."""
   return x + [by] * (count - len(x))
-
-
-def _whole(settings: RowSettings, decoding: Decoding) -> RowSettings:
-  """The settings with a number for each that is off, so that one program decodes all rows."""
-  off = RowSettings(1.0, min_tokens=0, max_tokens=decoding.max_tokens)
-  values = {name: one.off for name, one in FILTERS.items()} | settings.filter_values
-  given = {name: x for name, x in vars(settings).items() if x is not None}
-  return off.replace(**given).with_filters(values)

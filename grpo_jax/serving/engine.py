@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from grpo_jax import model
+from grpo_jax.sampler.filters import Filter
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Drawn, Extras
 from grpo_jax.sampler.stop import End
@@ -167,6 +168,11 @@ class Engine:
   def version(self) -> int:
     """The version of the weights that write the next tokens."""
     return self._version
+
+  @property
+  def filters(self) -> Mapping[str, Filter]:
+    """The filters that rows may have. One that is registered later is none of them."""
+    return self._decoder.filters
 
   @property
   def waiting(self) -> int:

@@ -83,6 +83,7 @@ class Limits(NamedTuple):
     max_tokens: The longest completion.
     choices: The most completions of a request, over all its prompts.
     longest: The flag or key that sets prompt_tokens, for errors.
+    filters: The filters that a request may set, by name.
   """
 
   model: str
@@ -91,6 +92,7 @@ class Limits(NamedTuple):
   max_tokens: int
   choices: int
   longest: str = LONGEST
+  filters: Mapping[str, Filter] = FILTERS
 
 
 class Form(NamedTuple):
@@ -208,7 +210,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
   """The request of a body of /v1/completions. Raises RequestError."""
-  _check_names(body, _OF_COMPLETIONS | {*FILTERS})
+  _check_names(body, _OF_COMPLETIONS | {*limits.filters})
   prompts = _prompts(body, limits, texts)
   echo = None
   if _flag(body, "echo"):
@@ -221,7 +223,7 @@ def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) ->
 
 def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
   """The request of a body of /v1/chat/completions. Raises RequestError."""
-  _check_names(body, _OF_CHAT | {*FILTERS})
+  _check_names(body, _OF_CHAT | {*limits.filters})
   if body.get("max_completion_tokens") is not None:
     body = {**body, "max_tokens": body["max_completion_tokens"]}
   tools, choice = body.get("tools"), body.get("tool_choice") or "auto"
@@ -331,10 +333,12 @@ def _settings(
     max_tokens=max_tokens,
   )
   if extra["form"] and settings.min_tokens:
-    raise RequestError(f"min_tokens: {extra['form'].param} says when an answer ends", "min_tokens")
-  values = {name: _filter_value(body, name, one) for name, one in FILTERS.items()}
+    raise RequestError(
+      "min_tokens: the form of the answer says when it ends; leave it out", "min_tokens"
+    )
+  values = {name: _filter_value(body, name, one) for name, one in limits.filters.items()}
   if settings.temperature == 0:  # the filters keep the likeliest token
-    values = {name: one.off for name, one in FILTERS.items()}
+    values = {name: one.off for name, one in limits.filters.items()}
   return settings.with_filters(values)
 
 

@@ -13,11 +13,10 @@ from grpo_jax.serving.answers import AnswerChoice
 from grpo_jax.serving.requests import IGNORED, Limits, Request, RequestError, Texts, chat_request
 from grpo_jax.settings import shown
 
-# A chat has them under the same names.
+# A chat has them under the same names, as it has the filters.
 _AS_IN_CHAT = {
-  "model", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "stop", "stream",
-  "parallel_tool_calls", "top_logprobs", "stop_token_ids", "logit_bias", "skip_special_tokens",
-  "chat_template_kwargs",
+  "model", "temperature", "min_tokens", "seed", "stop", "stream", "parallel_tool_calls",
+  "top_logprobs", "stop_token_ids", "logit_bias", "skip_special_tokens", "chat_template_kwargs",
 }  # fmt: skip
 # Those that a chat has under other names, and the names by which errors call them.
 _RENAMED = {
@@ -27,6 +26,8 @@ _RENAMED = {
   "reasoning_effort": "reasoning",
 }
 _LOGPROBS = "message.output_text.logprobs"
+# Agents ask for the second by default. No answer has reasoning apart from its text.
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 _TRANSLATED = {
   "input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "reasoning",
   "include", "stream_options",
@@ -39,9 +40,16 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
   """The request of a body of /v1/responses. Raises RequestError."""
-  _check_names(body)
-  chat = {name: body[name] for name in _AS_IN_CHAT if name in body}
+  as_in_chat = {*_AS_IN_CHAT, *limits.filters}
+  _check_names(body, as_in_chat)
+  chat = {name: body[name] for name in as_in_chat if name in body}
   include = _list(body, "include")
+  for entry in include:
+    if entry not in _INCLUDED:
+      raise RequestError(
+        f"include: this server does not know {shown(entry)}; give {' or '.join(_INCLUDED)}",
+        "include",
+      )
   asks = _LOGPROBS in include or bool(body.get("top_logprobs"))
   effort = _object(body, "reasoning").get("effort")
   chat |= {
@@ -67,10 +75,10 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
   return dataclasses.replace(asked, form=form, repeated=_repeated(body, asked, effort))
 
 
-def _check_names(body: Mapping[str, Any]) -> None:
+def _check_names(body: Mapping[str, Any], as_in_chat: set[str]) -> None:
   """Raises RequestError for a parameter that is not known, or that would change the answer."""
   for name, value in body.items():
-    if value is None or name in _AS_IN_CHAT | _TRANSLATED | _IGNORED:
+    if value is None or name in as_in_chat | _TRANSLATED | _IGNORED:
       continue
     if name in ("previous_response_id", "conversation"):
       raise RequestError(
@@ -228,6 +236,7 @@ class ResponseHead:
     self._number, self._created, self._model = number, created, model
     self._text, self._logprobs = "", list[dict[str, Any]]()
     self._output: list[dict[str, Any]] = []  # the items that are whole
+    self._told = 0  # log-probs that deltas have
     self._is_open = False  # whether a message has begun
     self._sent = 0  # events
 
@@ -247,15 +256,17 @@ class ResponseHead:
     del is_first
     text, calls = choice.take_text()
     seen = choice.logprobs_of(choice.take_tokens(), True)["content"]
-    new = seen if self.request.logprobs else []
-    self._text, self._logprobs = self._text + text, self._logprobs + new
+    self._text += text
+    self._logprobs += seen if self.request.logprobs else []
+    new = self._logprobs[self._told :]  # also of tokens whose text was held back
     place = {"item_id": f"msg_{self._number}", "output_index": 0, "content_index": 0}
     if not self._is_open and (text or (choice.finish and not calls)):
       self._is_open = True
       begun = {**self._message("in_progress"), "content": []}
       yield self._event("response.output_item.added", output_index=0, item=begun)
       yield self._event("response.content_part.added", **place, part=_part("", []))
-    if text:
+    if text or (self._is_open and choice.finish and new):
+      self._told = len(self._logprobs)
       yield self._event("response.output_text.delta", **place, delta=text, logprobs=new)
     if not choice.finish:
       return

@@ -120,7 +120,7 @@ class Server:
     self._records = recorder is not None
     self._reload, self._reloading = reload, asyncio.Lock()
     limits = engine.sizes.prompt_tokens, engine.max_tokens, settings.choices, settings.longest
-    self._limits = Limits(settings.model, vocabulary, *limits)
+    self._limits = Limits(settings.model, vocabulary, *limits, engine.filters)
     # They parse and tokenise. Many small requests come in the time that a large one takes, so they
     # do not wait for it.
     cores = os.cpu_count() or 1
