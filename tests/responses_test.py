@@ -308,8 +308,8 @@ def test_a_filter_of_a_program_is_a_parameter(policy):
 def test_reasoning_that_no_answer_has_may_be_included(policy):
   """Agents ask for it by default."""
   texts = AnswerWriter(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
-  asked = response_request({"input": "a", "include": ["reasoning.encrypted_content"]}, LIMITS, texts)
-  assert not asked.logprobs
+  body = {"input": "a", "include": ["reasoning.encrypted_content"]}
+  assert not response_request(body, LIMITS, texts).logprobs
 
 
 def test_errors_of_forms_name_no_parameter_that_responses_lack(policy):
