@@ -164,8 +164,8 @@ def hub_of_others(monkeypatch):
       Api.calls.append(("create", name, options))
       return f"https://huggingface.co/{name}"
 
-    def file_exists(self, name, file):
-      return file in Api.files
+    def list_repo_files(self, name):
+      return sorted(Api.files)
 
     def upload_folder(self, **options):
       Api.calls.append(("upload", options))
@@ -183,13 +183,40 @@ def test_a_push_uploads_the_folder_to_a_private_repository(tmp_path, hub_of_othe
   create, (_, upload) = hub_of_others.calls
   assert create == ("create", "me/sums", {"private": True, "exist_ok": True})
   assert (upload["repo_id"], upload["folder_path"]) == ("me/sums", tmp_path)
-  # A model.safetensors that is left there would be read in the place of new parts.
-  assert upload["delete_patterns"] == ["model*.safetensors*"] and upload["ignore_patterns"] is None
+  assert upload["delete_patterns"] is None and upload["ignore_patterns"] is None
+
+
+def test_a_push_of_a_model_removes_what_would_be_read_instead_and_nothing_else(
+  tmp_path, hub_of_others
+):
+  """The library matches its patterns with whole paths."""
+  (tmp_path / "model.safetensors").touch()
+  outdated = {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+  }
+  kept = {
+    "model.safetensors",  # it is uploaded again
+    "model_old.safetensors",
+    "models/mine.safetensors",
+    "older/adapter_config.json",
+    "older/model.safetensors",
+    "config.json",
+  }
+  hub_of_others.files = outdated | kept
+  hub.push(tmp_path, "me/sums")
+  _, (_, upload) = hub_of_others.calls
+  patterns = upload["delete_patterns"]
+  gone = huggingface_hub.utils.filter_repo_objects(outdated | kept, allow_patterns=patterns)
+  assert {*gone} == outdated
 
 
 def test_a_push_keeps_a_card_that_is_there_and_adapters_keep_the_model(tmp_path, hub_of_others):
-  hub_of_others.files = {"README.md"}
-  (tmp_path / "adapter_model.safetensors").touch()
+  hub_of_others.files = {"README.md", "model.safetensors", "adapter_model.safetensors"}
+  (tmp_path / "adapter_config.json").touch()
   lines = hub.push(tmp_path, "me/sums")
   assert lines[1] == f"me/sums has a README.md, which stays as it is; the new one is in {tmp_path}"
   _, (_, upload) = hub_of_others.calls
