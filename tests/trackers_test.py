@@ -261,8 +261,9 @@ def test_a_run_that_fails_has_failed_at_its_tracker(tmp_path, fake, monkeypatch)
   def fail(*_):
     raise RuntimeError("stop")
 
+  monkeypatch.setattr(Reporter, "header", fail)
   with pytest.raises(RuntimeError, match="stop"):
-    grpo_jax.train(config, tmp_path / "run", callback=fail)
+    grpo_jax.train(config, tmp_path / "run")
   assert fake.got[-1] == "failed"
 
 
