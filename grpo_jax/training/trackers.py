@@ -155,7 +155,7 @@ def _open_trackio(start: Start) -> OpenTracker:
   # It knows a run by its name, which must not be that of a run in another folder.
   name = start.identity(lambda: f"{start.name}-{secrets.token_hex(4)}")
   run = trackio.init(start.project, name=name, config=dict(start.config), resume="allow")
-  return OpenTracker(lambda step, values: run.log(values, step=step), run.finish)
+  return OpenTracker(lambda step, values: run.log(values, step=step), lambda _: run.finish())
 
 
 def _open_swanlab(start: Start) -> OpenTracker:
@@ -170,7 +170,10 @@ def _open_swanlab(start: Start) -> OpenTracker:
     config=dict(start.config),
     settings=swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none")),
   )
-  return OpenTracker(lambda step, values: run.log(values, step=step), run.finish)
+  return OpenTracker(
+    lambda step, values: run.log(values, step=step),
+    lambda has_failed: run.finish("crashed", "an error") if has_failed else run.finish(),
+  )
 
 
 TRACKERS = {
