@@ -100,6 +100,54 @@ def test_other_settings_are_those_of_the_closest_preset():
   assert closest(dapo.replace({"algo.kl_coef": 0.01}).algo) == "dapo"
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_number_makes_no_other_method(name):
+  others = {"algo.minibatches": 3, "algo.clip_low": 0.123, "algo.kl_coef": 0.01}
+  settings = {f"algo.{key}": value for key, value in PRESETS[name].items()}
+  assert closest(Config().replace(settings | others).algo) == name
+
+
+def test_variants_of_no_paper_are_named_and_are_not_grpo():
+  card = card_of(algo__surrogate="sapo", algo__advantage="opo")
+  assert (
+    "| algorithm | advantage `opo`, ratio `token`, surrogate `sapo`, aggregation `sequence_mean`,"
+    " correction `none` |"
+  ) in card.text
+  assert "and 3 steps of reinforcement learning." in card.text and "arXiv" not in card.text
+  assert card.data.tags == ["grpo_jax", "reinforcement-learning"]
+  assert (
+    "and 3 steps of OPO." in card_of(algo__advantage="opo", algo__aggregation="token_mean").text
+  )
+  assert card_of(step=1).data.tags == ["grpo_jax"]  # a warm start alone
+  unbounded = Config().replace({"algo.surrogate": "unclipped", "algo.aggregation": "token_mean"})
+  assert closest(unbounded.algo) == ""
+
+
+@pytest.mark.parametrize(
+  ("path", "name"),
+  [
+    ("/home/me/sums", "sums"),
+    ("~/me/sums", "sums"),
+    ("./me/sums", "sums"),
+    ("../me/sums", "sums"),
+    ("me/../you/sums", "sums"),
+    ("here/sums", "sums"),
+    ("owner/name", "owner/name"),
+  ],
+)
+def test_it_names_no_folder_of_the_machine(tmp_path, monkeypatch, path, name):
+  (tmp_path / "here/sums").mkdir(parents=True)
+  (tmp_path / "here/f.py").touch()
+  monkeypatch.chdir(tmp_path)
+  text = card_of(
+    data__path=path, reward__functions=("here/f.py:pay(x=1)", "~/me/f.py:hold"), base=Base()
+  ).text
+  assert f"| data | `arithmetic`, `{name}` |" in text
+  assert "| rewards | `f.py:pay`, `f.py:hold` |" in text
+  if path != name:
+    assert f"| base model | `{name}` |" in card_of(model__path=path).text
+
+
 def test_the_papers_are_those_of_the_page():
   table = (ROOT / "docs/algorithm.md").read_text().split("| preset | paper |")[1].split("\n\n")[0]
   rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M))
@@ -119,6 +167,9 @@ def test_the_papers_are_those_of_the_page():
     ("no metadata", '{"license": "apache-2.0"}', ["apache-2.0"]),
     ("---\nlicense: [\n---\n", "{}", []),
     ("---\njust a text\n---\n", "{}", []),
+    ("---\ndate: 2024-02-30\n---\n", "{}", []),
+    (f"---\na: {'[' * 5000}\n---\n", "{}", []),
+    ("no metadata", '{"license_link": "https://x/y"}', ["https://x/y"]),
     (None, "{}", []),
   ],
 )
@@ -129,6 +180,7 @@ def test_the_licence_is_that_of_the_folder(tmp_path, card, config, license):
   base = read_base(tmp_path)
   assert [*base.license.values()] == license
   assert base.card.split() == (card or "").split()
+  assert "## Licence" in card_of(base=base).text
 
 
 def test_what_is_no_metadata_is_none():
@@ -164,8 +216,8 @@ def hub_of_others(monkeypatch):
       Api.calls.append(("create", name, options))
       return f"https://huggingface.co/{name}"
 
-    def file_exists(self, name, file):
-      return file in Api.files
+    def list_repo_files(self, name):
+      return sorted(Api.files)
 
     def upload_folder(self, **options):
       Api.calls.append(("upload", options))
@@ -183,13 +235,40 @@ def test_a_push_uploads_the_folder_to_a_private_repository(tmp_path, hub_of_othe
   create, (_, upload) = hub_of_others.calls
   assert create == ("create", "me/sums", {"private": True, "exist_ok": True})
   assert (upload["repo_id"], upload["folder_path"]) == ("me/sums", tmp_path)
-  # A model.safetensors that is left there would be read in the place of new parts.
-  assert upload["delete_patterns"] == ["model*.safetensors*"] and upload["ignore_patterns"] is None
+  assert upload["delete_patterns"] is None and upload["ignore_patterns"] is None
+
+
+def test_a_push_of_a_model_removes_what_would_be_read_instead_and_nothing_else(
+  tmp_path, hub_of_others
+):
+  """The library matches its patterns with whole paths."""
+  (tmp_path / "model.safetensors").touch()
+  outdated = {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+  }
+  kept = {
+    "model.safetensors",  # it is uploaded again
+    "model_old.safetensors",
+    "models/mine.safetensors",
+    "older/adapter_config.json",
+    "older/model.safetensors",
+    "config.json",
+  }
+  hub_of_others.files = outdated | kept
+  hub.push(tmp_path, "me/sums")
+  _, (_, upload) = hub_of_others.calls
+  patterns = upload["delete_patterns"]
+  gone = huggingface_hub.utils.filter_repo_objects(outdated | kept, allow_patterns=patterns)
+  assert {*gone} == outdated
 
 
 def test_a_push_keeps_a_card_that_is_there_and_adapters_keep_the_model(tmp_path, hub_of_others):
-  hub_of_others.files = {"README.md"}
-  (tmp_path / "adapter_model.safetensors").touch()
+  hub_of_others.files = {"README.md", "model.safetensors", "adapter_model.safetensors"}
+  (tmp_path / "adapter_config.json").touch()
   lines = hub.push(tmp_path, "me/sums")
   assert lines[1] == f"me/sums has a README.md, which stays as it is; the new one is in {tmp_path}"
   _, (_, upload) = hub_of_others.calls

@@ -72,7 +72,7 @@ def fake(monkeypatch):
   def open_fake(start):
     print("welcome")
     fake.starts.append((start.project, start.name, start.config, start.identity()))
-    return OpenTracker(log, lambda: fake.got.append("end"))
+    return OpenTracker(log, lambda has_failed: fake.got.append("failed" if has_failed else "end"))
 
   monkeypatch.setitem(TRACKERS, "mlflow", Tracker(open_fake, "the moon needs no network"))
   return fake
@@ -194,6 +194,105 @@ def test_a_tracker_that_cannot_be_opened_is_one_line(tmp_path, fake, monkeypatch
   assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_run_that_its_tracker_has_no_more_is_one_line_that_names_the_file(
+  tmp_path, fake, monkeypatch
+):
+  start(tmp_path, "mlflow", -1).close()
+
+  def refuse(start):
+    raise ValueError("no such run")
+
+  monkeypatch.setitem(TRACKERS, "mlflow", TRACKERS["mlflow"]._replace(open=refuse))
+  with pytest.raises(ConfigError) as error:
+    start(tmp_path, "mlflow", -1)
+  assert str(error.value).endswith(
+    f"the moon needs no network; to begin another run there, remove {tmp_path}/mlflow_id"
+  )
+
+
+def test_the_earlier_key_is_the_one_that_an_error_names(tmp_path, monkeypatch):
+  def refuse(start):
+    raise SystemExit("log in first")
+
+  monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["wandb"]._replace(open=refuse))
+  open_run(tmp_path, CONFIG)
+  with pytest.raises(ConfigError, match="^config key log.wandb names wandb, which cannot be used"):
+    trackers.open_all(Log(wandb="sums"), tmp_path, pytest.fail)
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  with pytest.raises(ConfigError, match="^config key log.wandb names wandb, which is not inst"):
+    trackers.check_installed(Log(wandb="sums"))
+
+
+def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
+  (tmp_path / "swanlab").mkdir()
+  monkeypatch.setattr(sys, "path", [str(tmp_path)])
+  monkeypatch.delitem(sys.modules, "swanlab", raising=False)
+  with pytest.raises(ConfigError, match="names swanlab, which is not installed"):
+    trackers.check_installed(Log(trackers=("swanlab",)))
+
+
+def threads():
+  return {thread for thread in threading.enumerate() if thread.name.startswith("tracker ")}
+
+
+def test_a_start_that_fails_closes_the_trackers_that_are_open(tmp_path, fake, monkeypatch):
+  def refuse(start):
+    raise ValueError("log in first")
+
+  before = threads()
+  monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["wandb"]._replace(open=refuse))
+  open_run(tmp_path, CONFIG)
+  with pytest.raises(ConfigError, match="names wandb"):
+    trackers.open_all(Log(trackers=("mlflow", "wandb")), tmp_path, pytest.fail)
+  assert fake.got == ["failed"] and threads() == before
+  (tmp_path / "metrics.jsonl").write_text("no row\n{}\n")
+  config = small_config().replace({"log.trackers": ("mlflow",)})
+  reporter = Reporter(small_run(config), None, tmp_path, pytest.fail)
+  with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+    reporter.open(1)
+  reporter.close()
+  assert fake.got == ["failed", "failed"] and threads() == before
+
+
+def test_a_run_that_fails_has_failed_at_its_tracker(tmp_path, fake, monkeypatch):
+  monkeypatch.setattr(trackers, "check_installed", lambda log: None)
+  config = small_config().replace({"log.trackers": ("mlflow",)})
+
+  def fail(*_):
+    raise RuntimeError("stop")
+
+  monkeypatch.setattr(Reporter, "header", fail)
+  with pytest.raises(RuntimeError, match="stop"):
+    grpo_jax.train(config, tmp_path / "run")
+  assert fake.got[-1] == "failed"
+
+
+def test_a_tracker_that_hangs_at_its_end_leaves_stdout_as_it_was(tmp_path, fake, monkeypatch):
+  monkeypatch.setattr(trackers.Sender, "patience", 0.1)
+  goes_on, stdout, ends = threading.Event(), sys.stdout, TRACKERS["mlflow"].open
+
+  def opened(start):
+    return ends(start)._replace(close=lambda has_failed: goes_on.wait(60))
+
+  monkeypatch.setitem(TRACKERS, "mlflow", TRACKERS["mlflow"]._replace(open=opened))
+  warnings = []
+  start(tmp_path, "mlflow", -1, warnings.append).close()
+  assert len(warnings) == 1 and sys.stdout is stdout
+  goes_on.set()
+
+
+def test_all_receivers_are_closed_even_if_one_fails(tmp_path):
+  closed = []
+
+  def fail(has_failed):
+    raise OSError("disk")
+
+  receivers = [types.SimpleNamespace(close=close) for close in (fail, closed.append)]
+  with pytest.raises(OSError, match="disk"):
+    RowWriter(tmp_path, -1, False, receivers).close()
+  assert closed == [False]
+
+
 def leveldb_records(log):
   """The records of a file of W&B: LevelDB's log format after a header of 7 bytes.
 
@@ -253,7 +352,8 @@ def test_a_real_offline_run_of_wandb_has_config_rows_and_completions_and_goes_on
 def test_wandb_gets_the_rows_and_a_resume_continues_the_same_run(tmp_path, monkeypatch):
   opened, logged = [], []
   run = types.SimpleNamespace(
-    log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end")
+    log=lambda values, step: logged.append((step, values)),
+    finish=lambda exit_code: logged.append("end"),
   )
   fake = types.SimpleNamespace(Settings=dict, init=lambda **kwargs: opened.append(kwargs) or run)
   monkeypatch.setitem(sys.modules, "wandb", fake)

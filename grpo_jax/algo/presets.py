@@ -8,6 +8,7 @@ others. Comments below say what it shows. Above all: with many updates per batch
 `algo.kl_coef=0.04` holds nearly every preset.
 """
 
+from dataclasses import fields
 from typing import Any
 
 from grpo_jax.algo.settings import Algo
@@ -126,13 +127,19 @@ CHOICES = f"choose one of {', '.join(PRESETS)}"  # what an error message says
 
 
 def closest(algo: Algo) -> str:
-  """The preset with the most settings of those whose settings `algo` all has. Else "grpo"."""
-  fitting = [
-    name
-    for name, settings in PRESETS.items()
-    if all(getattr(algo, key) == value for key, value in settings.items())
-  ]
-  return max(fitting, key=lambda name: len(PRESETS[name]), default="grpo")
+  """The preset with the variants of `algo` and the fewest other settings. "" if there is none."""
+  fitting = {
+    name: sum(getattr(algo, field.name) != getattr(settings, field.name) for field in fields(Algo))
+    for name in PRESETS
+    if _variants(settings := preset(name)) == _variants(algo)
+  }
+  return min(fitting, key=lambda name: fitting[name], default="")
+
+
+def _variants(algo: Algo) -> tuple[Any, ...]:
+  """The choices without which an algorithm is another one, whatever its numbers are."""
+  choices = (algo.advantage, algo.ratio, algo.surrogate, algo.aggregation, algo.correction)
+  return *choices, algo.m2_bound > 0
 
 
 def preset(name: str) -> Algo:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
+import os.path
 from pathlib import Path, PurePath
 import re
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ def metadata(card: str) -> Row:
   block = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", card, re.DOTALL)
   try:
     found = yaml.safe_load(block[1]) if block else None
-  except yaml.YAMLError:
+  except (yaml.YAMLError, ValueError, RecursionError):  # a date that is none, thousands of [
     found = None
   return found if isinstance(found, dict) else {}
 
@@ -114,17 +115,27 @@ def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base
     base_model=hub.parts(config.model.path)[0] if is_on_hub else None,
     library_name="peft" if kind == "adapter" else "transformers",
     pipeline_tag="image-text-to-text" if kind == "images" else "text-generation",
-    tags=["grpo_jax", *(["grpo", "reinforcement-learning"] if step else [])],
+    tags=["grpo_jax", *_tags(config, step)],
     model_name=title if results else None,
     eval_results=results or None,
     **base.license,
   ).to_yaml()
 
 
+def _tags(config: Config, step: int) -> list[str]:
+  if step <= config.warm_start.steps:
+    return []
+  return (["grpo"] if _method(config).startswith("GRPO") else []) + ["reinforcement-learning"]
+
+
+def _method(config: Config) -> str:
+  """The method of the preset with the variants of the config. "" if there is none."""
+  preset = presets.closest(config.algo)
+  return presets.PAPERS[preset][0] if preset else ""
+
+
 def _settings(config: Config) -> Iterator[tuple[str, str]]:
-  algo, preset = config.algo, presets.closest(config.algo)
-  method, number = presets.PAPERS[preset]
-  paper = f" ([arXiv:{number}](https://arxiv.org/abs/{number}))" if number else ""
+  algo = config.algo
   yield "base model", _base_name(config)
   path = _short(config.data.path)
   yield "data", _code(name_of(config.data)) + (f", {_code(path)}" if path else "")
@@ -134,7 +145,7 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
     yield "system message", _code(config.data.system)
   rewards = (_short(calls.split(name)[0]) for name in config.reward.functions)
   yield "rewards", ", ".join(map(_code, rewards))
-  yield "algorithm", f"{method}{paper}"
+  yield "algorithm", _algorithm(algo)
   default = Algo()
   changed = [
     f"{field.name}={getattr(algo, field.name)!r}"
@@ -150,6 +161,16 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
   if config.lora.rank:
     yield "adapters", f"LoRA of rank {config.lora.rank}"
   yield "seed", str(config.seed)
+
+
+def _algorithm(algo: Algo) -> str:
+  """Its method with the paper, or what it consists of."""
+  preset = presets.closest(algo)
+  if not preset:
+    axes = ("advantage", "ratio", "surrogate", "aggregation", "correction")
+    return ", ".join(f"{axis} {_code(getattr(algo, axis))}" for axis in axes)
+  method, number = presets.PAPERS[preset]
+  return method + (f" ([arXiv:{number}](https://arxiv.org/abs/{number}))" if number else "")
 
 
 def _of_evaluation(row: Row) -> list[tuple[str, str, str]]:
@@ -171,7 +192,8 @@ def _trained(config: Config, step: int) -> str:
   """How it was trained, such as "after 100 steps of a warm start and 50 of GRPO"."""
   warm = min(step, config.warm_start.steps)
   parts = [f"{warm} steps of a warm start"] if warm else []
-  parts += [f"{step - warm} steps of GRPO"] if step > warm else []
+  method = _method(config).split(",")[0] or "reinforcement learning"
+  parts += [f"{step - warm} steps of {method}"] if step > warm else []
   return f"after {' and '.join(parts)}" if parts else "before training"
 
 
@@ -187,7 +209,8 @@ def _licence(base: Base) -> str:
   found = base.license
   if not found:
     return "Look at the base model: the folder that it was read from names none."
-  name, link = found.get("license_name", found["license"]), found.get("license_link")
+  link = found.get("license_link")
+  name = found.get("license_name") or found.get("license") or link
   return f"That of the base model: {f'[{name}]({link})' if link else name}."
 
 
@@ -212,8 +235,14 @@ model = AutoPeftModelForCausalLM.from_pretrained("OWNER/NAME")  # or this folder
 
 
 def _short(path: str) -> str:
-  """A path without the folders of this machine, which are nobody's business elsewhere."""
-  return PurePath(path).name if PurePath(path).is_absolute() else path
+  """A path without the folders of this machine, which are nobody's business elsewhere.
+
+  A name, such as that of a reward function, stays whole. FILE:FUNCTION becomes short, too.
+  """
+  is_path = path.startswith(("/", "~", ".")) or ".." in PurePath(path).parts
+  if is_path or any(map(os.path.exists, (path, path.rpartition(":")[0]))):
+    return PurePath(path).name
+  return path
 
 
 def _number(value: float | None) -> str:

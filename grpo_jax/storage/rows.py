@@ -5,6 +5,7 @@ metrics.jsonl is the record of the run. Each line is a strict JSON object with `
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import logging
 from pathlib import Path
 import re
@@ -23,8 +24,8 @@ class Receiver(Protocol):
   def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
     """Takes the completions of a step."""
 
-  def close(self) -> None:
-    """Ends."""
+  def close(self, has_failed: bool = False) -> None:
+    """Ends. `has_failed` is whether the run ends with an error."""
 
 
 class RowWriter:
@@ -124,13 +125,14 @@ class RowWriter:
     for receiver in self._receivers:
       receiver.completions(step, rows)
 
-  def close(self) -> None:
-    """Closes the files and the receivers."""
-    self._file.close()
-    if self._events is not None:
-      self._events.close()
-    for receiver in self._receivers:
-      receiver.close()
+  def close(self, has_failed: bool = False) -> None:
+    """Closes the files and the receivers, all of them even if one raises an error."""
+    with contextlib.ExitStack() as stack:  # which closes in the reverse order
+      for receiver in reversed(self._receivers):
+        stack.callback(receiver.close, has_failed)
+      if self._events is not None:
+        stack.callback(self._events.close)
+      stack.callback(self._file.close)
 
   def _show(self, step: int, values: Mapping[str, float]) -> None:
     """Sends values to TensorBoard and to the receivers."""

@@ -89,17 +89,22 @@ class Reporter:
     def open_writer() -> RowWriter:
       files = local_files(self._workdir)
       senders = trackers.open_all(log, files, self.warn)
-      return RowWriter(files, start_step, log.tensorboard, senders, self.warn)
+      with contextlib.ExitStack() as stack:
+        for sender in senders:
+          stack.callback(sender.close, has_failed=True)
+        writer = RowWriter(files, start_step, log.tensorboard, senders, self.warn)
+        stack.pop_all()
+      return writer
 
     self._writer = self._run.hosts.on_first(open_writer)
     if self._writer:
       self._writer.warn_of_missing_rows(start_step, log.every)
 
-  def close(self) -> None:
+  def close(self, has_failed: bool = False) -> None:
     """Closes the files and leaves the terminal as it was."""
     try:
       if self._writer:
-        self._writer.close()
+        self._writer.close(has_failed)
     finally:
       self._terminal.close()
 

@@ -35,12 +35,14 @@ class Start:
 
   Attributes:
     tracker: The name of the tracker.
+    key: The config key that names it.
     project: The project that the user named.
     folder: The folder of the run's files, where a tracker may have one of its own.
     config: The nested values of config.json.
   """
 
   tracker: str
+  key: str
   project: str
   folder: Path
   config: Mapping[str, Any]
@@ -50,12 +52,16 @@ class Start:
     """The name of the run."""
     return self.folder.name
 
+  @property
+  def id_file(self) -> Path:
+    """The file that keeps the tracker's id of the run."""
+    return self.folder / f"{self.tracker}_id"
+
   def identity(self, make: Callable[[], str] = lambda: secrets.token_hex(8)) -> str:
-    """The tracker's id of the run, which a file keeps. `make` makes it at the first start."""
-    file = self.folder / f"{self.tracker}_id"
-    if not file.exists():
-      replace_file(file, make())
-    return file.read_text()
+    """The tracker's id of the run. `make` makes it at the first start."""
+    if not self.id_file.exists():
+      replace_file(self.id_file, make())
+    return self.id_file.read_text()
 
 
 class OpenTracker(NamedTuple):
@@ -63,12 +69,12 @@ class OpenTracker(NamedTuple):
 
   Attributes:
     log: (step, finite numbers by name) -> None.
-    close: Sends what is not sent yet, and ends the run there.
+    close: (whether the run has failed) -> None. Sends what is not sent yet, and ends the run there.
     completions: (step, rows) -> None, if the tracker shows tables.
   """
 
   log: Callable[[int, dict[str, float]], Any]
-  close: Callable[[], Any]
+  close: Callable[[bool], Any]
   completions: Callable[[int, Rows], Any] | None = None
 
 
@@ -102,7 +108,11 @@ def _open_wandb(start: Start) -> OpenTracker:
     data = [[row.get(name) for name in names] for row in rows[:MOST_SHOWN]]
     run.log({"completions": wandb.Table(columns=names, data=data)}, step=step)
 
-  return OpenTracker(lambda step, values: run.log(values, step=step), run.finish, completions)
+  return OpenTracker(
+    lambda step, values: run.log(values, step=step),
+    lambda has_failed: run.finish(exit_code=int(has_failed)),
+    completions,
+  )
 
 
 _MOST_PARAMS = 100  # that MLflow takes at once
@@ -133,7 +143,10 @@ def _open_mlflow(start: Start) -> OpenTracker:
     named = {re.sub(r"[^-/\w. :]", "_", name): value for name, value in values.items()}
     client.log_batch(run_id, [Metric(k, value, now, step) for k, value in named.items()])
 
-  return OpenTracker(log, lambda: client.set_terminated(run_id))
+  def close(has_failed: bool) -> None:
+    client.set_terminated(run_id, "FAILED" if has_failed else "FINISHED")
+
+  return OpenTracker(log, close)
 
 
 def _open_trackio(start: Start) -> OpenTracker:
@@ -142,7 +155,7 @@ def _open_trackio(start: Start) -> OpenTracker:
   # It knows a run by its name, which must not be that of a run in another folder.
   name = start.identity(lambda: f"{start.name}-{secrets.token_hex(4)}")
   run = trackio.init(start.project, name=name, config=dict(start.config), resume="allow")
-  return OpenTracker(lambda step, values: run.log(values, step=step), run.finish)
+  return OpenTracker(lambda step, values: run.log(values, step=step), lambda _: run.finish())
 
 
 def _open_swanlab(start: Start) -> OpenTracker:
@@ -157,7 +170,10 @@ def _open_swanlab(start: Start) -> OpenTracker:
     config=dict(start.config),
     settings=swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none")),
   )
-  return OpenTracker(lambda step, values: run.log(values, step=step), run.finish)
+  return OpenTracker(
+    lambda step, values: run.log(values, step=step),
+    lambda has_failed: run.finish("crashed", "an error") if has_failed else run.finish(),
+  )
 
 
 TRACKERS = {
@@ -174,12 +190,19 @@ def projects(log: Log) -> dict[str, str]:
   return named | ({"wandb": log.wandb} if log.wandb else {})
 
 
+def _key(log: Log, name: str) -> str:
+  """The config key that names a tracker."""
+  return "log.trackers" if name in log.trackers else "log.wandb"
+
+
 def check_installed(log: Log) -> None:
   """Raises ConfigError if a tracker that the config names is not installed."""
   for name in projects(log):
-    if importlib.util.find_spec(name) is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:  # a folder of its name, such as ./wandb, has no origin
       raise ConfigError(
-        f"config key log.trackers names {name}, which is not installed: pip install -e '.[{name}]'"
+        f"config key {_key(log, name)} names {name}, which is not installed: pip install -e"
+        f" '.[{name}]'"
       )
 
 
@@ -192,12 +215,17 @@ def open_all(log: Log, workdir: Path, warn: Callable[[str], None]) -> list["Send
     warn: Gets a line about a tracker that fails later.
 
   Raises:
-    ConfigError: A tracker cannot be used.
+    ConfigError: A tracker cannot be used. Those before it are closed.
   """
   config = read_values(workdir / "config.json")
-  return [
-    Sender(Start(name, project, workdir, config), warn) for name, project in projects(log).items()
-  ]
+  senders = []
+  with contextlib.ExitStack() as stack:
+    for name, project in projects(log).items():
+      sender = Sender(Start(name, _key(log, name), project, workdir, config), warn)
+      stack.callback(sender.close, has_failed=True)
+      senders.append(sender)
+    stack.pop_all()
+  return senders
 
 
 class Sender:
@@ -217,17 +245,19 @@ class Sender:
     self._opened: OpenTracker | None = None
     self._error: BaseException | None = None  # the first one, until it is said
     self._is_open = threading.Event()
-    self._has_failed = False
+    self._has_said_failure = False
+    has_begun = start.id_file.exists()
     thread = self._thread = threading.Thread(
       target=self._run, args=(start,), name=f"tracker {name}", daemon=True
     )
-    thread.start()
-    with doing(f"opening {name}"):
+    with doing(f"opening {name}"), _no_stdout():
+      thread.start()
       self._is_open.wait()
     if self._error is not None:
+      another = f"; to begin another run there, remove {start.id_file}" if has_begun else ""
       raise ConfigError(
-        f"config key log.trackers names {name}, which cannot be used: {_line(self._error)};"
-        f" {TRACKERS[name].offline}"
+        f"config key {start.key} names {name}, which cannot be used: {_line(self._error)};"
+        f" {TRACKERS[name].offline}{another}"
       ) from self._error
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -239,11 +269,11 @@ class Sender:
     if self._opened.completions is not None:
       self._put(functools.partial(self._opened.completions, step, rows))
 
-  def close(self) -> None:
+  def close(self, has_failed: bool = False) -> None:
     """Waits until everything is sent and the run is ended there, but not for ever."""
-    self._put(self._end)
-    self._tasks.put(None)
-    with doing(f"sending the last rows to {self._name}"):
+    with doing(f"sending the last rows to {self._name}"), _no_stdout():
+      self._put(functools.partial(self._opened.close, has_failed))
+      self._tasks.put(None)
       self._thread.join(self.patience)
     if self._thread.is_alive():
       self._warn(
@@ -252,17 +282,13 @@ class Sender:
       )
     self._say_failure()
 
-  def _end(self) -> None:
-    with contextlib.redirect_stdout(sys.stderr):  # stdout may be for a program
-      self._opened.close()
-
   def _put(self, task: Callable[[], Any]) -> None:
     self._say_failure()
     self._tasks.put(task)
 
   def _say_failure(self) -> None:
-    if self._error is not None and not self._has_failed:
-      self._has_failed = True
+    if self._error is not None and not self._has_said_failure:
+      self._has_said_failure = True
       self._warn(
         f"{self._name} has failed, and may lack rows; the run goes on, and all of them are in"
         f" metrics.jsonl: {_line(self._error)}"
@@ -271,8 +297,7 @@ class Sender:
   def _run(self, start: Start) -> None:
     """The thread."""
     try:
-      with contextlib.redirect_stdout(sys.stderr):
-        self._opened = TRACKERS[self._name].open(start)
+      self._opened = TRACKERS[self._name].open(start)
     except BaseException as error:  # no key, no network, sys.exit: each has its own exception
       self._error = error
       return
@@ -283,6 +308,15 @@ class Sender:
         task()
       except BaseException as error:
         self._error = self._error or error
+
+
+def _no_stdout() -> contextlib.AbstractContextManager[Any]:
+  """Lets what is printed go to stderr, because stdout may be for a program.
+
+  It is of the whole process. So it is whoever waits for a tracker that holds it, and no tracker
+  that may hang.
+  """
+  return contextlib.redirect_stdout(sys.stderr)
 
 
 def _line(error: BaseException) -> str:

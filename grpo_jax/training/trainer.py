@@ -108,7 +108,7 @@ class Trainer:
     # They close in the reverse order: signals are handled until the last save is written.
     self._asked_to_stop = stop_request
     stack.enter_context(signals(stop_request))
-    stack.callback(self.reporter.close)
+    stack.push(lambda kind, error, trace: self.reporter.close(has_failed=kind is not None))
     traced = config.log.profile if hosts.is_first else ()
     self._profiler = Profiler(traced, local_files(workdir) / "profile", self.reporter.say)
     stack.callback(self._profiler.close)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 # owner/model or owner/model@revision, but not the path of a tokenizer, GGUF or rewards file.
 _NAME = re.compile(r"(?!.*\.(?:json|model|py|gguf)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 _CARD = "README.md"
-_MODEL = "model*.safetensors*"
+_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 _WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]  # no pickles
 # No code. README.md has the licence.
 _TEXTS = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt", "README.md"]
@@ -83,8 +84,9 @@ def check_repository(name: str, key: str) -> None:
 def push(folder: Path, name: str) -> list[str]:
   """Uploads a folder with a model to huggingface.co. A repository that is made now is private.
 
-  A README.md that is there stays, because somebody may have written it. The weights of a model
-  that are there go, because programs would read them beside the new ones, or instead of them.
+  A README.md that is there stays, because somebody may have written it. With the weights of a
+  whole model, those that are there go, and adapters, because programs would read them beside the
+  new ones, or instead of them. Files in folders of the repository stay.
 
   Args:
     folder: The folder.
@@ -107,13 +109,14 @@ def push(folder: Path, name: str) -> list[str]:
   try:
     api = HfApi()
     url = api.create_repo(name, private=True, exist_ok=True)
-    has_card = api.file_exists(name, _CARD)
+    there = api.list_repo_files(name)
+    has_card = _CARD in there
     api.upload_folder(
       repo_id=name,
       folder_path=folder,
       commit_message="Upload of grpo_jax",
       ignore_patterns=[_CARD] if has_card else None,
-      delete_patterns=[_MODEL] if any(folder.glob(_MODEL)) else None,
+      delete_patterns=_outdated(there, folder) or None,
     )
   except Exception as error:  # no network, no right to write: each has an exception of its own
     reason = " ".join(str(error).split())
@@ -125,6 +128,14 @@ def push(folder: Path, name: str) -> list[str]:
   if has_card:
     lines.append(f"{name} has a {_CARD}, which stays as it is; the new one is in {folder}")
   return lines
+
+
+def _outdated(there: list[str], folder: Path) -> list[str]:
+  """The files of a repository that would be read beside the model in `folder`, or instead."""
+  if (folder / _ADAPTERS[0]).exists():
+    return []
+  weights = [file for file in there if _MODEL.fullmatch(file) or file in _ADAPTERS]
+  return [file for file in weights if not (folder / file).exists()]
 
 
 def local(config: "Config") -> "Config":
