@@ -39,7 +39,10 @@ from grpo_jax.training.trainer import Signals, Trainer
 from grpo_jax.types import Batch, TrainState
 
 _merge_updates = jax.jit(metrics_lib.merge_updates)
-_ALL_REJECTED = "all tokens were rejected: widen the bounds algo.reject_..., or close the gap"
+_ALL_REJECTED = (
+  "all tokens were rejected: close the gap between sampler and learner, or widen the bounds"
+  " algo.reject_... in another --workdir"
+)
 
 
 class RunEnd(NamedTuple):
@@ -113,7 +116,7 @@ class StepResult(NamedTuple):
     state: The state after the step.
     metrics: A row of metrics.jsonl.
     rows: One object per completion, or None if completions are not logged at this step.
-    why_unscored: `Scored.why_unscored`.
+    why_unscored: `Scored.why_unscored`, or that all tokens were rejected.
   """
 
   state: RunState
