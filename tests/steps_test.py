@@ -423,6 +423,24 @@ def test_a_step_whose_tokens_are_all_rejected_says_so_and_moves_nothing(tmp_path
 
 
 @pytest.mark.slow
+def test_a_rejection_hides_neither_a_gap_nor_a_policy_of_nan(tmp_path):
+  run = small_run(small_config(kl_coef=0.0, reject_product=(2.0, 3.0)))
+  batch = batch_of(run)
+  step, _, _ = grpo_step(run, tmp_path, collects(batch, random_rewards()))
+  _, metrics, _, _ = step(first_state(run), 0)
+  assert metrics["rejection/tokens"] == 1
+  own_PGT = np.asarray(run.programs.logprobs(run.initial_params(), batch))
+  gaps = np.abs(own_PGT - batch.sampler_logprobs_PGT)[np.asarray(batch.mask_PGT) != 0]
+  assert metrics["sampler/logprob_gap_max"] == pytest.approx(gaps.max(), rel=1e-4)
+  assert metrics["sampler/logprob_gap_mean"] == pytest.approx(gaps.mean(), rel=1e-4)
+  assert gaps.mean() > 1
+  state = first_state(run)
+  params = jax.tree.map(lambda x: x * jnp.nan, state.train.params)
+  _, metrics, _, why = step(state.replace(train=state.train.replace(params=params)), 0)
+  assert metrics["rejection/tokens"] == 0 and metrics["skipped_updates"] == 1 and not why
+
+
+@pytest.mark.slow
 def test_a_run_whose_tokens_are_all_rejected_says_so_and_fails(tmp_path, capsys):
   config = with_reward(small_config(kl_coef=0.0, reject_product=(2.0, 3.0)), tmp_path, CODES)
   config = dataclasses.replace(config, steps=3)
