@@ -258,7 +258,8 @@ class Trainer:
     except RunFailed as error:  # raised on all processes together
       self._save(state, step)
       saved = f"step {step} is saved" if step else "no step was finished"
-      raise RunFailed(f"{doing}: {error}; {saved}, the same command goes on") from error
+      goes_on = ", the same command goes on" if error.goes_on else ""
+      raise RunFailed(f"{doing}: {error}; {saved}{goes_on}") from error
     except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt, SystemExit):
       # A save is made by all processes together, and the others may not have failed. An update
       # takes the arrays of the state before it, which then cannot be saved.
