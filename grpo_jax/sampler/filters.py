@@ -88,8 +88,8 @@ BUILT_IN = tuple(FILTERS)
 # The other parameters of requests to an endpoint.
 OF_REQUESTS = tuple(
   "add_generation_prompt best_of chat_template_kwargs continue_final_message echo frequency_penalty"
-  " function_call functions ignore_eos logit_bias logprobs max_completion_tokens max_tokens messages"
-  " metadata min_tokens modalities model n parallel_tool_calls presence_penalty prompt"
+  " function_call functions ignore_eos logit_bias logprobs max_completion_tokens max_tokens"
+  " messages metadata min_tokens modalities model n parallel_tool_calls presence_penalty prompt"
   " prompt_cache_key reasoning_effort repetition_penalty response_format return_token_ids"
   " safety_identifier seed service_tier skip_special_tokens stop stop_token_ids store stream"
   " stream_options suffix temperature tool_choice tools top_logprobs user".split()
