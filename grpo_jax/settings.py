@@ -44,7 +44,13 @@ class Missing(str):
 
 
 class RunFailed(OneLineError):
-  """A run that began and cannot go on: one line that says what failed and what is saved."""
+  """A run that began and cannot go on: one line that says what failed and what is saved.
+
+  Attributes:
+    goes_on: Whether the same command may succeed where the run was saved.
+  """
+
+  goes_on = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,11 +104,6 @@ REFUSED = [
     "overlong is 0.2: a penalty makes rewards negative, which max_rl does not take; set 0",
   ),
   (
-    dict(reject_k3=0.1, minibatches=2),
-    "reject_k3 is 0.1: the old log-probs are the sampler's own, so every weight is 1;"
-    " set algo.old_logprobs='recomputed'",
-  ),
-  (
     dict(entropy_coef_end=0.0, entropy_target=0.1),
     "entropy_coef_end is 0.0: algo.entropy_target moves the coefficient, too; set -1 here, or 0"
     " there",
@@ -150,6 +145,7 @@ def test_what_is_refused(changes, message):
     dict(correction_low=2.0),
     dict(reject_k3=0.1, reject_token=(0.5, 2.0)),
     dict(reject_k3=0.1, minibatches=2, old_logprobs="recomputed"),
+    dict(reject_k3=0.1, minibatches=2, old_logprobs="sampler"),
     dict(reject_outlier=(0.0, 9.0), ratio="sequence", minibatches=2, sampler_filters=True),
     dict(reject_geometric=(0.9, 1.1), **CORRECTED),
     dict(entropy_coef_end=0.1),

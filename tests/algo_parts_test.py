@@ -303,6 +303,28 @@ def test_rejection_takes_tokens_or_rows_out_of_the_mask(settings, kept, tokens, 
   assert mask_PGT.dtype == OF_ROWS.dtype
 
 
+@pytest.mark.parametrize("broken", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize(
+  "settings, kept",
+  [
+    # Only the token itself stays: the one beside it has a gap.
+    (dict(reject_token=(0.6, 2.0)), [1, 0, 1]),
+    (dict(reject_outlier=(0.1, 4.0)), [1, 1, 1]),
+    (dict(reject_product=(0.5, 3.0)), [1, 1, 1]),
+    (dict(reject_geometric=(0.5, 1.5)), [1, 1, 1]),
+    (dict(reject_k2=0.8), [1, 1, 1]),
+    (dict(reject_k3=1.6), [1, 1, 1]),
+  ],
+)
+def test_what_is_not_finite_is_not_rejected(settings, kept, broken):
+  """Else an update of NaN would have no token, and nobody would count it as skipped."""
+  old_PGT = jnp.array([[[broken, jnp.log(8.0), 0.0], [0.0, jnp.log(8.0), broken]]])
+  given = old_PGT, jnp.zeros((1, 2, 3)), jnp.array([[[1.0, 1, 1], [1, 1, 0]]])
+  mask_PGT, _ = without_rejected(*given, Algo(**settings))
+  # The second row is broken in its padding alone, so it is rejected as ever.
+  np.testing.assert_array_equal(mask_PGT[0], [kept, [float("reject_token" in settings), 0, 0]])
+
+
 # The balance of routers.
 
 

@@ -12,11 +12,12 @@ import pytest
 import grpo_jax
 from grpo_jax.config import Sampling
 from grpo_jax.sampler import logits as logits_lib
-from grpo_jax.sampler.filters import FILTERS, own_values
+from grpo_jax.sampler.filters import FILTERS, OF_REQUESTS, own_values
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
 from grpo_jax.sampler.sampling import settings_of, sizes_up_to
 from grpo_jax.sampler.stream import by_row
+from grpo_jax.serving import requests
 from grpo_jax.settings import ConfigError
 
 PLAIN = Decoding(max_tokens=8, stop_ids=(1,))
@@ -522,3 +523,14 @@ def test_a_config_names_filters_of_a_program_with_their_values(within):
 def test_a_config_has_filters_if_its_rows_have_some(on):
   config = Sampling(**on)
   assert config.has_filters == settings_of(config, 1.0).filters == bool(on)
+
+
+def test_a_filter_has_no_name_of_a_parameter_of_requests():
+  known = requests.IGNORED | {*requests._NEUTRAL} | requests._OF_COMPLETIONS | requests._OF_CHAT
+  assert {*OF_REQUESTS} == known
+
+  def logprobs(logits_BV, value_B1):
+    return logits_BV > value_B1
+
+  with pytest.raises(ConfigError, match="logprobs is a parameter of requests"):
+    grpo_jax.register_filter(logprobs)

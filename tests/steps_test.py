@@ -31,6 +31,7 @@ from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.run.compiled import algo_of
 from grpo_jax.scoring.scorers import Scorers
+from grpo_jax.settings import RunFailed
 from grpo_jax.storage.json_files import json_line
 from grpo_jax.training.loop import run_steps
 from grpo_jax.training.state import RunState, StateStore
@@ -419,6 +420,40 @@ def test_a_step_whose_tokens_are_all_rejected_says_so_and_moves_nothing(tmp_path
   found, metrics, _, why = step(first_state(run), 0)
   assert metrics["rejection/tokens"] == 1 and why.startswith("all tokens were rejected")
   assert_same(found.train.params, first_state(run).train.params)
+
+
+@pytest.mark.slow
+def test_a_rejection_hides_neither_a_gap_nor_a_policy_of_nan(tmp_path):
+  run = small_run(small_config(kl_coef=0.0, reject_product=(2.0, 3.0)))
+  batch = batch_of(run)
+  step, _, _ = grpo_step(run, tmp_path, collects(batch, random_rewards()))
+  _, metrics, _, _ = step(first_state(run), 0)
+  assert metrics["rejection/tokens"] == 1
+  own_PGT = np.asarray(run.programs.logprobs(run.initial_params(), batch))
+  gaps = np.abs(own_PGT - batch.sampler_logprobs_PGT)[np.asarray(batch.mask_PGT) != 0]
+  assert metrics["sampler/logprob_gap_max"] == pytest.approx(gaps.max(), rel=1e-4)
+  assert metrics["sampler/logprob_gap_mean"] == pytest.approx(gaps.mean(), rel=1e-4)
+  assert gaps.mean() > 1
+  state = first_state(run)
+  params = jax.tree.map(lambda x: x * jnp.nan, state.train.params)
+  _, metrics, _, why = step(state.replace(train=state.train.replace(params=params)), 0)
+  assert metrics["rejection/tokens"] == 0 and metrics["skipped_updates"] == 1 and not why
+
+
+@pytest.mark.slow
+def test_a_run_whose_tokens_are_all_rejected_says_so_and_fails(tmp_path, capsys):
+  config = with_reward(small_config(kl_coef=0.0, reject_product=(2.0, 3.0)), tmp_path, CODES)
+  config = dataclasses.replace(config, steps=3)
+  limited = with_section(config, "reward", max_unscored_steps=2)
+  words = r"the last {} GRPO steps had nothing to learn from{}: all tokens were rejected"
+  said = words.format(2, r" \(reward.max_unscored_steps\)")
+  with pytest.raises(RunFailed, match=said + ".*; step 2 is saved"):
+    run_steps(limited, tmp_path / "limited")
+  warning = "warning: step 1 had nothing to learn from: all tokens were rejected"
+  assert capsys.readouterr().err.count(warning) == 1
+  endless = with_section(config, "reward", max_unscored_steps=0)
+  with pytest.raises(RunFailed, match=words.format(3, ", which are all")):
+    run_steps(endless, tmp_path / "endless")
 
 
 def test_a_planned_entropy_coefficient_is_data_and_resumes_where_it_was(tmp_path):

@@ -5,11 +5,9 @@ from grpo_jax.algo.corrections import CORRECTIONS, LEVELS, BoundSettings
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.record import require
-from grpo_jax.algo.rejections import REJECTIONS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection import has_weights
-from grpo_jax.settings import names_of
 
 
 def check_algo(
@@ -30,8 +28,7 @@ def check_algo(
   _check_overlong(algo, max_tokens)
   _check_variants(algo, group_size)
   if algo.has_correction:
-    _check_correction(algo)
-  _check_gap(algo, sampler_filters)
+    _check_correction(algo, sampler_filters)
   require(
     not algo.plans_entropy_coef or not algo.entropy_target,
     algo,
@@ -148,21 +145,7 @@ def _check_variants(algo: Algo, group_size: int) -> None:
     surrogate.check(algo)
 
 
-def _check_gap(algo: Algo, sampler_filters: bool) -> None:
-  """Raises ConfigError where every weight for the gap between sampler and learner would be 1."""
-  of_rejections = [name for record in REJECTIONS.values() for name in names_of(record.settings)]
-  names = [name for name in of_rejections if getattr(algo, name)]
-  for name in [*names, "correction"] if algo.has_correction else names:
-    require(
-      algo.old_is_policy or algo.old_logprobs == "recomputed" or sampler_filters,
-      algo,
-      name,
-      "the old log-probs are the sampler's own, so every weight is 1;"
-      " set algo.old_logprobs='recomputed'",
-    )
-
-
-def _check_correction(algo: Algo) -> None:
+def _check_correction(algo: Algo, sampler_filters: bool) -> None:
   row_levels = " or ".join(repr(name) for name, level in LEVELS.items() if level.shared_by_row)
   require(
     not RATIOS[algo.ratio].shared_by_row or LEVELS[algo.correction_level].shared_by_row,
@@ -182,6 +165,13 @@ def _check_correction(algo: Algo) -> None:
     algo,
     "correction_low",
     f"it must be below algo.correction_high = {algo.correction_high}",
+  )
+  require(
+    algo.old_is_policy or algo.old_logprobs == "recomputed" or sampler_filters,
+    algo,
+    "correction",
+    "the old log-probs are the sampler's own, so every weight is 1;"
+    " set algo.old_logprobs='recomputed'",
   )
 
 

@@ -2,8 +2,9 @@
 
 w = exp(old - mu), where mu is the log-prob under the distribution that the token was drawn from and
 old is the log-prob under the policy before the update. What is rejected is as if it was not there:
-it has no loss and no KL term, and no mean counts it. The weights of a correction (corrections.py)
-are apart: any of them, or none, goes with any rejection.
+it has no loss and no KL term, and no mean counts it. A w that is not finite is an error and no gap:
+its token and its row stay, so that the update is skipped and counted. The weights of a correction
+(corrections.py) are apart: any of them, or none, goes with any rejection.
 """
 
 from __future__ import annotations
@@ -340,10 +341,13 @@ def without_rejected(
     (mask [P, G, T], the shares of tokens and of rows that lose one)
   """
   log_w_PGT = masked.masked(old_logprobs_PGT - mu_PGT, mask_PGT)
-  kept_PGT = mask_PGT
+  broken_PGT, kept_PGT = ~jnp.isfinite(log_w_PGT), mask_PGT
   for record in REJECTIONS.values():
     if record.is_on(algo):
-      kept_PGT = kept_PGT * record.accepts(log_w_PGT, mask_PGT, algo)
+      accepted = record.accepts(log_w_PGT, mask_PGT, algo)
+      is_of_row = accepted.shape[-1] == 1
+      broken = broken_PGT.any(-1, keepdims=True) if is_of_row else broken_PGT
+      kept_PGT = kept_PGT * (accepted | broken)
   is_rejected_PGT = kept_PGT != mask_PGT
   metrics = {
     "rejection/tokens": masked.mean(is_rejected_PGT, mask_PGT),

@@ -134,7 +134,9 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
   ) -> tuple[jax.Array, PartReport]:
     stats = batch_stats(params, reference, part, options)
     loss, measured = objective(stats, part, of_batch, algo)
-    measured |= _sampler_gap(stats.logprobs_PGT, part) | _router_gap(stats.routing)
+    measured |= _router_gap(stats.routing)
+    if not algo.has_rejection:  # else it is measured before tokens are rejected for it
+      measured |= sampler_gap(stats.logprobs_PGT, part.sampler_logprobs_PGT, part.mask_PGT)
     return loss, PartReport(measured, stats.routing)
 
   def adapt(coefs: Coefficients, measured: Metrics, completions: int) -> Coefficients:
@@ -448,13 +450,15 @@ def sum_rows(routing: Routing | None) -> Routing | None:
   return jax.tree.map(lambda x: x.sum(0, keepdims=True), routing)
 
 
-def _sampler_gap(logprobs_PGT: jax.Array, batch: Batch) -> Metrics:
+def sampler_gap(
+  logprobs_PGT: jax.Array, sampler_logprobs_PGT: jax.Array, mask_PGT: jax.Array
+) -> Metrics:
   """How far the sampler's log-probs are from the learner's, for the policy that sampled."""
-  gap_PGT = jnp.abs(jax.lax.stop_gradient(logprobs_PGT) - batch.sampler_logprobs_PGT)
-  gap_PGT = masked.masked(gap_PGT, batch.mask_PGT)
+  gap_PGT = jnp.abs(jax.lax.stop_gradient(logprobs_PGT) - sampler_logprobs_PGT)
+  gap_PGT = masked.masked(gap_PGT, mask_PGT)
   # Padding, where the gap is 0, counts in the maximum: without a token it is 0 and not -inf.
   gaps = {
-    "sampler/logprob_gap_mean": metrics.mean(gap_PGT, batch.mask_PGT),
+    "sampler/logprob_gap_mean": metrics.mean(gap_PGT, mask_PGT),
     "sampler/logprob_gap_max": metrics.largest(gap_PGT, jnp.ones_like(gap_PGT)),
   }
   return {name: gap.replace(first_update_only=True) for name, gap in gaps.items()}

@@ -85,6 +85,15 @@ FILTERS: dict[str, Filter] = {
   "min_p": Filter(min_p, 0.0, (0, 1)),
 }
 BUILT_IN = tuple(FILTERS)
+# The other parameters of requests to an endpoint.
+OF_REQUESTS = tuple(
+  "add_generation_prompt best_of chat_template_kwargs continue_final_message echo frequency_penalty"
+  " function_call functions ignore_eos logit_bias logprobs max_completion_tokens max_tokens"
+  " messages metadata min_tokens modalities model n parallel_tool_calls presence_penalty prompt"
+  " prompt_cache_key reasoning_effort repetition_penalty response_format return_token_ids"
+  " safety_identifier seed service_tier skip_special_tokens stop stop_token_ids store stream"
+  " stream_options suffix temperature tool_choice tools top_logprobs user".split()
+)
 
 
 def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -102,11 +111,13 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     The function.
 
   Raises:
-    ConfigError: A filter or setting of grpo_jax has this name, or it has none.
+    ConfigError: A filter, a setting or a parameter of requests has this name, or it has none.
   """
   name = name_of(compute)
   if hasattr(Sampling, name) and name not in FILTERS:
     raise ConfigError(f"sampling.{name} is a setting: give your filter another name")
+  if name in OF_REQUESTS:
+    raise ConfigError(f"{name} is a parameter of requests: give your filter another name")
 
   def apply(logits_BV: jax.Array, value_B: jax.Array) -> jax.Array:
     value_B1, largest_B1 = value_B[:, None], logits_BV.max(-1, keepdims=True)

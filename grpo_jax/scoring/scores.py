@@ -38,10 +38,13 @@ def check_not_negative(rewards: Rewards) -> None:
   """Raises RunFailed if a completion has a reward below 0."""
   smallest = np.nanmin(host_scores(rewards), initial=0)
   if smallest < 0:
-    raise RunFailed(
+    error = RunFailed(
       f"a completion has the reward {smallest:g}: the advantage of algo.advantage takes none below"
-      " 0. Change reward.functions or reward.weights, or choose another advantage"
+      " 0. Change reward.functions or reward.weights, or choose another advantage, in another"
+      " --workdir"
     )
+    error.goes_on = False
+    raise error
 
 
 def with_overlong(

@@ -26,6 +26,7 @@ from grpo_jax.console.stop import leaving_on_second_signal
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import PromptSet
 from grpo_jax.learner.optimizer import learning_rate
+from grpo_jax.learner.train_step import sampler_gap
 from grpo_jax.parallel import sharding
 from grpo_jax.progress import doing
 from grpo_jax.run.run import Run
@@ -39,7 +40,10 @@ from grpo_jax.training.trainer import Signals, Trainer
 from grpo_jax.types import Batch, TrainState
 
 _merge_updates = jax.jit(metrics_lib.merge_updates)
-_ALL_REJECTED = "all tokens were rejected: widen the bounds algo.reject_..., or close the gap"
+_ALL_REJECTED = (
+  "all tokens were rejected: close the gap between sampler and learner, or widen the bounds"
+  " algo.reject_... in another --workdir"
+)
 
 
 class RunEnd(NamedTuple):
@@ -113,7 +117,7 @@ class StepResult(NamedTuple):
     state: The state after the step.
     metrics: A row of metrics.jsonl.
     rows: One object per completion, or None if completions are not logged at this step.
-    why_unscored: `Scored.why_unscored`.
+    why_unscored: `Scored.why_unscored`, or that all tokens were rejected.
   """
 
   state: RunState
@@ -170,9 +174,11 @@ class GrpoStep:
     self._algo = run.config.algo
     updates = run.config.steps * self._algo.updates_per_step
     self._learning_rate = learning_rate(run.config.optimizer, updates)
-    places = sharding.batch_sharding(run.mesh), NamedSharding(run.mesh, PartitionSpec())
+    everywhere = NamedSharding(run.mesh, PartitionSpec())
+    places = sharding.batch_sharding(run.mesh), everywhere
     reject = functools.partial(without_rejected, algo=self._algo)
     self._without_rejected = jax.jit(reject, out_shardings=places)
+    self._sampler_gap = jax.jit(sampler_gap, out_shardings=everywhere)
 
   def __call__(self, state: RunState, step: int) -> StepResult:
     """`step` counts the warm start's steps, too."""
@@ -223,9 +229,11 @@ class GrpoStep:
       batch = batch.replace(old_logprobs_PGT=old_PGT)
     if not algo.has_rejection:
       return batch, {}
+    # Over all tokens: those that are rejected are the ones that differ.
+    gap = self._sampler_gap(old_PGT, batch.sampler_logprobs_PGT, batch.mask_PGT)
     given = old_PGT, batch.behavior_logprobs_PGT, batch.mask_PGT
     mask_PGT, metrics = self._without_rejected(*given)
-    return batch.replace(mask_PGT=mask_PGT), jax.device_get(metrics)
+    return batch.replace(mask_PGT=mask_PGT), jax.device_get(metrics) | metrics_lib.reduced(gap)
 
   def _update(self, state: RunState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
     """Passes algo.updates_per_batch times over the minibatches."""

@@ -103,6 +103,7 @@ class Trainer:
       self.reporter.devices = self.ahead.devices
     self.store = StateStore(self.run, workdir, self._checkpoints, host_state, self.ahead)
     self._why_unscored = ""  # of the last step
+    self._unlearned = 0  # steps in a row, of this process, with nothing to learn from
     self._phases_seen: set[bool] = set()  # the first step of a phase compiles
     self._skipped = SkippedUpdates(config.learner.max_skipped_updates)
     # They close in the reverse order: signals are handled until the last save is written.
@@ -231,7 +232,8 @@ class Trainer:
     check_ratio_of_one(metrics, self._config)
     check_gap(metrics, self._config)
     self._why_unscored = why_unscored
-    limit, unscored = self._config.reward.max_unscored_steps, unscored_steps(state.host)
+    self._unlearned = self._unlearned + 1 if why_unscored else 0
+    limit, unscored = self._config.reward.max_unscored_steps, self._unscored(state)
     if unscored == 1 and self.run.hosts.is_first:
       print(f"warning: step {step} had nothing to learn from: {why_unscored}", file=sys.stderr)
     if 0 < limit <= unscored:
@@ -256,7 +258,8 @@ class Trainer:
     except RunFailed as error:  # raised on all processes together
       self._save(state, step)
       saved = f"step {step} is saved" if step else "no step was finished"
-      raise RunFailed(f"{doing}: {error}; {saved}, the same command goes on") from error
+      goes_on = ", the same command goes on" if error.goes_on else ""
+      raise RunFailed(f"{doing}: {error}; {saved}{goes_on}") from error
     except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt, SystemExit):
       # A save is made by all processes together, and the others may not have failed. An update
       # takes the arrays of the state before it, which then cannot be saved.
@@ -281,7 +284,7 @@ class Trainer:
     if not (is_unfinished and self._skipped.in_a_row):
       self._save(state, step)
     self._checkpoints.wait()
-    if not is_unfinished and 0 < self._config.steps <= unscored_steps(state.host):
+    if not is_unfinished and 0 < self._config.steps <= self._unscored(state):
       why = self._why_unscored or f"the rows in {self._workdir} have no reward"
       raise RunFailed(f"{_nothing_to_learn_from(self._config.steps)}, which are all: {why}")
     self.reporter.finish(step)
@@ -291,6 +294,13 @@ class Trainer:
       raise Stopped(
         f"at step {step} of {self.last_step}, which is saved: the same call goes on from there"
       )
+
+  def _unscored(self, state: RunState) -> int:
+    """How many steps in a row had nothing to learn from.
+
+    The state counts steps of earlier processes, too, but not those whose tokens were all rejected.
+    """
+    return max(unscored_steps(state.host), self._unlearned)
 
   def _save(self, state: RunState, step: int) -> None:
     if step:
