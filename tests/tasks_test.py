@@ -143,8 +143,39 @@ def test_no_story_of_the_test_is_in_training():
   }
   with pytest.raises(IndexError):
     task.test[2_000]
-  with pytest.raises(ConfigError, match="the word_problems task makes its own problems"):
-    tasks.make_task(data("word_problems", "folder"))
+
+
+@pytest.mark.parametrize(
+  ("path", "largest", "factor"),
+  [("largest=999,largest_factor=99", 999, 99), ("largest=(5, 50)", 50, 10)],
+)
+def test_the_numbers_of_word_problems_are_as_large_as_asked(path, largest, factor):
+  examples = tasks.make_task(data("word_problems", path)).train[:2000]
+  assert story_of(examples[0]["question"]) == story_of(tasks.word_problems("").train[0]["question"])
+  most = collections.Counter()
+  for example in examples:
+    left, operation, right = example["solution"].split(" = ")[0].split()
+    assert eval(f"{left} {operation} {right}") == int(example["answer"]) >= 1
+    numbers = (left, right) if operation in "+-*" else (right, example["answer"])
+    most[operation] = max(most[operation], *map(int, numbers))
+  assert most["*"] == most["/"] == factor
+  assert most["+"] <= largest and largest * 0.98 <= most["-"] <= largest + 1
+
+
+@pytest.mark.parametrize(
+  ("path", "match"),
+  [
+    ("folder", "data.path: 'word_problems.folder.': write parameters as"),
+    ("digits=3", "data.path: word_problems has no digits; it has largest and largest_factor"),
+    ("largest=1", "data.path: 1 is no whole number from 2 to 1,000,000,000"),
+    ("largest=True", "data.path: True is no whole number"),
+    ("largest=()", "data.path: largest has no number"),
+    ("largest_factor='9'", "data.path: '9' is no whole number"),
+  ],
+)
+def test_wrong_numbers_of_word_problems_are_refused(path, match):
+  with pytest.raises(ConfigError, match=match):
+    tasks.make_task(data("word_problems", path))
 
 
 def test_gsm8k_folder(tmp_path):

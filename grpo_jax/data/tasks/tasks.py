@@ -35,7 +35,7 @@ from grpo_jax.data.tasks.products import ALPHABET as PRODUCTS_ALPHABET
 from grpo_jax.data.tasks.products import Products
 from grpo_jax.data.tasks.reasoning_gym import Problems
 from grpo_jax.data.tasks.seeds import Seeds
-from grpo_jax.data.tasks.word_problems import WordProblems
+from grpo_jax.data.tasks.word_problems import WordProblems, numbers_of
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.problems import gym
 from grpo_jax.settings import ConfigError
@@ -171,9 +171,9 @@ def products(path: str) -> Task:
 
 
 def word_problems(path: str) -> Task:
-  """Generated word problems of one step. `path` must be empty."""
-  _refuse_path(path, "word_problems")
-  return Task(WordProblems("train"), WordProblems("test"))
+  """Generated word problems of one step. `path` may say how large numbers are (`numbers_of`)."""
+  numbers = numbers_of(path)
+  return Task(WordProblems("train", numbers), WordProblems("test", numbers))
 
 
 def reasoning_gym(path: str) -> Task:

@@ -9,15 +9,15 @@ reading a story which the model was never taught.
 from collections.abc import Sequence
 import functools
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
+from grpo_jax import calls
 from grpo_jax.data.tasks.generated import Generated
+from grpo_jax.settings import ConfigError
 
 SIZES = {"train": 20_000, "test": 2_000}
 OPERATIONS = ("+", "-", "*", "/")
-# Half of the sums and differences have numbers up to the first of these, half up to the second.
-LARGEST = (20, 99)
-LARGEST_FACTOR = 10
+MOST = 10**9  # of a number
 
 _NAMES = (
   "Ana Ben Carla David Emma Finn Grace Hugo Ivy Jonas Kira Leo Mia Noah Olga Paul Rosa Sam Tara"
@@ -101,21 +101,61 @@ _STORIES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+class Numbers(NamedTuple):
+  """The numbers of the stories.
+
+  Attributes:
+    largest: The largest number of a sum or difference. With several, each problem draws one.
+    largest_factor: The largest factor of a product, and the largest divisor and quotient.
+  """
+
+  largest: Sequence[int] = (20, 99)
+  largest_factor: int = 10
+
+
+SMALL = Numbers()
+
+
+def numbers_of(path: str) -> Numbers:
+  """The numbers that data.path asks for, such as `largest=999,largest_factor=99`.
+
+  Raises:
+    ConfigError: Another name stands there, or a value is no number from 2 to 10^9.
+  """
+  key = "data.path"
+  _, values = calls.parse(f"word_problems({path})", key)
+  unknown = sorted(values.keys() - {*Numbers._fields})
+  if unknown:
+    raise ConfigError(
+      f"{key}: word_problems has no {unknown[0]}; it has {' and '.join(Numbers._fields)}, such as"
+      " largest=999,largest_factor=99"
+    )
+  largest = values.get("largest", SMALL.largest)
+  factor = values.get("largest_factor", SMALL.largest_factor)
+  found = Numbers(largest if isinstance(largest, tuple | list) else (largest,), factor)
+  for number in (*found.largest, found.largest_factor):
+    if type(number) is not int or not 2 <= number <= MOST:
+      raise ConfigError(f"{key}: {number!r:.50} is no whole number from 2 to {MOST:,}")
+  if not found.largest:
+    raise ConfigError(f"{key}: largest has no number")
+  return found
+
+
 class WordProblems(Generated):
-  """The examples of a split, "train" or "test". Example i depends only on the split and i.
+  """The examples of a split, "train" or "test". Example i depends on the split, i and the numbers.
 
   An example has the fields question, answer, solution and operation, which is one of + - * /.
   """
 
-  def __init__(self, split: str) -> None:
-    super().__init__(split, SIZES[split], functools.partial(_example, split))
+  def __init__(self, split: str, numbers: Numbers = SMALL) -> None:
+    super().__init__(split, SIZES[split], functools.partial(_example, split, numbers))
 
 
-def _example(split: str, index: int) -> dict[str, Any]:
+def _example(split: str, numbers: Numbers, index: int) -> dict[str, Any]:
   # Only random() is called on it, because Python promises that its numbers never change.
   rng = random.Random(f"word_problems/{split}/{index}")
   operation = OPERATIONS[index % len(OPERATIONS)]
-  a, b, result = _numbers(rng, operation)
+  a, b, result = _numbers(rng, operation, numbers)
   story = _one_of(_STORIES[split][operation], rng)
   first = int(rng.random() * len(_NAMES))
   second = (first + 1 + int(rng.random() * (len(_NAMES) - 1))) % len(_NAMES)
@@ -135,13 +175,13 @@ def _example(split: str, index: int) -> dict[str, Any]:
   }
 
 
-def _numbers(rng: random.Random, operation: str) -> tuple[int, int, int]:
+def _numbers(rng: random.Random, operation: str, numbers: Numbers) -> tuple[int, int, int]:
   """Two numbers of at least 2, and what the operation makes of them, which is at least 1."""
   if operation in "*/":
-    first, second = (_between(2, LARGEST_FACTOR, rng) for _ in range(2))
+    first, second = (_between(2, numbers.largest_factor, rng) for _ in range(2))
     product = first * second
     return (first, second, product) if operation == "*" else (product, first, second)
-  largest = _one_of(LARGEST, rng)
+  largest = _one_of(numbers.largest, rng)
   first, second = (_between(2, largest, rng) for _ in range(2))
   if operation == "+":
     return first, second, first + second
