@@ -1,7 +1,6 @@
 """The jobs of a run's workers: its reward functions, its tools and environments, its harness."""
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,8 +136,7 @@ class Scorers:
   def _reward_model(self, path: str) -> RewardModel:
     reward, hosts = self._config.reward, self._run.hosts
     hosts.check_rows({"reward.batch": reward.batch}, sampled=False)
-    dtype = reward.dtype or self._config.model.dtype
-    scorer = RewardModel(path, dataclasses.replace(reward, dtype=dtype), hosts)
+    scorer = RewardModel(path, reward, self._config.model.dtype, hosts)
     if self._config.data.chat:
       scorer.check_conversations()
     return scorer
