@@ -56,8 +56,7 @@ def _start(unit: Unit, hosts: int) -> ProcessGroup:
 
 def environments(hosts: int) -> list[dict[str, str]]:
   """The environment variables by which each process of a run finds the others."""
-  platform = {"JAX_PLATFORMS": "cpu"} if hosts > 1 else {}
-  return [platform | one for one in found_by(f"localhost:{_free_port()}", hosts)]
+  return found_by(f"localhost:{_free_port()}", hosts, JAX_PLATFORMS="cpu")
 
 
 def _free_port() -> int:
