@@ -40,9 +40,9 @@ class Objective:
   Attributes:
     totals: (whole batch, coefficients) -> what the parts of the batch share: the divisors of means
       and the coefficients.
-    drop: (whole batch) -> the batch with a mask of 0 for the groups that have no gradient.
     part_loss: (policy, reference, part, totals) -> the part's summand of the loss, and its report.
     adapt: (coefficients, metrics, completions in the batch) -> the next update's coefficients.
+    drop: (whole batch) -> the batch with a mask of 0 for the groups that have no gradient.
     look: (policy, part) -> what `prepare` must know of each part, as arrays [P, ...] without a
       gradient. None where it needs nothing.
     looks_at_one_part: Whether it also needs that where the batch is a single part.
@@ -51,9 +51,11 @@ class Objective:
   """
 
   totals: Callable[[Batch, Coefficients], Any]
-  drop: Callable[[Batch], Batch]
   part_loss: Callable[[model.Params, Any, Batch, Any], tuple[jax.Array, PartReport]]
-  adapt: Callable[[Coefficients, Metrics, int], Coefficients]
+  adapt: Callable[[Coefficients, Metrics, int], Coefficients] = lambda coefs, measured, number: (
+    coefs
+  )
+  drop: Callable[[Batch], Batch] = lambda batch: batch
   look: Callable[[model.Params, Batch], Any] | None = None
   looks_at_one_part: bool = True
   prepare: Callable[[Batch, Any], Batch] = lambda batch, seen: batch
@@ -106,7 +108,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     entropy = metrics.mean_value(measured["entropy"])
     return controllers.adapted(coefs, kl, entropy, completions, algo)
 
-  own = Objective(totals_of, drop, part_loss, adapt, prepare=prepare)
+  own = Objective(totals=totals_of, part_loss=part_loss, adapt=adapt, drop=drop, prepare=prepare)
   if token_selection.is_needed(algo):
     own = dataclasses.replace(own, look=look)
   return with_balance_loss(own, config, learner)
@@ -120,9 +122,6 @@ def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
     del coefs
     return masked.count(batch.mask_PGT)
 
-  def drop(batch: Batch) -> Batch:
-    return batch
-
   def part_loss(
     params: model.Params, reference: None, part: Batch, count: jax.Array
   ) -> tuple[jax.Array, PartReport]:
@@ -130,11 +129,7 @@ def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
     stats = batch_stats(params, None, part, options)
     return masked.divide(-stats.logprobs_PGT.sum(), count), PartReport({}, stats.routing)
 
-  def adapt(coefs: Coefficients, measured: Metrics, completions: int) -> Coefficients:
-    del measured, completions
-    return coefs
-
-  return with_balance_loss(Objective(token_count, drop, part_loss, adapt), config, learner)
+  return with_balance_loss(Objective(token_count, part_loss), config, learner)
 
 
 def with_balance_loss(
@@ -158,9 +153,6 @@ def with_balance_loss(
   def totals_and_routing(batch: Batch, coefs: Coefficients) -> tuple[Any, Routing | None]:
     return objective.totals(batch, coefs), sum_rows(batch.routing)
 
-  def keep_all(batch: Batch) -> Batch:
-    return batch  # the balance loss has a gradient for every token
-
   def part_loss(
     params: model.Params, reference: Any, part: Batch, of_batch: tuple[Any, Routing | None]
   ) -> tuple[jax.Array, PartReport]:
@@ -174,8 +166,9 @@ def with_balance_loss(
 
   if objective.look is None:  # otherwise `prepare` has the routing of that pass
     objective = dataclasses.replace(objective, look=route, looks_at_one_part=False, prepare=prepare)
+  # No group is dropped, because the balance loss has a gradient for every token.
   return dataclasses.replace(
-    objective, totals=totals_and_routing, drop=keep_all, part_loss=part_loss
+    objective, totals=totals_and_routing, part_loss=part_loss, drop=lambda batch: batch
   )
 
 

@@ -83,12 +83,12 @@ class Scorers:
     if environments.settings.harness:
       return self._harness(environments.settings.harness)
     schemas = environments.all_schemas
-    if self._config.data.chat and schemas and environments.settings.calls == "auto":
-      if not are_read(run.tokenizer):
-        raise ConfigError(
-          f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not"
-          f" read here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
-        )
+    reads_calls = self._config.data.chat and schemas and environments.settings.calls == "auto"
+    if reads_calls and not are_read(run.tokenizer):
+      raise ConfigError(
+        f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not"
+        f" read here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
+      )
     replies = Replies(run.tokenizer, self._config.data.chat, schemas)
     replies.check((["tool"] if schemas else []) + (["user"] if environments.has_steps else []))
     runner = run.hosts.on_each(lambda: Runner(environments, self._caller.pool))
