@@ -52,7 +52,7 @@ class TokenSettings(Settings):
   """Settings of token."""
 
   reject_token: tuple[float, ...] = setting(
-    (), "rejects tokens whose w is outside of bounds such as (0.5, 2.0); () = off", BOUNDS
+    (), "rejects tokens whose weight is outside of bounds such as (0.5, 2.0); () = off", BOUNDS
   )
 
 
@@ -93,7 +93,7 @@ class OutlierSettings(Settings):
 
   reject_outlier: tuple[float, ...] = setting(
     (),
-    "rejects completions with a single w outside of bounds such as (1e-4, 100.0); () = off",
+    "rejects completions with a single weight outside of bounds such as (1e-4, 100.0); () = off",
     BOUNDS,
   )
 
@@ -142,7 +142,7 @@ class ProductSettings(Settings):
 
   reject_product: tuple[float, ...] = setting(
     (),
-    "rejects completions whose product of w is outside of these bounds; () = off",
+    "rejects completions whose product of weights is outside of these bounds; () = off",
     BOUNDS,
   )
 
@@ -186,7 +186,7 @@ class GeometricSettings(Settings):
 
   reject_geometric: tuple[float, ...] = setting(
     (),
-    "rejects completions whose geometric mean of w is outside of bounds such as (0.99, 1.01);"
+    "rejects completions whose geometric mean of weights is outside of bounds such as (0.99, 1.01);"
     " () = off",
     BOUNDS,
   )
