@@ -75,10 +75,11 @@ STATIONS = (
   ),
   Station(
     "learner/train_step.py",
-    ("grpo", "train_step"),
+    ("train_step",),
     ("Computes the policy's log-probs with a gradient,", "a micro-batch at a time."),
     (("logprobs_PGT", "the policy's log-probs"), ("entropies_PGT", "their entropies")),
     (
+      ("learner/objectives.py", "the objective, grpo"),
       ("learner/token_stats.py", "logprobs_PGT, entropies_PGT"),
       ("learner/features.py", "hidden states"),
     ),

@@ -61,10 +61,10 @@ class Part:
   """One thing to measure.
 
   Attributes:
-    name: Its name, in the file and in accelerator_parts.py.
+    name: Its name, in the file and in accelerator_part.py.
     seconds: How long it may take at most.
     least: It is skipped if less time than this is left, because it would measure nothing.
-    command: What is run. Empty means accelerator_parts.py.
+    command: What is run. Empty means accelerator_part.py.
   """
 
   name: str
@@ -129,13 +129,13 @@ def run_part(
   Args:
     part: The part.
     seconds: It is killed after this time.
-    options: Of accelerator_parts.py.
+    options: Of accelerator_part.py.
     show: Called with the part's results whenever there are new ones.
     turns: The variables by which parts that run beside each other take turns.
   """
   with tempfile.TemporaryDirectory(prefix="grpo_jax_part_") as name:
     results, log = Path(name, "results.json"), Path(name, "log")
-    script = (sys.executable, str(ROOT / "experiments/accelerator_parts.py"), part.name)
+    script = (sys.executable, str(ROOT / "experiments/accelerator_part.py"), part.name)
     command = [*(part.command or script), f"--results={results}", *options]
     start, failure = time.monotonic(), ""
     with open(log, "w") as file:
@@ -221,7 +221,7 @@ def measure(
     out: The file.
     seconds: How long all may take together.
     report: What `facts` returned.
-    options: Of accelerator_parts.py.
+    options: Of accelerator_part.py.
   """
   began = time.monotonic()
   deadline = began + seconds - RESERVE

@@ -1,10 +1,9 @@
-"""One part of accelerator.py, in the process that has the device: `accelerator_parts.py NAME`.
+"""How parts of accelerator.py measure and save, and the parts that need no model of its own.
 
 The parts that measure a model in the shape of Qwen2.5-0.5B are in accelerator_model.py, and those
 that need PyTorch in accelerator_torch.py.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from typing import Any
 
 import accelerator
@@ -27,8 +25,6 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "flax", "numpy")
-# Parts that start processes which need the device, and so must leave it alone themselves.
-WITHOUT_DEVICE = ("resume", "trl")
 
 
 class Part:
@@ -392,43 +388,3 @@ def one_line(error: BaseException) -> str:
   first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
   ends = [f"{type(error).__name__}: {first}"[:200], *(line[:200] for line in others[-1:])]
   return " ... ".join(ends)
-
-
-def parts() -> dict[str, Callable[[Part], None]]:
-  """The functions of all parts, by name."""
-  import accelerator_model
-  import accelerator_torch
-
-  return {
-    "device": device,
-    "resume": resume,
-    "golden": golden,
-    "gap": accelerator_model.gap,
-    "decode": accelerator_model.decode,
-    "update": accelerator_model.update,
-    "attention": accelerator_model.attention,
-    "trl": accelerator_torch.trl,
-  }
-
-
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("name", help="of the part")
-  parser.add_argument("--results", type=Path, required=True, help="the file to write")
-  parser.add_argument("--device", type=json.loads, default={}, help="what the first part found")
-  parser.add_argument("--rows", type=json.loads, default=[64, 256, 1024], help="to decode")
-  parser.add_argument("--tiny", action="store_true")
-  args = parser.parse_args()
-  part = Part(args.results, args.tiny, args.device, args.rows)
-  try:
-    if args.name not in WITHOUT_DEVICE:
-      part.save(start=start_device())
-    parts()[args.name](part)
-  except Exception as error:  # whatever fails, the other parts go on
-    traceback.print_exc()
-    part.save(error=one_line(error))
-    sys.exit(1)
-
-
-if __name__ == "__main__":
-  main()

@@ -61,7 +61,7 @@ def simulated(lengths_PG: np.ndarray, rows: int, shape: Shape) -> Iterator[Round
   seats = seats_lib.no_one(P, G, pace.grid)
   slots, lengths, drawn = sizes[0], lengths_PG.reshape(-1), np.zeros(P * G, int)
   batch = 1
-  while not seats.is_empty:
+  while not (seats.all_seated and (seats.row_NQ == seats_lib.NOBODY).all()):
     seats_lib.fill_places(seats, batch)
     if not seats.queue:
       seats_lib.fill_places(seats, batch)

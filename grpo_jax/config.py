@@ -42,6 +42,20 @@ TOKENS = at_least(1, at_most=2**24)
 WIDTH = at_least(1, at_most=2**17)
 NOT_EMPTY = Range(bool, "it must not be empty")
 
+# Keys of earlier versions: what to write or what holds now, and the value that computes the same as
+# today. None means that any value does.
+REMOVED: dict[str, tuple[str, Any]] = {
+  "sampling.parts": ("sampling.rows says how many rows are decoded together", None),
+  "sampling.layout": ("sampling.tensor says how devices share a row", None),
+  "algo.keep_surplus": ("groups flow, so that no surplus is drawn", False),
+  "data.max_images": ("a prompt may have 4,096 images", None),
+  "data.max_image_pixels": ("an image may have 50,000,000 pixels", None),
+  "learner.max_skipped_updates": ("a run stops after 5 skipped updates in a row", None),
+  "log.wandb": ("write log.trackers=('wandb',) and log.project", None),
+  "reward.dtype": ("reward models and the teacher compute in model.dtype", ""),
+  "warm_start.warmup_steps": ("the warm start warms up for 10 steps", 10),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -161,12 +175,6 @@ class Data:
     " in turn; needs data.chat",
   )
   max_prompt_tokens: int = setting(64, "S; longer prompts are dropped and counted", TOKENS)
-  max_images: int = setting(64, "the most images of a prompt", at_least(1, at_most=4096))
-  max_image_pixels: int = setting(
-    50_000_000,
-    "height times width of the largest image that is read",
-    at_least(1, "Pillow reads none that are larger", 89_000_000),
-  )
   image_urls: bool = setting(False, "download images whose rows name a URL")
   count_at_start: int = setting(
     50_000,
@@ -284,12 +292,6 @@ class Sampling:
     before=0,
   )
 
-  @property
-  def has_filters(self) -> bool:
-    """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
-    own = self.filters or self.min_tokens
-    return bool(self.top_k or self.top_p < 1 or self.min_p or own)
-
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
@@ -337,9 +339,6 @@ class Reward:
   )
   batch: int = setting(
     64, "texts scored at once; a multiple of mesh.data x mesh.fsdp x mesh.expert", ROWS
-  )
-  dtype: str = setting(
-    "", "dtype of weights and computation; '' = model.dtype", one_of(("", *DTYPES))
   )
   step_separator: str = setting("\n", "separates the steps that a *ForTokenClassification scores")
   teacher: str = setting(
@@ -465,12 +464,6 @@ class Learner:
     "tokens whose [tokens, V] logits exist at once; 0 = as many as take 1 GiB, or 256 MiB on a CPU",
     NOT_NEGATIVE,
   )
-  max_skipped_updates: int = setting(
-    5,
-    "the run stops after this many updates in a row that were skipped because their gradient was"
-    " not finite; 0 = never",
-    NOT_NEGATIVE,
-  )
   router_aux_coef: float = setting(
     0.0,
     "weight of the loss that makes a mixture of experts use all experts evenly, over prompts and"
@@ -510,7 +503,12 @@ class Optimizer:
   )
   warmup_steps: int = setting(0, "optimizer steps of linear warmup", NOT_NEGATIVE)
   b1: float = setting(0.9, "decay of the first moment, or momentum", below_one())
-  b2: float = setting(0.999, "decay of the second moment", below_one())
+  b2: float = setting(
+    -1.0,
+    "decay of the second moment; -1 = optax's default: 0.99 for lion, 0.999 for others",
+    Range(lambda value: 0 <= value < 1 or value == -1, "it must be in [0, 1), or -1"),
+    before=0.999,
+  )
   eps: float = setting(1e-8, "added to the root of the second moment", NOT_NEGATIVE)
   moments_dtype: str = setting(
     "float32",
@@ -533,8 +531,7 @@ class WarmStart:
 
   steps: int = setting(0, "how many", NOT_NEGATIVE)
   batch: int = setting(128, "examples in each", ROWS)
-  learning_rate: float = setting(1e-3, "constant after the warmup", NOT_NEGATIVE)
-  warmup_steps: int = setting(10, "steps of linear warmup", NOT_NEGATIVE)
+  learning_rate: float = setting(1e-3, "constant after 10 steps of linear warmup", NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -599,9 +596,6 @@ class Log:
   )
   project: str = setting(
     "grpo_jax", "the project of the run at log.trackers; MLflow calls it an experiment", NOT_EMPTY
-  )
-  wandb: str = setting(
-    "", "an earlier way to write log.trackers=('wandb',) with log.project; '' = off"
   )
   profile: tuple[int, ...] = setting(
     (),
@@ -776,6 +770,7 @@ class Config:
   log: Log = Log()
   rollout: Rollout = Rollout()
   mesh: Mesh = Mesh()
+  removed = REMOVED
 
   @property
   def old_is_policy(self) -> bool:
@@ -858,12 +853,12 @@ def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
 
 def _without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
   """The config of an earlier run without keys that exist no more."""
-  gone = {"sampling": ("parts", "layout"), "algo": ("keep_surplus",)}
+  gone = [tuple(key.split(".")) for key in REMOVED]
   return {
-    name: {key: values[key] for key in values if key not in gone.get(name, ())}
-    if isinstance(values, Mapping)
-    else values
-    for name, values in saved.items()
+    name: {key: section[key] for key in section if (name, key) not in gone}
+    if isinstance(section, Mapping)
+    else section
+    for name, section in saved.items()
   }
 
 

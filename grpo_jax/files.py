@@ -4,8 +4,10 @@ A pipe or a device that lies where a file should be would block a program for ev
 """
 
 import errno
+import json
 from pathlib import Path
 import stat
+from typing import Any
 
 # The errors that blame the path of a new folder, and not its disk.
 NO_FOLDER = {
@@ -27,6 +29,17 @@ def read_bytes(path: Path) -> bytes:
   if isinstance(path, Path):  # an object in a bucket is always regular
     check_regular(path)
   return path.read_bytes()
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+  """The object that a text of JSON holds. Raises ValueError if it holds anything else."""
+  try:
+    value = json.loads(data)
+  except RecursionError as error:
+    raise ValueError(str(error)) from None
+  if not isinstance(value, dict):
+    raise ValueError(f"it holds a {type(value).__name__}, not an object")
+  return value
 
 
 def check_regular(path: Path) -> None:

@@ -28,6 +28,7 @@ from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import DONE, STOPPED
 from grpo_jax.run.checks import check_config
 from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.reading import as_begun
 from grpo_jax.storage.saved_config import as_json, check_same_run, read_values
 
 
@@ -138,7 +139,7 @@ def _checked_last_step(run: Unit) -> int:
 def _check_folder(workdir: Path, config: Config) -> None:
   file = workdir / "config.json"
   if file.is_file() and any((workdir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-    old = config_lib.completed(read_values(file))
+    config, old = as_begun(config, workdir), config_lib.completed(read_values(file))
     check_same_run(file, as_json(old), as_json(config_lib.to_dict(config)))
 
 

@@ -109,8 +109,10 @@ def _check_is_text(key: Any) -> None:
     raise ConfigError(f"config key {shown(key)} is no text: write a key such as 'seed'")
 
 
-def _unknown_key(name: str, root: type) -> ConfigError:
+def _unknown_key(name: str, root: Any) -> ConfigError:
   """The error for a key that does not exist, with the key that was probably meant."""
+  if name in getattr(root, "removed", {}):
+    return ConfigError(f"config key {name} is gone: {root.removed[name][0]}")
   all_keys = list(keys(root))
   section, _, last = name.rpartition(".")
   siblings = [key.rpartition(".")[2] for key in all_keys if key.rpartition(".")[0] == section]

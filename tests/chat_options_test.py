@@ -7,7 +7,7 @@ import pytest
 from small_qwen import TEMPLATE, make_checkpoint, problems
 from small_run import small_config, small_run, with_section
 
-from grpo_jax.around.trl import FIELDS
+from grpo_jax.around.trl_fields import FIELDS
 from grpo_jax.console import show_data
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.tokenizers.chat import options_of

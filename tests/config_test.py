@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 from pathlib import Path
+import re
 import sys
 from typing import get_type_hints
 
@@ -35,6 +36,7 @@ from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import Evaluator
+from grpo_jax.recipes import load_config
 from grpo_jax.run import checks, device_checks
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
@@ -389,6 +391,67 @@ def test_the_command_of_an_older_run_goes_on_with_it(older_folder, tmp_path_fact
   check_same_run(tmp_path, completed(saved), to_dict(goes_on))
   chosen = config.replace({"data.count_at_start": 7})
   assert as_begun(chosen, tmp_path) == chosen
+
+
+@pytest.mark.parametrize("key", config_lib.REMOVED)
+def test_a_key_of_earlier_versions_says_what_replaces_it(key, tmp_path):
+  line = f"config key {key} is gone: {config_lib.REMOVED[key][0]}"
+  section, _, name = key.partition(".")
+  for give in (
+    lambda: check_key(key),
+    lambda: Config().replace({key: 1}),
+    lambda: from_dict({section: {name: 1}}),
+  ):
+    with pytest.raises(ConfigError) as error:
+      give()
+    assert str(error.value) == line
+  recipe = tmp_path / "mine.py"
+  recipe.write_text(
+    "from grpo_jax.configs import default\n\ndef get_config():\n"
+    f"  c = default.get_config()\n  c.{key} = 1\n  return c\n"
+  )
+  with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+    load_config(recipe)
+
+
+def test_a_run_with_a_key_of_earlier_versions_goes_on_where_nothing_changes(tmp_path):
+  """A key that changed no number may have had any value. Others need the value of today."""
+  new = to_dict(Config())
+  old = {
+    **new,
+    "log": new["log"] | {"wandb": "sums"},
+    "learner": new["learner"] | {"max_skipped_updates": 9},
+    "reward": new["reward"] | {"dtype": ""},
+    "warm_start": new["warm_start"] | {"warmup_steps": 10},
+    "sampling": new["sampling"] | {"parts": 2, "layout": "rows"},
+  }
+  assert from_dict(old, saved=True) == Config()
+  check_same_run(tmp_path / "config.json", completed(old), new)
+  for key, value in (("warm_start.warmup_steps", 5), ("reward.dtype", "bfloat16")):
+    section, _, name = key.partition(".")
+    other = old | {section: old[section] | {name: value}}
+    assert from_dict(other, saved=True) == Config()  # it can still be evaluated
+    with pytest.raises(ConfigError) as error:
+      check_same_run(tmp_path / "config.json", completed(other), new)
+    assert str(error.value) == (
+      f"{tmp_path}/config.json has {key} = {value!r}, this run no such key:"
+      f" {config_lib.REMOVED[key][0]}; name another --workdir"
+    )
+
+
+def test_a_run_from_before_b2_followed_the_optimizer_keeps_its_number(tmp_path):
+  saved = to_dict(Config().replace({"optimizer.b2": 0.999, "optimizer.name": "lion"}))
+  (tmp_path / "config.json").write_text(json.dumps(saved))
+  config = Config().replace({"optimizer.name": "lion"})
+  assert as_begun(config, tmp_path) == config.replace({"optimizer.b2": 0.999})
+  chosen = config.replace({"optimizer.b2": 0.5})
+  assert as_begun(chosen, tmp_path) == chosen
+  (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+  assert as_begun(config, tmp_path) == config
+  # Other keys that a run wrote are those of the run: a command without them is another one.
+  other = to_dict(Config().replace({"model.vision": "ignored"}))
+  (tmp_path / "config.json").write_text(json.dumps(other))
+  assert as_begun(Config(), tmp_path) == Config()
 
 
 @pytest.mark.slow

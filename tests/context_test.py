@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
+import small_batch
 from small_run import small_config, with_reward, with_section
 
 from grpo_jax import learner, model
@@ -24,7 +25,6 @@ from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps
-from grpo_jax.types import Batch
 
 CONFIG = model.ModelConfig(
   vocab_size=31, embed_dim=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=6, mlp_dim=24
@@ -37,25 +37,11 @@ def reward(completions, **_):
 LENGTHS = [[9, 1, 3], [2, 0, 5], [1, 1, 1], [0, 0, 0]]
 
 
-def params_of(config):
-  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
-  rng = np.random.default_rng(1)
-  return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.1, 0.3, x.shape), jnp.float32), shapes)
+params_of = functools.partial(small_batch.params_of, mean=0.1)
 
 
 def make_batch(lengths_PG=LENGTHS, tokens=T, slots=0, seed=0):
-  rng = np.random.default_rng(seed)
-  lengths_PG = np.asarray(lengths_PG)
-  prompts, group = lengths_PG.shape
-  mask = np.arange(tokens) < lengths_PG[..., None]
-  return Batch(
-    prompts_PS=jnp.asarray(rng.integers(0, 31, (prompts, S)), jnp.int32),
-    prompt_lengths_P=jnp.asarray(rng.integers(1, S + 1, prompts), jnp.int32),
-    completions_PGT=jnp.asarray(rng.integers(0, 31, (prompts, group, tokens)), jnp.int32),
-    mask_PGT=jnp.asarray(mask, jnp.float32),
-    temperature_P=jnp.linspace(0.5, 1.5, prompts),
-    slots=slots,
-  )
+  return small_batch.make_batch(lengths_PG, S, tokens, slots, seed)
 
 
 def mesh_of(**axes):

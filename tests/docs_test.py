@@ -19,7 +19,11 @@ from grpo_jax.algo.presets import PRESETS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.config import Config
+from grpo_jax.learner.optimizer import OPTIMIZERS
 from grpo_jax.rewards import REWARDS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+import tables
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -332,6 +336,19 @@ def test_the_tables_of_the_variants_are_complete():
   assert first_column("algorithm.md", header) == sorted(ADVANTAGES)
   assert first_column("algorithm.md", "| `algo.surrogate` | paper |") == ours(losses)
   assert first_column("algorithm.md", "| `algo.aggregation` | meaning |") == sorted(AGGREGATIONS)
+
+
+@each(tables.PAGES)
+def test_the_tables_that_come_from_data_are_written(page):
+  text = page.read_text()
+  assert tables.MARKS.search(text) and tables.with_tables(text) == text, "python docs/tables.py"
+
+
+def test_the_optimizers_are_named():
+  named = re.search(
+    r"selects an optimizer of optax: (.*?)\.", (ROOT / "docs/algorithm.md").read_text()
+  )
+  assert sorted(re.split(r", | or ", named[1])) == ours(OPTIMIZERS)
 
 
 def test_the_tables_of_the_settings_of_the_algorithm_are_complete():

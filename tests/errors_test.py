@@ -196,7 +196,7 @@ def contents(folder):
       ["reward.batch is 12", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"],
     ),
     (dict(reward__batch=0), ["reward.batch is 0", "at least 1"]),
-    (dict(reward__dtype="int8"), ["reward.dtype is 'int8'", "'float32', 'bfloat16'"]),
+    (dict(reward__dtype="bfloat16"), ["reward.dtype is gone", "compute in model.dtype"]),
     (dict(reward__step_separator=""), ["reward.step_separator is ''", "at least one character"]),
     (
       dict(reward__weights=[1.0, 2.0]),
@@ -314,7 +314,7 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path):
   [
     (None, "workdir {folder} has no config.json: it is not the folder of a run"),
     ("{", "{file} cannot be read (Expecting property name"),
-    ("[]", "{file} is not a config: put it back, or name another --workdir"),
+    ("[]", "{file} cannot be read (it holds a list, not an object): put it back, or name another"),
     ('{"width": 3}', "{file} cannot be read: config key width is unknown: "),
     ('{"steps": "a"}', "{file} cannot be read: config key steps must be a whole number, got 'a'"),
     ('{"model": 3}', "{file} cannot be read: config key model must be a section of keys, got 3"),

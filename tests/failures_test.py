@@ -112,11 +112,13 @@ def test_what_a_function_raises_and_a_signal_lose_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(tmp_path):
+def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(SkippedUpdates, "limit", 3)
   config = dataclasses.replace(small_config(kl_coef=0.1), steps=9)
   config = with_section(config, "optimizer", learning_rate=1e30, max_grad_norm=0.0)
   config = with_section(config, "checkpoint", every=1, keep=1)
-  config = with_section(config, "learner", max_skipped_updates=3)
   source = "def reward(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]\n"
   with pytest.raises(RunFailed, match="the last 3 updates were skipped.*learning_rate") as error:
     train(with_reward(config, tmp_path, source), tmp_path / "run")
@@ -271,20 +273,17 @@ def test_a_run_one_step_behind_its_sampler_stops_where_the_ratio_counts_as_one(
 
 
 def test_skipped_updates_are_counted_in_a_row():
-  skipped = SkippedUpdates(limit=4)
+  skipped = SkippedUpdates()
   for metrics, updates, expected in (
     ({"warm_start/skipped_updates": 1}, 1, 1),
     ({"skipped_updates": 2}, 2, 3),
     ({"skipped_updates": 1}, 2, 0),  # one of the two was good
-    ({"skipped_updates": 2}, 2, 2),
+    ({"skipped_updates": 4}, 4, 4),
   ):
     skipped.count(metrics, updates)
     assert skipped.in_a_row == expected and not skipped.are_too_many
-  skipped.count({"skipped_updates": 2}, 2)
+  skipped.count({"skipped_updates": 1}, 1)
   assert skipped.are_too_many and "no checkpoint is saved" in str(skipped.failure(None))
-  endless = SkippedUpdates(limit=0)
-  endless.count({"skipped_updates": 99}, 99)
-  assert not endless.are_too_many
 
 
 # Reward functions.

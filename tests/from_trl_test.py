@@ -1,6 +1,7 @@
 """TRL's quick start, ported: GRPOConfig's fields, a conversational reward, messages as prompts."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 import grpo_jax
 from grpo_jax import cli
-from grpo_jax.around import trl
-from grpo_jax.around.trl import LOSSES, from_trl
+from grpo_jax.around.trl import from_trl
+from grpo_jax.around.trl_fields import LOSSES
 from grpo_jax.batches.collect import Collector
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.run.checks import check_config
@@ -154,7 +155,7 @@ def test_what_fields_become():
 )
 def test_what_report_to_becomes(report_to, tensorboard, trackers, monkeypatch):
   is_there = {"trackio": object()}
-  monkeypatch.setattr(trl.importlib.util, "find_spec", is_there.get)
+  monkeypatch.setattr(importlib.util, "find_spec", is_there.get)
   lines = []
   log = from_trl({"max_steps": 1, "report_to": report_to, "project": "sums"}, say=lines.append).log
   assert (log.tensorboard, log.trackers) == (tensorboard, trackers)

@@ -451,9 +451,10 @@ def test_urls_need_a_key_and_are_downloaded_once(tmp_path, seeing, address):
   assert "cannot be downloaded" in error_of(tmp_path, seeing, closed, 1, image_urls=True)
 
 
-def test_a_smaller_limit(tmp_path, seeing):
-  assert "30 x 20 pixels, more than 599" in error_of(
-    tmp_path, seeing, [GOOD], 1, max_image_pixels=599
-  )
+def test_a_smaller_limit(tmp_path, seeing, monkeypatch):
+  monkeypatch.setattr(source, "MOST_PIXELS", 599)
+  assert "30 x 20 pixels, more than 599" in error_of(tmp_path, seeing, [GOOD], 1)
+  monkeypatch.undo()
+  monkeypatch.setattr(source, "MOST_IMAGES", 1)
   one, two = ({"question": "?", "images": [code(png())] * count} for count in (1, 2))
-  assert "data.max_images allows 1" in error_of(tmp_path, seeing, [one, two], 2, max_images=1)
+  assert "a prompt may have 1" in error_of(tmp_path, seeing, [one, two], 2)

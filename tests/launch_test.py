@@ -432,6 +432,16 @@ def test_a_finished_run_with_other_settings_is_refused(fakes):
   assert len(fakes.starts()) == 4
 
 
+def test_runs_of_an_earlier_version_are_known_by_the_same_command(fakes):
+  assert fakes.launch() == 0
+  for unit in fakes.units:
+    file = Path(unit.workdir) / "config.json"
+    values = json.loads(file.read_text())
+    del values["data"]["count_at_start"]
+    file.write_text(json.dumps(values | {"optimizer": values["optimizer"] | {"b2": 0.999}}))
+  assert fakes.launch() == 0 and len(fakes.starts()) == 4
+
+
 def test_a_run_that_somebody_else_trains_is_left_alone(fakes, capsys):
   with lock.held(Path(fakes.units[2].workdir), print):
     assert fakes.launch() == 75

@@ -5,6 +5,7 @@ It also promises that a bad gradient changes nothing.
 
 import dataclasses
 import functools
+import inspect
 import re
 
 import jax
@@ -607,6 +608,27 @@ def test_muon_turns_a_matrix_into_an_orthogonal_update(params):
     for matrix in np.asarray(of_layers):
       singular = np.linalg.svd(matrix, compute_uv=False)
       assert singular.max() / singular.min() < 2, name
+
+
+@pytest.mark.parametrize(
+  "name, theirs, parameter",
+  [
+    ("adamw", optax.adamw, "b2"),
+    ("lion", optax.lion, "b2"),
+    ("muon", optax.contrib.muon, "adam_b2"),
+  ],
+)
+def test_b2_is_that_of_optax_unless_it_is_set(name, theirs, parameter, monkeypatch):
+  seen = []
+
+  def keep_b2(config, rate):
+    seen.append(config.b2)
+    return optax.identity()
+
+  monkeypatch.setitem(optim.OPTIMIZERS, name, keep_b2)
+  optim.make_optimizer(Optimizer(name=name), 1)
+  optim.make_optimizer(Optimizer(name=name, b2=0.9), 1)
+  assert seen == [inspect.signature(theirs).parameters[parameter].default, 0.9]
 
 
 def test_an_unknown_optimizer_is_named():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_batch
 
 from grpo_jax import learner, model
 from grpo_jax.algo import presets
@@ -15,7 +16,6 @@ from grpo_jax.algo.metrics import reduced
 from grpo_jax.config import Learner
 from grpo_jax.learner import features, packed
 from grpo_jax.model.attention import make_packing, pack, unpack
-from grpo_jax.types import Batch
 
 CONFIG = model.ModelConfig(
   vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24
@@ -23,24 +23,11 @@ CONFIG = model.ModelConfig(
 P, G, S, T = 4, 3, 6, 7
 
 
+params_of = functools.partial(small_batch.params_of, mean=0.2)
+
+
 def make_batch(lengths_PG, tokens=T, seed=0):
-  rng = np.random.default_rng(seed)
-  lengths_PG = np.asarray(lengths_PG)
-  prompts, group = lengths_PG.shape
-  mask = np.arange(tokens) < lengths_PG[..., None]
-  return Batch(
-    prompts_PS=jnp.asarray(rng.integers(0, 31, (prompts, S)), jnp.int32),
-    prompt_lengths_P=jnp.asarray(rng.integers(1, S + 1, prompts), jnp.int32),
-    completions_PGT=jnp.asarray(rng.integers(0, 31, (prompts, group, tokens)), jnp.int32),
-    mask_PGT=jnp.asarray(mask, jnp.float32),
-    temperature_P=jnp.linspace(0.5, 1.5, prompts),
-  )
-
-
-def params_of(config):
-  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
-  rng = np.random.default_rng(1)
-  return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.2, 0.3, x.shape), jnp.float32), shapes)
+  return small_batch.make_batch(lengths_PG, S, tokens, seed=seed)
 
 
 LENGTHS = [[7, 1, 3], [2, 0, 5], [1, 1, 1], [0, 0, 0]]

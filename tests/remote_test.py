@@ -407,7 +407,8 @@ def test_experts_are_those_of_the_model():
     changed = arrays | {wrong: np.full_like(arrays[wrong], value)}
     with pytest.raises(BadMessage, match=f"{wrong} with {value}"):
       contents.completions(changed, part, limits)
-  assert contents.answer_bytes(part, limits) == sum(x.nbytes for x in arrays.values())
+  shapes = contents._answer(part.prompts, part, limits)
+  assert messages.bytes_of(shapes) == sum(x.nbytes for x in arrays.values())
 
 
 def test_more_bytes_than_were_asked_for_are_not_read(hub, capfd):

@@ -149,7 +149,10 @@ def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
   """With its own tokenizer, on eight devices. There are eight texts, and a batch is sixteen."""
   expected = json.loads((folder / "texts.json").read_text())
   score = the_reward(
-    folder, reward=dict(step_separator=expected["separator"] or "\n", dtype=dtype), mesh=(2, 2, 2)
+    folder,
+    reward=dict(step_separator=expected["separator"] or "\n"),
+    model=dict(dtype=dtype),
+    mesh=(2, 2, 2),
   )
   found = score(completions=expected["completions"], prompts=expected["prompts"])
   assert score.__name__ == folder.name

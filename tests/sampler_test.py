@@ -12,7 +12,7 @@ import pytest
 import grpo_jax
 from grpo_jax.config import Sampling
 from grpo_jax.sampler import logits as logits_lib
-from grpo_jax.sampler.filters import FILTERS, OF_REQUESTS, own_values
+from grpo_jax.sampler.filters import FILTERS, OF_REQUESTS, has_filters, own_values
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
 from grpo_jax.sampler.sampling import settings_of, sizes_up_to
@@ -507,7 +507,7 @@ def test_a_config_names_filters_of_a_program_with_their_values(within):
   rows = by_row(settings_of(config, 1.0), 2, 3)
   np.testing.assert_array_equal(rows.own["within"], np.full(6, 2.5, np.float32))
   alone = dataclasses.replace(config, top_k=0)
-  assert alone.has_filters and settings_of(alone, 1.0).filters
+  assert has_filters(alone) and settings_of(alone, 1.0).filters
   for wrong in ("within", "within=0", "within=-1", "within=nan", "within=x"):
     with pytest.raises(ConfigError, match=f"filters has '{wrong}': write each filter once"):
       own_values((wrong,))
@@ -522,7 +522,7 @@ def test_a_config_names_filters_of_a_program_with_their_values(within):
 )
 def test_a_config_has_filters_if_its_rows_have_some(on):
   config = Sampling(**on)
-  assert config.has_filters == settings_of(config, 1.0).filters == bool(on)
+  assert has_filters(config) == settings_of(config, 1.0).filters == bool(on)
 
 
 def test_a_filter_has_no_name_of_a_parameter_of_requests():

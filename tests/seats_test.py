@@ -49,7 +49,7 @@ def test_every_row_has_a_seat_until_it_ends(rows, batch, shards):
     taken = seats_lib.take_seats(seats)
     assert not seen & {*taken}
     seen |= {*taken}
-    if seats.is_empty:
+    if seats.all_seated and (seats.row_NQ == NOBODY).all():
       break
     check(seats, shard_of)
     before = seats.row_NQ.reshape(-1).copy()
@@ -84,7 +84,7 @@ def simulate(lengths_PG, grid, grids, chunk):
   while True:
     seats_lib.fill_places(seats)
     seats_lib.take_seats(seats)
-    if seats.is_empty:
+    if seats.all_seated and (seats.row_NQ == NOBODY).all():
       return computed
     seats_lib.move_together(seats, grids)
     rows = seats.row_NQ.reshape(-1)

@@ -91,13 +91,6 @@ def test_a_name_that_is_none_is_refused():
     check_ranges(Config(log=Log(trackers=("comet",))))
 
 
-def test_the_earlier_key_of_wandb_names_its_project():
-  assert trackers.projects(Log()) == {}
-  assert trackers.projects(Log(wandb="sums")) == {"wandb": "sums"}
-  both = Log(trackers=("mlflow", "wandb"), project="all", wandb="sums")
-  assert trackers.projects(both) == {"mlflow": "all", "wandb": "sums"}
-
-
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
   for name in NAMES:
     monkeypatch.setitem(sys.modules, name, None)
@@ -208,19 +201,6 @@ def test_a_run_that_its_tracker_has_no_more_is_one_line_that_names_the_file(
   assert str(error.value).endswith(
     f"the moon needs no network; to begin another run there, remove {tmp_path}/mlflow_id"
   )
-
-
-def test_the_earlier_key_is_the_one_that_an_error_names(tmp_path, monkeypatch):
-  def refuse(start):
-    raise SystemExit("log in first")
-
-  monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["wandb"]._replace(open=refuse))
-  open_run(tmp_path, CONFIG)
-  with pytest.raises(ConfigError, match="^config key log.wandb names wandb, which cannot be used"):
-    trackers.open_all(Log(wandb="sums"), tmp_path, pytest.fail)
-  monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(ConfigError, match="^config key log.wandb names wandb, which is not inst"):
-    trackers.check_installed(Log(wandb="sums"))
 
 
 def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):

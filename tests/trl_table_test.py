@@ -10,7 +10,8 @@ from small_run import small_config
 
 import grpo_jax
 from grpo_jax import config as config_lib
-from grpo_jax.around.trl import FIELDS, LOSSES, from_trl
+from grpo_jax.around.trl import from_trl
+from grpo_jax.around.trl_fields import FIELDS, LOSSES
 from grpo_jax.config import Config
 from grpo_jax.run import checks
 

@@ -27,7 +27,7 @@ RANGES = [
   _bad("infinite warm rate", "--config.warm_start.learning_rate=inf", "warm_start.learning_rate"),
   _bad("weight beyond float32", "--config.reward.weights='(1e200,)'", "reward.weights"),
   _bad("router coefficient", "--config.learner.router_aux_coef=0.1", "learner.router_aux_coef"),
-  _bad("wandb is missing", "--config.log.wandb=project", "log.trackers", "wandb"),
+  _bad("wandb is missing", "--config.log.trackers=\"('wandb',)\"", "log.trackers", "wandb"),
   _bad("task path of arithmetic", "--config.data.task=arithmetic", "data.path"),
 ]
 

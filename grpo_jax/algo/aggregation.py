@@ -162,7 +162,9 @@ AGGREGATIONS["prompt_mean"] = Aggregation(
 
 @dataclasses.dataclass(frozen=True)
 class _Choice(Settings):
-  aggregation: str = setting("sequence_mean", "a name in algo/aggregation.py", one_of(AGGREGATIONS))
+  aggregation: str = setting(
+    "sequence_mean", "how the losses of tokens become one number", one_of(AGGREGATIONS)
+  )
 
 
 @dataclasses.dataclass(frozen=True)

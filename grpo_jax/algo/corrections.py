@@ -168,14 +168,13 @@ CORRECTIONS["mask"] = Correction(
 class _Choice(Settings):
   correction: str = setting(
     "none",
-    "what becomes of the weights for the gap between sampler and learner: a name in"
-    " algo/corrections.py",
+    "what becomes of the importance weights for the gap between sampler and learner",
     one_of(CORRECTIONS, "or call grpo_jax.register_correction first"),
   )
   correction_level: str = setting(
     "token",
-    "what a weight belongs to: the token, or the row with the product ('sequence') or the geometric"
-    " mean ('geometric') of its tokens' weights",
+    "what a weight belongs to: the 'token', or the completion with the product ('sequence') or the"
+    " geometric mean ('geometric') of its tokens' weights",
     one_of(LEVELS),
   )
 

@@ -185,7 +185,11 @@ KL["full"] = KLEstimator(
 class KLSettings(Settings):
   """The choice of a KL estimator, what becomes of the KL, and how the reference moves."""
 
-  kl: str = setting("k3", "a name in algo/kl.py", one_of(KL, "or call grpo_jax.register_kl first"))
+  kl: str = setting(
+    "k3",
+    "the estimate. A + keeps the value and takes the gradient of k2; full sums over the vocabulary",
+    one_of(KL, "or call grpo_jax.register_kl first"),
+  )
   kl_coef: float = setting(
     0.0,
     "weight of the KL to the reference; 0 = no reference is kept and no forward pass spent on it",
@@ -193,7 +197,7 @@ class KLSettings(Settings):
   )
   kl_in: str = setting(
     "loss",
-    "where the KL counts: in the loss, or in the reward of a completion",
+    "where the KL counts: in the 'loss', or in the 'reward' of a completion",
     one_of(("loss", "reward")),
   )
   kl_importance_weighted: bool = setting(False, "multiply the KL by the ratio of the token")
@@ -211,7 +215,7 @@ class KLSettings(Settings):
   )
   ref_mixup: float = setting(
     0.6,
-    "how far the reference moves towards the policy",
+    "how far the reference moves towards the policy; 1 = it becomes the policy",
     fraction("1 makes the reference the policy"),
   )
 

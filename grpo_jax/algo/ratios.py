@@ -125,7 +125,7 @@ RATIOS["sequence_token"] = Ratio(
 class RatioSettings(Settings):
   """The choice of a ratio, and how many updates of a batch there are for it to differ from 1."""
 
-  ratio: str = setting("token", "a name in algo/ratios.py", one_of(RATIOS))
+  ratio: str = setting("token", "of the policy to the policy before the update", one_of(RATIOS))
   updates_per_batch: int = setting(1, "passes over a batch", at_least(1, at_most=1000))
   minibatches: int = setting(
     1,

@@ -52,7 +52,7 @@ class TokenSettings(Settings):
   """Settings of token."""
 
   reject_token: tuple[float, ...] = setting(
-    (), "rejects tokens whose weight is outside of these bounds; () = off", BOUNDS
+    (), "rejects tokens whose weight is outside of bounds such as (0.5, 2.0); () = off", BOUNDS
   )
 
 
@@ -93,7 +93,7 @@ class OutlierSettings(Settings):
 
   reject_outlier: tuple[float, ...] = setting(
     (),
-    "rejects completions with a token whose weight is outside of these bounds; () = off",
+    "rejects completions with a single weight outside of bounds such as (1e-4, 100.0); () = off",
     BOUNDS,
   )
 
@@ -186,7 +186,8 @@ class GeometricSettings(Settings):
 
   reject_geometric: tuple[float, ...] = setting(
     (),
-    "rejects completions whose geometric mean of weights is outside of these bounds; () = off",
+    "rejects completions whose geometric mean of weights is outside of bounds such as (0.99, 1.01);"
+    " () = off",
     BOUNDS,
   )
 

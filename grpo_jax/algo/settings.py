@@ -29,12 +29,16 @@ class Algo(  # the fields of the last class come first
 
   off_policy_threshold: float = setting(
     0.0,
-    "leaves out completions with A < 0 that the policy has moved this far from, in nats per token;"
-    " 0 = off",
+    "leaves out completions with a negative advantage from which the policy has moved this far, in"
+    " nats per token; 0 = off",
     at_least(0),
   )
   mask_truncated: bool = setting(False, "leaves completions that were cut off out of the loss")
-  entropy_coef: float = setting(0.0, "weight of the entropy bonus; 0 = off", at_least(0))
+  entropy_coef: float = setting(
+    0.0,
+    "weight of the entropy bonus; 0 = off, unless entropy_target or entropy_coef_end moves it",
+    at_least(0),
+  )
   entropy_target: float = setting(
     0.0,
     "above 0, entropy_coef is only the initial coefficient: it goes up where the mean entropy of a"
@@ -44,7 +48,8 @@ class Algo(  # the fields of the last class come first
   entropy_step: float = setting(0.005, "by how much an update changes that coefficient", above(0))
   entropy_coef_end: float = setting(
     -1.0,
-    "the coefficient of the last step, to which it goes linearly from entropy_coef; -1 = it stays",
+    "the coefficient of the last step, to which it goes linearly from entropy_coef, the same for"
+    " all updates of a step; -1 = it stays",
     Range(lambda value: value >= 0 or value == -1, "it must be at least 0, or -1"),
   )
   dynamic_sampling: bool = setting(
@@ -58,7 +63,7 @@ class Algo(  # the fields of the last class come first
   )
   overlong: float = setting(
     0.0,
-    "the last fraction of sampling.max_tokens, over which a reward falls by up to 1",
+    "the last fraction of sampling.max_tokens, over which a reward falls by up to 1; 0 = off",
     below_one("0 is off"),
   )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.asynchronous.messages import BadMessage, Shapes, bytes_of
+from grpo_jax.asynchronous.messages import BadMessage, Shapes
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.logits import RowSettings
@@ -73,11 +73,6 @@ def limits_of(run: Run) -> CompletionLimits:
     experts_in_all=shape.experts_in_all,
     experts_dtype=shape.experts_dtype,
   )
-
-
-def answer_bytes(part: PartRequest, limits: CompletionLimits) -> int:
-  """The bytes of the arrays that answer all of a part."""
-  return bytes_of(_answer(part.prompts, part, limits))
 
 
 def check_answer(

@@ -1,6 +1,7 @@
 """Optimizers by name, through optax: a schedule, clipping and one of `OPTIMIZERS`."""
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,6 +18,9 @@ LEARNING_RATES: dict[str, Callable[[float, int], optax.Schedule]] = {
   "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
   "cosine": optax.cosine_decay_schedule,
 }
+# optax's own decays of the second moment, for optimizer.b2=-1.
+_B2 = {"lion": 0.99}
+_B2_OF_OTHERS = 0.999
 MATRIX_RMS = 0.2  # Muon's updates then have the size of AdamW's (2502.16982, section 2.2)
 
 
@@ -36,6 +40,8 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
       f"config key optimizer.name is {config.name!r}: choose one of {names}, or call"
       " grpo_jax.register_optimizer first"
     )
+  if config.b2 < 0:
+    config = dataclasses.replace(config, b2=_B2.get(config.name, _B2_OF_OTHERS))
   clip = optax.identity()
   if config.max_grad_norm:
     clip = optax.clip_by_global_norm(config.max_grad_norm)

@@ -77,7 +77,7 @@ def undivided(params: Any, mesh: Mesh) -> list[str]:
       if axis == "fsdp" and mesh.shape.get(CONTEXT, 1) > 1:
         both = mesh.shape[axis] * mesh.shape[CONTEXT]
         alone = f"it is split over {found} alone" if found else "it is whole on each device"
-        if found in (axis, CONTEXT, None) and size % both:
+        if size % both:
           lines.append(f"{what} is not divisible by fsdp x context = {both}: {alone}")
       elif found is None:
         lines.append(f"{what} is not divisible by {axis}={mesh.shape[axis]}")

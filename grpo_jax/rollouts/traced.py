@@ -21,6 +21,7 @@ from grpo_jax.rollouts.branches import Branch, as_completions, branches_of, shar
 from grpo_jax.rollouts.rollout import Branches, HarnessPrompts, Rollouts
 from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, turn_of
 from grpo_jax.run.run import Run
+from grpo_jax.sampler.filters import has_filters
 from grpo_jax.sampler.sampling import decoding_of, settings_of
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.endpoint import MODEL, Endpoint
@@ -47,7 +48,7 @@ class Harness:
     self._version, self._warned = 0, set[str]()
     if jax.process_count() > 1:
       raise ConfigError("environment.harness: a run with a harness has one process")
-    if run.config.sampling.has_filters:
+    if has_filters(run.config.sampling):
       raise ConfigError(
         "environment.harness: the endpoint records log-probs without filters; set sampling.top_k=0,"
         " top_p=1, min_p=0, filters=() and min_tokens=0"

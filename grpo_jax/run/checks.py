@@ -15,7 +15,7 @@ from grpo_jax.config import Config, Sampling
 from grpo_jax.data.tasks.exams import entries_of
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.rewards import dispatch, plugins
-from grpo_jax.sampler.filters import BUILT_IN, own_values
+from grpo_jax.sampler.filters import BUILT_IN, has_filters
 from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges, is_url
 
 _MOST_STOPS_OF_SGLANG = 32
@@ -31,13 +31,12 @@ def check_config(config: Config) -> None:
   config = corrected(config)
   _check_batch(config)
   sampling = config.sampling
-  own_values(sampling.filters)
   check_algo(
     config.algo,
     prompts=config.batch.prompts,
     group_size=config.batch.group_size,
     max_tokens=sampling.max_tokens,
-    sampler_filters=sampling.has_filters,
+    sampler_filters=has_filters(sampling),
   )
   if sampling.min_tokens > sampling.max_tokens:
     raise ConfigError(

@@ -196,6 +196,6 @@ def warm_start_optimizer(config: Config) -> Optimizer:
   return dataclasses.replace(
     config.optimizer,
     learning_rate=config.warm_start.learning_rate,
-    warmup_steps=config.warm_start.warmup_steps,
+    warmup_steps=10,
     schedule="constant",
   )

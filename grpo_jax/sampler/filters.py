@@ -138,6 +138,17 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
   return compute
 
 
+def values_of(sampling: Sampling) -> dict[str, float]:
+  """The filters that a config turns on, with their values. Raises ConfigError as `own_values`."""
+  values = {name: getattr(sampling, name) for name in BUILT_IN} | own_values(sampling.filters)
+  return {name: value for name, value in values.items() if value != FILTERS[name].off}
+
+
+def has_filters(sampling: Sampling) -> bool:
+  """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
+  return bool(values_of(sampling) or sampling.min_tokens)
+
+
 def own_values(filters: Sequence[str]) -> dict[str, float]:
   """The values of `sampling.filters` by name.
 

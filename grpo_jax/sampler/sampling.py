@@ -11,7 +11,7 @@ import optax
 from grpo_jax import model
 from grpo_jax.config import Sampling
 from grpo_jax.sampler import seats as seats_lib
-from grpo_jax.sampler.filters import BUILT_IN, FILTERS, own_values
+from grpo_jax.sampler.filters import values_of
 from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
@@ -45,8 +45,7 @@ def settings_of(sampling: Sampling, temperature: float) -> RowSettings:
   settings = RowSettings(temperature, min_tokens=sampling.min_tokens or None)
   if not temperature:
     return settings
-  values = {name: getattr(sampling, name) for name in BUILT_IN} | own_values(sampling.filters)
-  return settings.with_filters({name: x for name, x in values.items() if x != FILTERS[name].off})
+  return settings.with_filters(values_of(sampling))
 
 
 class Draws(NamedTuple):

@@ -92,11 +92,6 @@ class Seats:
   in_order: list[int]
 
   @property
-  def is_empty(self) -> bool:
-    """Whether every row has ended."""
-    return self.all_seated and bool((self.row_NQ == NOBODY).all())
-
-  @property
   def all_seated(self) -> bool:
     """Whether no row waits for a seat."""
     return bool((self.waiting_P == self.members).all())

@@ -60,13 +60,15 @@ class RewardModel:
     self,
     name: str,
     config: Reward,
+    dtype: str,
     hosts: Hosts,
   ) -> None:
     """Reads the model onto the mesh.
 
     Args:
       name: A folder, or a name on huggingface.co.
-      config: The section `reward`. Its dtype is the one to compute with.
+      config: The section `reward`.
+      dtype: The dtype of weights and computation.
       hosts: The mesh of the run and its processes.
 
     Raises:
@@ -80,7 +82,7 @@ class RewardModel:
     # States go from token to token, so that texts with them lie whole on each device.
     is_split = "delta" not in shape.mixers
     shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=is_split)
-    self._model = dataclasses.replace(shape, dtype=config.dtype, **shardings)
+    self._model = dataclasses.replace(shape, dtype=dtype, **shardings)
     self._make_texts = TEXTS_BY_LABELS[shape.labels]
     self._batch = config.batch
     self._separator = config.step_separator

@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flax import struct
 import numpy as np
@@ -27,9 +27,6 @@ from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
 from grpo_jax.scoring.scores import DecodeText, steps_on_tokens
 from grpo_jax.settings import ConfigError, RunFailed, shown
 from grpo_jax.types import Rewards
-
-if TYPE_CHECKING:
-  pass
 
 _KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # failures with a metric
 _MOST_ROWS_TRIED = 2048  # of the data, to find some for a function

@@ -1,7 +1,6 @@
 """The jobs of a run's workers: its reward functions, its tools and environments, its harness."""
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,12 +83,12 @@ class Scorers:
     if environments.settings.harness:
       return self._harness(environments.settings.harness)
     schemas = environments.all_schemas
-    if self._config.data.chat and schemas and environments.settings.calls == "auto":
-      if not are_read(run.tokenizer):
-        raise ConfigError(
-          f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not"
-          f" read here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
-        )
+    reads_calls = self._config.data.chat and schemas and environments.settings.calls == "auto"
+    if reads_calls and not are_read(run.tokenizer):
+      raise ConfigError(
+        f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not"
+        f" read here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
+      )
     replies = Replies(run.tokenizer, self._config.data.chat, schemas)
     replies.check((["tool"] if schemas else []) + (["user"] if environments.has_steps else []))
     runner = run.hosts.on_each(lambda: Runner(environments, self._caller.pool))
@@ -137,8 +136,7 @@ class Scorers:
   def _reward_model(self, path: str) -> RewardModel:
     reward, hosts = self._config.reward, self._run.hosts
     hosts.check_rows({"reward.batch": reward.batch}, sampled=False)
-    dtype = reward.dtype or self._config.model.dtype
-    scorer = RewardModel(path, dataclasses.replace(reward, dtype=dtype), hosts)
+    scorer = RewardModel(path, reward, self._config.model.dtype, hosts)
     if self._config.data.chat:
       scorer.check_conversations()
     return scorer

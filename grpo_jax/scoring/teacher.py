@@ -52,8 +52,8 @@ class Teacher:
     # States go from token to token, so that texts with them lie whole on each device.
     is_split = "delta" not in shape.mixers
     shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=is_split)
-    dtype = reward.dtype or config.model.dtype
-    shape = dataclasses.replace(shape, dtype=dtype, attention=config.model.attention, **shardings)
+    own = config.model
+    shape = dataclasses.replace(shape, dtype=own.dtype, attention=own.attention, **shardings)
     options = learner.StatsOptions(shape, config.learner)
     with _naming_the_key():
       self._params = load_frozen(folder, shape, hosts.mesh)

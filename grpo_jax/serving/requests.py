@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
-import json
 import secrets
 from typing import Any, NamedTuple
 
+from grpo_jax.files import json_object
 from grpo_jax.sampler.filters import FILTERS, Filter
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.serving import tools as tools_lib
@@ -193,11 +193,9 @@ def read_json(body: bytes) -> dict[str, Any]:
     RequestError: It is no JSON object, or it is nested too deeply.
   """
   try:
-    value = json.loads(body)
-  except (ValueError, RecursionError) as error:
-    raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
-  if not isinstance(value, dict):
-    raise RequestError("the body must be a JSON object", code="invalid_json")
+    value = json_object(body)
+  except ValueError as error:
+    raise RequestError(f"the body is not a JSON object: {error}", code="invalid_json") from None
   layer, depth = [value], 0
   while layer:
     depth += 1

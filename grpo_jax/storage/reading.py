@@ -14,6 +14,7 @@ from grpo_jax.storage.json_files import parse_rows
 from grpo_jax.storage.saved_config import flat, read_values
 
 Row = dict[str, Any]
+_NEW_DEFAULTS = ("optimizer.b2",)  # keys whose default was once what `before` says
 
 
 def read_config(workdir: str | Path) -> Config:
@@ -36,8 +37,9 @@ def read_config(workdir: str | Path) -> Config:
 def as_begun(config: Config, workdir: str | Path) -> Config:
   """The config of a run that an earlier version may have begun.
 
-  A setting that did not exist then gets the value that reproduces the behaviour of that time, if
-  `config` has its default. So the command of that time goes on with the run.
+  A setting that did not exist then, or had another default, gets the value that reproduces the
+  behaviour of that time, if `config` has its default. So the command of that time goes on with the
+  run.
 
   A config.json that cannot be read changes nothing here, because another run may be writing it.
   `open_run` reads it again when it holds the folder, and says what is wrong.
@@ -61,7 +63,8 @@ def as_begun(config: Config, workdir: str | Path) -> Config:
     {
       key: value
       for key, value in earlier.items()
-      if key not in saved and value != default[key] == given[key]
+      if saved.get(key, value) == value != default[key] == given[key]
+      and (key not in saved or key in _NEW_DEFAULTS)
     }
   )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax import files
+from grpo_jax.config import REMOVED
 from grpo_jax.settings import ConfigError
 
 # A run may continue with other values of these keys. They do not change what is computed: they say
@@ -20,10 +21,7 @@ _MAY_DIFFER = (
   "learner.remat",
   "model.attention",
   "learner.logprob_chunk",
-  "learner.max_skipped_updates",
   "batch.micro_batch",
-  "sampling.layout",  # of runs of an earlier version
-  "sampling.parts",  # of runs of an earlier version
   "sampling.rows",
   "sampling.tensor",
   "reward.batch",
@@ -48,14 +46,11 @@ _MAY_DIFFER = (
 def read_values(path: Path) -> dict[str, Any]:
   """The nested values in a config.json. Raises ConfigError if it cannot be read."""
   try:
-    config = json.loads(files.read_bytes(path))
-  except (OSError, ValueError, RecursionError) as error:
+    return files.json_object(files.read_bytes(path))
+  except (OSError, ValueError) as error:
     raise ConfigError(
       f"{path} cannot be read ({error}): put it back, or name another --workdir"
     ) from error
-  if not isinstance(config, dict):
-    raise ConfigError(f"{path} is not a config: put it back, or name another --workdir")
-  return config
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +74,11 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     if is_same or says_more or key.startswith(_MAY_DIFFER):
       continue
     advice = "name another --workdir, or keep the old value"
+    if key in REMOVED and key not in new:
+      instead, same = REMOVED[key]
+      if same in (None, old[key]):
+        continue
+      advice = f"{instead}; name another --workdir"
     if key == "steps":
       decaying = _decaying(old) or _decaying(new)
       if not decaying:

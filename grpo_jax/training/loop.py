@@ -25,8 +25,8 @@ from grpo_jax.config import Config
 from grpo_jax.console.stop import leaving_on_second_signal
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import PromptSet
+from grpo_jax.learner.objectives import sampler_gap
 from grpo_jax.learner.optimizer import learning_rate
-from grpo_jax.learner.train_step import sampler_gap
 from grpo_jax.parallel import sharding
 from grpo_jax.progress import doing
 from grpo_jax.run.run import Run

@@ -35,14 +35,12 @@ class Start:
 
   Attributes:
     tracker: The name of the tracker.
-    key: The config key that names it.
     project: The project that the user named.
     folder: The folder of the run's files, where a tracker may have one of its own.
     config: The nested values of config.json.
   """
 
   tracker: str
-  key: str
   project: str
   folder: Path
   config: Mapping[str, Any]
@@ -184,25 +182,13 @@ TRACKERS = {
 }
 
 
-def projects(log: Log) -> dict[str, str]:
-  """The project of the run at each tracker that the config names."""
-  named = dict.fromkeys(log.trackers, log.project)
-  return named | ({"wandb": log.wandb} if log.wandb else {})
-
-
-def _key(log: Log, name: str) -> str:
-  """The config key that names a tracker."""
-  return "log.trackers" if name in log.trackers else "log.wandb"
-
-
 def check_installed(log: Log) -> None:
   """Raises ConfigError if a tracker that the config names is not installed."""
-  for name in projects(log):
+  for name in log.trackers:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:  # a folder of its name, such as ./wandb, has no origin
       raise ConfigError(
-        f"config key {_key(log, name)} names {name}, which is not installed: pip install -e"
-        f" '.[{name}]'"
+        f"config key log.trackers names {name}, which is not installed: pip install -e '.[{name}]'"
       )
 
 
@@ -220,8 +206,8 @@ def open_all(log: Log, workdir: Path, warn: Callable[[str], None]) -> list["Send
   config = read_values(workdir / "config.json")
   senders = []
   with contextlib.ExitStack() as stack:
-    for name, project in projects(log).items():
-      sender = Sender(Start(name, _key(log, name), project, workdir, config), warn)
+    for name in dict.fromkeys(log.trackers):
+      sender = Sender(Start(name, log.project, workdir, config), warn)
       stack.callback(sender.close, has_failed=True)
       senders.append(sender)
     stack.pop_all()
@@ -256,7 +242,7 @@ class Sender:
     if self._error is not None:
       another = f"; to begin another run there, remove {start.id_file}" if has_begun else ""
       raise ConfigError(
-        f"config key {start.key} names {name}, which cannot be used: {_line(self._error)};"
+        f"config key log.trackers names {name}, which cannot be used: {_line(self._error)};"
         f" {TRACKERS[name].offline}{another}"
       ) from self._error
 

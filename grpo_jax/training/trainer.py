@@ -105,7 +105,7 @@ class Trainer:
     self._why_unscored = ""  # of the last step
     self._unlearned = 0  # steps in a row, of this process, with nothing to learn from
     self._phases_seen: set[bool] = set()  # the first step of a phase compiles
-    self._skipped = SkippedUpdates(config.learner.max_skipped_updates)
+    self._skipped = SkippedUpdates()
     # They close in the reverse order: signals are handled until the last save is written.
     self._asked_to_stop = stop_request
     stack.enter_context(signals(stop_request))
@@ -340,12 +340,13 @@ class SkippedUpdates:
   better.
 
   Attributes:
+    limit: How many are too many.
     in_a_row: How many there are up to now.
   """
 
-  def __init__(self, limit: int) -> None:
-    """`limit` is learner.max_skipped_updates."""
-    self._limit = limit
+  limit = 5
+
+  def __init__(self) -> None:
     self.in_a_row = 0
 
   def count(self, metrics: Mapping[str, float], updates: int) -> None:
@@ -361,7 +362,7 @@ class SkippedUpdates:
   @property
   def are_too_many(self) -> bool:
     """Whether the limit is reached."""
-    return 0 < self._limit <= self.in_a_row
+    return self.in_a_row >= self.limit
 
   def failure(self, newest_checkpoint: int | None) -> RunFailed:
     """The error that ends the run."""
@@ -370,8 +371,8 @@ class SkippedUpdates:
       saved = f"the newest checkpoint, of step {newest_checkpoint}, is from before"
     return RunFailed(
       f"the last {self.in_a_row} updates were skipped because their gradient was not finite, so"
-      f" nothing is learned any more (learner.max_skipped_updates); {saved}. Lower"
-      " optimizer.learning_rate in a new run, or look for what is not finite"
+      f" nothing is learned any more; {saved}. Lower optimizer.learning_rate in a new run, or look"
+      " for what is not finite"
     )
 
 

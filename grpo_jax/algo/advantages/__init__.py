@@ -26,7 +26,7 @@ ADVANTAGES: dict[str, Advantage] = (
 class _Choice(Settings):
   advantage: str = setting(
     "group_normalized",
-    "a name in algo/advantages",
+    "how rewards become advantages",
     one_of(ADVANTAGES, "or call grpo_jax.register_advantage first"),
   )
 

@@ -29,7 +29,7 @@ SURROGATES: dict[str, Surrogate] = (
 class _Choice(Settings):
   surrogate: str = setting(
     "ppo_clip",
-    "a name in algo/surrogates",
+    "the loss of a token",
     one_of(SURROGATES, "or call grpo_jax.register_surrogate first"),
   )
 

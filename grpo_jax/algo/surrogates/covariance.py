@@ -44,7 +44,9 @@ class ClipCovSettings(CovarianceSettings, PpoSettings):
 class KlCovSettings(CovarianceSettings):
   """Settings of kl_cov."""
 
-  cov_kl_coef: float = setting(1.0, "kl_cov: weight of |d| at the chosen tokens", at_least(0))
+  cov_kl_coef: float = setting(
+    1.0, "kl_cov: weight of the absolute log-ratio at the chosen tokens", at_least(0)
+  )
 
 
 def clip_cov(terms: Terms, algo: PpoSettings) -> jax.Array:

@@ -80,6 +80,6 @@ class RatioMaxSettings(ClipSettings):
 
   ratio_max: float = setting(
     0.0,
-    "ppo_clip, clip_cov, dppo: limit of the ratio where it is not clipped; 0 = off",
+    "ppo_clip, clip_cov, dppo_tv, dppo_kl: limit of the ratio where it is not clipped; 0 = off",
     zero_or_above(1, "a lower limit stops the gradient of tokens that have not moved; 0 is off"),
   )

@@ -39,7 +39,9 @@ class TopEntropySettings(Settings):
   """Settings of top_entropy."""
 
   top_entropy_quantile: float = setting(
-    1.0, "the fraction of tokens, those of highest entropy, that learn", fraction("1 is off")
+    1.0,
+    "the fraction of tokens, those of highest entropy, that learn; 1 = off",
+    fraction("1 is off"),
   )
 
 

@@ -6,7 +6,7 @@ import socket
 
 from grpo_jax.around.launchers.launcher import say
 from grpo_jax.around.launchers.options import Options
-from grpo_jax.around.launchers.process_group import LocalProcess, ProcessGroup, make_logs
+from grpo_jax.around.launchers.process_group import LocalProcess, ProcessGroup, found_by, make_logs
 from grpo_jax.around.launchers.units import Unit
 from grpo_jax.around.launchers.work import work
 from grpo_jax.console.exit_codes import DONE
@@ -56,15 +56,7 @@ def _start(unit: Unit, hosts: int) -> ProcessGroup:
 
 def environments(hosts: int) -> list[dict[str, str]]:
   """The environment variables by which each process of a run finds the others."""
-  if hosts == 1:
-    return [{}]
-  common = {
-    "JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}",
-    "JAX_NUM_PROCESSES": str(hosts),
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    "JAX_PLATFORMS": "cpu",
-  }
-  return [common | {"JAX_PROCESS_ID": str(index)} for index in range(hosts)]
+  return found_by(f"localhost:{_free_port()}", hosts, JAX_PLATFORMS="cpu")
 
 
 def _free_port() -> int:

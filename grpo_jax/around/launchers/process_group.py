@@ -165,6 +165,22 @@ def make_logs(unit: Unit, count: int) -> list[Path]:
   return [folder / f"{unit.name or 'run'}{suffix}" for suffix in suffixes]
 
 
+def found_by(address: str, count: int, **more: str) -> list[dict[str, str]]:
+  """The environment variables by which processes of a run find the first, at `address`.
+
+  `more` is added to them. A single process needs none.
+  """
+  if count == 1:
+    return [{}]
+  common = {
+    "JAX_COORDINATOR_ADDRESS": address,
+    "JAX_NUM_PROCESSES": str(count),
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    **more,
+  }
+  return [common | {"JAX_PROCESS_ID": str(index)} for index in range(count)]
+
+
 def start_process(
   command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen:

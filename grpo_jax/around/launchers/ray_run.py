@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_jax.around.launchers.launcher import say
-from grpo_jax.around.launchers.process_group import ProcessGroup, make_logs
+from grpo_jax.around.launchers.process_group import ProcessGroup, found_by, make_logs
 from grpo_jax.around.launchers.ray_host import LOST, HostActor, Place, RemoteProcess, reason_of
 from grpo_jax.around.launchers.units import Unit
 from grpo_jax.config import TRACKERS
@@ -163,14 +163,7 @@ def environments(places: Sequence[Place]) -> list[dict[str, str]]:
     places: Where the processes are, the first one first.
   """
   passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-  if len(places) == 1:
-    return [passed_on]
-  common = passed_on | {
-    "JAX_COORDINATOR_ADDRESS": places[0].address,
-    "JAX_NUM_PROCESSES": str(len(places)),
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-  }
-  return [common | {"JAX_PROCESS_ID": str(index)} for index in range(len(places))]
+  return [passed_on | one for one in found_by(places[0].address, len(places))]
 
 
 def _are_there(results: Sequence[ray.ObjectRef]) -> bool:

@@ -1,7 +1,6 @@
 """The settings of an image processor, in the JSON files of a model's folder."""
 
 from collections.abc import Collection, Mapping
-import json
 import math
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,13 +120,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
   if not path.exists():
     return None
   try:
-    value = json.loads(files.read_bytes(path))
-  except (OSError, ValueError, RecursionError) as error:
+    return files.json_object(files.read_bytes(path))
+  except (OSError, ValueError) as error:
     reason = " ".join(str(error).split())
     raise ConfigError(f"model.path: {path} cannot be read ({reason:.200})") from None
-  if not isinstance(value, dict):
-    raise ConfigError(f"model.path: {path} is not an object, but {shown(value):.40}")
-  return value
 
 
 def _is_number(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_jax.data.images.source import MOST_IMAGES, AnyImage, ImageLimits, check_count, source_of
+from grpo_jax.data.images.source import AnyImage, check_count, source_of
 from grpo_jax.settings import ConfigError, shown
 
 _KEYS = ("image", "path", "url", "base64", "bytes")  # of a part with an image in it
@@ -31,7 +31,7 @@ def with_sources(value: Any, where: str, folder: str) -> Any:
   if not isinstance(value, (list, tuple)) or not any(map(_has_parts, value)):
     return value
   count = sum(sum(map(_is_image, one["content"])) for one in value if _has_parts(one))
-  check_count(count, where, ImageLimits(max_images=MOST_IMAGES))
+  check_count(count, where)
   messages, number = [], 0
   for message in value:
     if not _has_parts(message):

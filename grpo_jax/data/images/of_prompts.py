@@ -13,7 +13,6 @@ from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.images.source import (
   AnyImage,
   Drawing,
-  ImageLimits,
   ImageSource,
   check_count,
   sources_of,
@@ -67,7 +66,7 @@ class PromptImages:
 
   def __init__(self, processor: Processor, data: "Data") -> None:
     self.processor = processor
-    self._limits = ImageLimits(data.max_image_pixels, data.max_images, data.image_urls)
+    self._may_download = data.image_urls
     self._decoder = ImageDecoder(processor)
 
   def read(self, example: Mapping[str, Any]) -> tuple[dict[str, Any], list[AnyImage], str]:
@@ -88,7 +87,7 @@ class PromptImages:
       if not isinstance(given, GivenImages):
         given = GivenImages(given, f"an example: {name}", "")
       where = given.where.rpartition(": ")[0]
-      own = sources_of(given.value, given.where, given.folder, self._limits)
+      own = sources_of(given.value, given.where, given.folder, self._may_download)
       found[name] = own if isinstance(given.value, (list, tuple)) else next(iter(own), None)
       images += own
     return found, images, where
@@ -98,16 +97,18 @@ class PromptImages:
   ) -> tuple[Messages, list[AnyImage]]:
     """A conversation with places for its images, and all of them. See `place_images`."""
     messages, found = place_images(with_sources(messages, where, ""), images, where)
-    check_count(len(found), where, self._limits)
+    check_count(len(found), where)
     limited = [
-      dataclasses.replace(image, limits=self._limits) if isinstance(image, ImageSource) else image
+      dataclasses.replace(image, may_download=self._may_download)
+      if isinstance(image, ImageSource)
+      else image
       for image in found
     ]
     return messages, limited
 
   def before(self, text: str, images: Sequence[AnyImage], where: str) -> str:
     """A prompt without a chat template: its images come first."""
-    check_count(len(images), where, self._limits)
+    check_count(len(images), where)
     return self.processor.kind.plain * len(images) + text
 
   def expand(

@@ -23,7 +23,8 @@ from grpo_jax import files
 from grpo_jax.settings import ConfigError, shown
 
 MOST_BYTES = 64 << 20  # of a file
-MOST_IMAGES = 4096  # of a prompt, whatever data.max_images says
+MOST_IMAGES = 4096  # of a prompt
+MOST_PIXELS = 50_000_000  # of an image: height times width
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # none that runs another program
 _STARTS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P")
 _SECONDS = 20  # for one download
@@ -37,21 +38,6 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 @dataclasses.dataclass(frozen=True)
-class ImageLimits:
-  """The limits of images that may be read.
-
-  Attributes:
-    max_pixels: Height times width of an image.
-    max_images: The most images of a prompt.
-    urls: Whether images may be downloaded.
-  """
-
-  max_pixels: int = 50_000_000
-  max_images: int = 64
-  urls: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class ImageSource:
   """An image in a file, in bytes, or at a URL. Equal ones have the same content.
 
@@ -60,14 +46,14 @@ class ImageSource:
     path: The file, or "".
     data: The bytes of a file, if there is no path.
     url: Its address, if there are no bytes.
-    limits: The limits of images that may be read.
+    may_download: Whether images may be read from URLs.
   """
 
   where: str = dataclasses.field(compare=False)
   path: str = ""
   data: bytes = dataclasses.field(default=b"", repr=False)
   url: str = ""
-  limits: ImageLimits = dataclasses.field(default=ImageLimits(), compare=False, repr=False)
+  may_download: bool = dataclasses.field(default=False, compare=False, repr=False)
 
   @property
   def name(self) -> str:
@@ -120,7 +106,7 @@ class ImageSource:
       image = Image.open(file, formats=FORMATS)
       height, width = image.height, image.width
     except Image.DecompressionBombError:
-      raise self._refuse(f"has more than {self.limits.max_pixels:,} pixels{_PIXELS}") from None
+      raise self._refuse(f"has more than {MOST_PIXELS:,} pixels; make it smaller") from None
     except Exception as error:
       is_unknown = isinstance(error, UnidentifiedImageError)
       reason = "its format is unknown" if is_unknown else _one_line(error)
@@ -128,9 +114,9 @@ class ImageSource:
       raise self._refuse(f"cannot be read as an image ({reason}); it must be {kinds}") from None
     if not height or not width:
       raise self._refuse(f"has {width} x {height} pixels; replace it")
-    if height * width > self.limits.max_pixels:
+    if height * width > MOST_PIXELS:
       raise self._refuse(
-        f"has {width} x {height} pixels, more than {self.limits.max_pixels:,}{_PIXELS}"
+        f"has {width} x {height} pixels, more than {MOST_PIXELS:,}; make it smaller"
       )
     return image
 
@@ -141,7 +127,7 @@ class ImageSource:
       return io.BytesIO(self.data)
     path = self.path
     if self.url:
-      if not self.limits.urls:
+      if not self.may_download:
         raise self._refuse("is a URL; set data.image_urls=True to allow downloads")
       path = _downloaded(self.url, self.where)
     if not path:
@@ -163,9 +149,6 @@ class ImageSource:
 
   def _refuse(self, problem: str) -> ConfigError:
     return ConfigError(f"{self.name} {problem}")
-
-
-_PIXELS = "; make it smaller, or raise data.max_image_pixels"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +188,7 @@ class Drawing:
 AnyImage = ImageSource | Drawing
 
 
-def source_of(
-  value: Any, where: str, folder: str = "", limits: ImageLimits = ImageLimits()
-) -> AnyImage:
+def source_of(value: Any, where: str, folder: str = "", may_download: bool = False) -> AnyImage:
   """An image as a data set gives it.
 
   Args:
@@ -215,23 +196,23 @@ def source_of(
       the package datasets stores: {"bytes": ..., "path": ...}.
     where: Its name in error messages.
     folder: Where relative paths begin.
-    limits: The limits of images that may be read.
+    may_download: Whether images may be read from URLs.
 
   Raises:
     ConfigError: It is something else.
   """
-  make = functools.partial(ImageSource, where, limits=limits)
+  make = functools.partial(ImageSource, where, may_download=may_download)
   if isinstance(value, Drawing):
     return value
   if isinstance(value, ImageSource):
-    return dataclasses.replace(value, limits=limits)
+    return dataclasses.replace(value, may_download=may_download)
   if isinstance(value, Mapping):
     keys = [key for key in ("bytes", "path", "url", "base64") if value.get(key) is not None]
     inner = value[keys[0]] if keys else None
     if isinstance(inner, str) and keys[0] in ("bytes", "base64"):
       return make(data=_from_base64(inner, where))
     if keys and not isinstance(inner, Mapping):
-      return source_of(inner, where, folder, limits)
+      return source_of(inner, where, folder, may_download)
   if isinstance(value, (bytes, bytearray)):
     if not value:
       raise ConfigError(f"{where} is an empty file; replace it")
@@ -379,7 +360,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def sources_of(
-  value: Any, where: str, folder: str = "", limits: ImageLimits = ImageLimits()
+  value: Any, where: str, folder: str = "", may_download: bool = False
 ) -> list[AnyImage]:
   """The images of a row: of one value or of a list of them. None is no image.
 
@@ -389,16 +370,15 @@ def sources_of(
   if value is None:
     return []
   if not isinstance(value, (list, tuple)):
-    return [source_of(value, where, folder, limits)]
-  check_count(len(value), where, limits)
+    return [source_of(value, where, folder, may_download)]
+  check_count(len(value), where)
   return [
-    source_of(one, f"{where} {number}", folder, limits) for number, one in enumerate(value, start=1)
+    source_of(one, f"{where} {number}", folder, may_download)
+    for number, one in enumerate(value, start=1)
   ]
 
 
-def check_count(count: int, where: str, limits: ImageLimits) -> None:
+def check_count(count: int, where: str) -> None:
   """Raises ConfigError if a prompt has too many images."""
-  if count > limits.max_images:
-    raise ConfigError(
-      f"{where}: there are {count:,} images; data.max_images allows {limits.max_images} in a prompt"
-    )
+  if count > MOST_IMAGES:
+    raise ConfigError(f"{where}: there are {count:,} images; a prompt may have {MOST_IMAGES:,}")

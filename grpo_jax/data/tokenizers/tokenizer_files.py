@@ -2,11 +2,11 @@
 
 import codecs
 from collections.abc import Mapping
-import json
 import pathlib
 from typing import Any
 
 from grpo_jax import gguf_file
+from grpo_jax.files import json_object
 from grpo_jax.settings import ConfigError
 
 _BESIDE = (
@@ -69,13 +69,13 @@ def read(path: pathlib.Path) -> dict[str, bytes]:
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> Any:
-  """The JSON value in the file `name`, or an empty dict if there is no such file.
+  """The object in the JSON file `name`, or an empty dict if there is no such file.
 
   Raises:
-    ConfigError: The file is not JSON.
+    ConfigError: The file is not JSON, or holds no object.
   """
   try:
-    return json.loads(files.get(name, b"{}"))
+    return json_object(files.get(name, b"{}"))
   except ValueError as error:
     raise ConfigError(f"data.tokenizer: {name} beside the tokenizer is not JSON: {error}") from None
 

@@ -23,18 +23,15 @@ MAPPED_BYTES = 1 << 29
 def read_json(file: Path) -> dict[str, Any]:
   """Reads a JSON object. Raises ConfigError if the file is missing or holds anything else."""
   try:
-    values = json.loads(files.read_bytes(file).decode("utf-8-sig"))
+    return files.json_object(files.read_bytes(file))
   except FileNotFoundError:
     raise ConfigError(
       f"{file} is missing: the folder must be one that transformers saved"
     ) from None
   except OSError as error:
     raise ConfigError(f"{file} cannot be read ({error}): download or save it again") from None
-  except (ValueError, RecursionError) as error:
+  except ValueError as error:
     raise ConfigError(f"{file} is not JSON ({error}): download or save it again") from None
-  if not isinstance(values, dict):
-    raise ConfigError(f"{file} is not a JSON object: download or save it again")
-  return values
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:

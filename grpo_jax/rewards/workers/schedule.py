@@ -149,7 +149,7 @@ class Schedule:
         self._give(worker, batch)
 
   def _batch_for(self, worker: WorkerProcess) -> list[int]:
-    """The next tasks for a worker, all of one function. None if it has no room for any."""
+    """The next tasks for a worker, all of one function. Empty if it has no room for any."""
     if worker.is_ready:
       for numbers in self._waiting():
         room = min(self._room(worker, self._tasks[numbers[0]], len(numbers)), len(numbers))

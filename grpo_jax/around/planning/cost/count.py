@@ -160,10 +160,9 @@ class _Counter:
       sent = link_bytes(instruction, computation, self.module.devices)
       return Cost(link_bytes=sent)
     done = flops(instruction, computation)
-    if instruction.opcode == "custom-call" and not is_free(instruction):
-      if not done:
-        target = instruction.attribute(r'custom_call_target="([^"]*)"')
-        self.notes.add(f"the operations of {target} are not counted: it does not declare them")
+    if instruction.opcode == "custom-call" and not done and not is_free(instruction):
+      target = instruction.attribute(r'custom_call_target="([^"]*)"')
+      self.notes.add(f"the operations of {target} are not counted: it does not declare them")
     return Cost(flops=done)
 
   def _branches(self, instruction: Instruction) -> Cost:
