@@ -1,6 +1,7 @@
 """Layers that lie stacked: which ones, the way there and back, and what is computed from them."""
 
 import dataclasses
+from pathlib import Path
 
 from flax.traverse_util import flatten_dict
 import jax
@@ -14,6 +15,7 @@ import pytest
 from grpo_jax import model
 from grpo_jax.model import blocks, stacks
 from grpo_jax.model.stacks import Places, Segment
+from grpo_jax.types import Visual
 
 CONFIG = model.ModelConfig(
   vocab_size=31, embed_dim=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24
@@ -43,6 +45,8 @@ MODELS = {
   "single": CONFIG,
   "alternating": of_windows(3, 0, 3, 0),
   "rest": of_windows(3, 3, 0, 3, 3, 0, 3),
+  # A pattern in layers_9 and layers_10, which trees of JAX sort the other way round.
+  "late pattern": of_windows(*[4] * 9, 3, 0, 3, 0),
   "late windows": of_windows(0, 0, 3, 3, 3),
   "mixture": mixture(2, 0, 1),
   "first dense": mixture(4, 1, 2, 3),
@@ -182,14 +186,15 @@ S, G, T = 5, 2, 4
 LENGTHS_P = jnp.array([5, 2])
 
 
-def loss_and_gradient(config, remat=""):
+def loss_and_gradient(config, remat="", visual=None):
   """A jitted function of parameters: (sum of squares, (hidden states, routing)), gradient."""
   tokens_PN = jax.random.randint(jax.random.key(1), (2, S + G * T), 0, config.vocab_size)
   groups = model.Groups(LENGTHS_P, S, G, T)
   counted_PN = jnp.broadcast_to(jnp.arange(S + G * T) % 3 > 0, tokens_PN.shape)
 
   def loss(params):
-    found = model.group_features(params, config, tokens_PN, groups, model.Routes(counted_PN), remat)
+    routes = model.Routes(counted_PN)
+    found = model.group_features(params, config, tokens_PN, groups, routes, remat, visual=visual)
     shares = found[1].probs_BLX if found[1] else 0.0
     return (found[0] ** 2).mean() + jnp.sin(shares).sum(), found
 
@@ -202,6 +207,7 @@ def loss_and_gradient(config, remat=""):
   [
     "alternating",
     "rest",
+    "late pattern",
     "first dense",
     "two periods",
   ],
@@ -256,6 +262,63 @@ def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
   assert cache.time == 3
 
 
+GOLDEN = Path(__file__).parent / "golden"
+FAMILIES = {
+  "families/gemma3": "windows",
+  "families/gemma4_e": "borrowed keys and values, embeddings for each layer",
+  "families/gpt_oss": "windows and experts",
+  "families/qwen3_next": "the gated delta rule and experts",
+  "families/deepseek_v3": "latent attention, dense layers first",
+  "vision/qwen3_vl": "levels of visual tokens",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_scan_computes_what_the_plain_loop_over_layers_computes(name, monkeypatch):
+  """With every loop there is: hidden states, routing and gradient, then a prompt and two tokens."""
+  monkeypatch.setattr(blocks, "_MOST_UNROLLED_LAYERS", {})
+  monkeypatch.setattr(blocks, "_loops_over_runs", lambda config: True)
+  config, params = model.load(GOLDEN / name, vision="vision" in name)
+  visual = visual_of(config) if config.vision else None
+
+  def decoded(params, config):
+    prompts_PS = jnp.arange(2 * S).reshape(2, S)
+    positions_PS = jnp.broadcast_to(jnp.arange(S), (2, S))
+    hidden, cache = model.features(
+      params, config, prompts_PS, positions_PS, None, LENGTHS_P, visual=visual
+    )
+    cache = model.empty_cache(config, model.as_prefix(cache, LENGTHS_P), G, slots=2)
+    positions_BT = jnp.repeat(LENGTHS_P, G)[:, None] + jnp.arange(2)
+    logits, _ = model.forward(params, config, positions_BT + 3, positions_BT, cache)
+    return hidden, logits
+
+  def all_of(params, config):
+    found, gradient = loss_and_gradient(config, visual=visual)(params)
+    return found, gradient, jax.jit(decoded, static_argnums=1)(params, config)
+
+  found, gradient, tokens = all_of(params, config)
+  found_apart, gradient_apart, tokens_apart = all_of(*unroll(params, config))
+  gradient = stacks.unrolled(gradient, config)
+  largest = max(jnp.abs(x).max() for x in jax.tree.leaves(gradient))
+  assert_close((found, tokens), (found_apart, tokens_apart), rtol=1e-4, atol=1e-5)
+  assert_close(gradient, gradient_apart, rtol=1e-4, atol=1e-5 * largest)
+
+
+def visual_of(config):
+  """Random visual tokens in place of the first two tokens of each prompt, with further levels."""
+  levels = 1 + len(config.vision.level_layers)
+  number_PS = jnp.broadcast_to(jnp.where(jnp.arange(S) < 2, jnp.arange(S), -1), (2, S))
+  features_PKND = jax.random.normal(jax.random.key(3), (2, levels, 2, config.embed_dim))
+  return Visual(
+    features_PKND=features_PKND,
+    seen_PS=number_PS,
+    picture_PS=jnp.minimum(number_PS, 0),
+    positions_PS3=None,
+    next_P=LENGTHS_P,
+  )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse runs", "rest"])
 def test_a_loop_over_equal_neighbours_of_a_pattern_changes_nothing(name, monkeypatch):
@@ -274,10 +337,10 @@ def test_a_loop_over_equal_neighbours_of_a_pattern_changes_nothing(name, monkeyp
   monkeypatch.setattr(blocks, "_loops_over_runs", lambda config: True)
   loops = []
   monkeypatch.setattr(
-    blocks, "_apply_run", lambda *args, f=blocks._apply_run: loops.append(len(args[2])) or f(*args)
+    blocks, "_apply_run", lambda *args, f=blocks._apply_run: loops.append(len(args[1])) or f(*args)
   )
   found = run()
-  assert set(loops) == {2}
+  assert set(loops) - {1} == {2}
   largest = max(jnp.abs(x).max() for x in jax.tree.leaves(expected[0][1]))
   assert_close(found, expected, rtol=1e-4, atol=1e-5 * largest)
 

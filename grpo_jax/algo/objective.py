@@ -125,6 +125,13 @@ def objective(
 
 
 def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Algo) -> Terms:
+  """The numbers that surrogates read of each token, such as its ratio. 0 outside of the loss.
+
+  Args:
+    logprobs_PGT: The policy's log-probs, with gradients.
+    batch: The batch or a part of it.
+    algo: The `Algo` of the run.
+  """
   mask_PGT = batch.mask_PGT
   selection = batch.selection or trivial(mask_PGT)
   logprobs_PGT = masked.masked(logprobs_PGT, mask_PGT)

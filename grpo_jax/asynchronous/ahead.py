@@ -84,17 +84,17 @@ class Ahead:
       host: The host state before it.
       params: Returns the policy before its update, as `Parameters.for_sampling` does.
     """
-    del params
-    if self._next < 0:  # no step was taken, and what an earlier process drew is in there
+    del params  # other ways to draw ahead need them for what they have begun
+    if self._next < 0:  # no step was taken, and the batches of an earlier process are in `host`
       return host
-    kept: HostState = {}
+    batches: HostState = {}
     for number in range(index, self._next):
       try:
-        kept[str(number)] = to_arrays(self._drawn[number].result())
+        batches[str(number)] = to_arrays(self._drawn[number].result())
       except Exception:  # the step that learns from it says why
         break
     without = {key: value for key, value in host.items() if key != _AHEAD}
-    return without | ({_AHEAD: kept} if kept else {})
+    return without | ({_AHEAD: batches} if batches else {})
 
   def close(self) -> None:
     """Ends sampling."""
@@ -398,16 +398,18 @@ class Beside(Ahead):
     flow = self._collector.flow
     if self._is_closed:
       return True
-    has_begun = flow.next > flow.first
-    if self._is_paused and not has_begun:
+    if flow.next > flow.first:  # groups of the next step were opened, and are drawn to their end
+      return True
+    if self._is_paused:
       self._is_drawing = False
       self._changed.notify_all()
       return False
-    known = self._schedule.chunk(self._chunk)
-    comes_later = known is not None and known.version > max(self._weights)
-    if comes_later and not has_begun and self._next > max(self._weights):
+    # A chunk of the schedule waits for its weights, unless the learner waits for a batch itself.
+    newest, scheduled = max(self._weights), self._schedule.chunk(self._chunk)
+    comes_later = scheduled is not None and scheduled.version > newest
+    if comes_later and self._next > newest:
       return False
-    return has_begun or flow.step <= max(self._weights) + self._bound
+    return flow.step <= newest + self._bound
 
   def _add(self, pending: Pending[Scored]) -> None:
     """Adds a batch that is drawn."""

@@ -133,17 +133,16 @@ class Drawer:
     contents.check_draw(asked.fields, asked.arrays, self._limits)
     replies = replies or queue.SimpleQueue()
     fields, arrays = asked.fields, asked.arrays
-    seen = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
     params = jax.tree.unflatten(self._tree, self.weights.use(fields.get("version")))
 
-    def feed() -> tuple[Any, int]:  # the sampler asks it between chunks
+    def feed() -> tuple[Any, int]:  # the sampler calls it before each chunk
       if is_gone.is_set():
         raise ConnectionError("the connection has ended while a batch was drawn")
       return params, 0
 
-    given = fields["settings"]
-    filters = {name: x for name, x in given.items() if name in FILTERS}
-    settings = RowSettings(**{name: x for name, x in given.items() if name not in FILTERS})
+    filters = {name: x for name, x in fields["settings"].items() if name in FILTERS}
+    others = {name: x for name, x in fields["settings"].items() if name not in FILTERS}
+    settings = RowSettings(**others)
     sampler = self._run.programs.sampler(keeps_experts=fields["keeps_experts"])
     draws = Draws(
       jax.random.wrap_key_data(arrays["key"]),
@@ -151,14 +150,15 @@ class Drawer:
       first_prompt=fields["first_prompt"],
       turn_tokens=fields["turn_tokens"],
     )
-    images = Images(**seen) if seen else None
+    of_images = [name for name in arrays if name.startswith(IMAGES)]
+    pixels = {name.removeprefix(IMAGES): arrays[name] for name in of_images}
+    images = Images(**pixels) if pixels else None
     prompts = sampler.prompts(arrays["prompts_PS"], arrays["prompt_lengths_P"], images)
     left, members = len(prompts.lengths_n), fields["members"]
     part = contents.PartRequest(left, prompts.tokens_nS.shape[1], members, 0, False)
     stream = sampler.stream(feed, left, members, self._end)
-    stream.submit(
-      [one._replace(pauses=fields["pauses"]) for one in requests_of(prompts, members, draws)]
-    )
+    requests = requests_of(prompts, members, draws)
+    stream.submit([request._replace(pauses=fields["pauses"]) for request in requests])
     paused: set[tuple[int, int]] = set()
     while left:
       for row, tokens in self._replies(replies, part, paused, stream.draws, is_gone):

@@ -51,23 +51,21 @@ class SentVersions:
     return version in self._numbers
 
   def add(self, weights: Weights, needed: set[int]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The fields and the arrays of the message that sends these weights.
+    """Makes the message that sends a version: its fields, and the arrays that the process lacks.
 
     Args:
       weights: A version that was not sent.
-      needed: The versions that stay, beside this one.
+      needed: The versions that the process keeps, besides this one.
     """
-    known = {number for numbers in self._numbers.values() for number in numbers}
-    new = {
-      str(place): leaf.array
-      for place, leaf in enumerate(weights.leaves)
-      if leaf.number not in known
+    sent = {number for numbers in self._numbers.values() for number in numbers}
+    arrays = {
+      str(place): leaf.array for place, leaf in enumerate(weights.leaves) if leaf.number not in sent
     }
     self._numbers[weights.version] = weights.numbers
-    kept = needed | {weights.version}
-    self._numbers = {version: own for version, own in self._numbers.items() if version in kept}
+    for version in self._numbers.keys() - needed - {weights.version}:
+      del self._numbers[version]
     fields = {"version": weights.version, "leaves": weights.numbers, "keep": [*self._numbers]}
-    return fields, new
+    return fields, arrays
 
 
 class KeptVersions:

@@ -144,18 +144,19 @@ class Collector:
     return collected
 
   def restart(self, index: int, host: HostState) -> None:
-    """Begins with a GRPO step.
+    """Makes a GRPO step the next one that batches are formed for, as when a run resumes.
 
     Args:
-      index: Its number, from 0.
-      host: The host state before it.
+      index: The number of the step, from 0.
+      host: The host state before the step.
     """
     P, algo = self._config.batch.prompts, self._config.algo
-    first = index * P
+    first_group = index * P
     if algo.dynamic_sampling:
-      # A run of an earlier version drew so many for each step.
-      first = int(host.get(_NEXT, first * (1 + algo.max_resample_rounds)))
-    self.flow.restart(index, first)
+      # Steps draw as many groups as they need, so the host state counts them. One that an earlier
+      # version of this program saved does not: all steps had drawn equally many.
+      first_group = int(host.get(_NEXT, first_group * (1 + algo.max_resample_rounds)))
+    self.flow.restart(index, first_group)
     self._hosts = {index - 1: there(host)}
     self._positions = {}
 
@@ -278,23 +279,36 @@ class Collector:
     drawn: DrawnGroups,
     index: int,
     before: HostState,
-    greedy: Callable[[Rewards], Rewards] | None,
+    add_greedy: Callable[[Rewards], Rewards] | None,
   ) -> Scored:
+    """The scored batch of a step, with its metrics and the host state after it.
+
+    Args:
+      choice: The groups that the step learns from.
+      drawn: All groups that were drawn for it. Metrics and the curriculum count these.
+      index: The number of the step, from 0.
+      before: The host state before the step.
+      add_greedy: Adds the scores of greedy completions to rewards, where the advantage needs them.
+    """
     chosen, sampled = choice.groups, drawn.groups
     rewards = self._shaped(chosen.rewards, chosen.rollouts)
     if ADVANTAGES[self._config.algo.advantage].refuses_negative:
       check_not_negative(rewards)
-    if greedy is not None:
-      rewards = greedy(rewards)
+    if add_greedy is not None:
+      rewards = add_greedy(rewards)
+
     scores_PG, known = host_scores(sampled.rewards), self._memory(before)
     memory = {**self._curriculum.learn(known, index, sampled.indices_P, scores_PG)}
     if index in self._positions:
       memory |= {"position": self._positions[index]}
+
     rows = None
     every = self._config.log.completions_every
     if every and (index + 1) % every == 0:
+      # With the pass rates that were known before the step.
       rates_P = known["pass_rate"][chosen.indices_P]
       rows = self._rows(chosen, rewards, rates_P) if self._run.hosts.is_first else []
+
     metrics = self._metrics(sampled)
     if self._config.sampling.temperature_schedule != "constant":
       metrics["sampling/temperature"] = float(sampled.temperature_P[0])
@@ -307,13 +321,11 @@ class Collector:
     if self._config.algo.dynamic_sampling:
       host[_NEXT] = np.int64(drawn.after)
       metrics = disjoint(metrics, _dynamic_metrics(sampled, choice.live_P))
+
+    completions, rollout_PB = _learned(chosen.rollouts)
     # A teacher teaches without rewards, and nobody teaches without tokens.
     is_unscored = np.isnan(scores_PG).all() and not self._teacher
     why_unscored = "; ".join(drawn.report.unscored.values()) if is_unscored else ""
-    completions, rollout_PB = chosen.rollouts.completions, None
-    if chosen.rollouts.branches is not None:
-      branches = chosen.rollouts.branches
-      completions, rollout_PB = branches.completions, branches.rollout_PB
     why_unscored = why_unscored or self._why_no_tokens(completions)
     host[_UNSCORED] = np.int64(unscored_steps(before) + 1 if why_unscored else 0)
     return Scored(
@@ -482,6 +494,18 @@ class _LearnedGroups(NamedTuple):
   groups: ScoredGroups
   live_P: np.ndarray
   prompts: loader.PromptBatch
+
+
+def _learned(rollouts: Rollouts) -> tuple[Completions, np.ndarray | None]:
+  """The rows that an update learns from, and the rollout of each where they are branches.
+
+  A program that calls the policy may make several branches of a rollout, which are learned in its
+  place.
+  """
+  branches = rollouts.branches
+  if branches is None:
+    return rollouts.completions, None
+  return branches.completions, branches.rollout_PB
 
 
 def _dynamic_metrics(sampled: ScoredGroups, live_P: np.ndarray) -> dict[str, float]:

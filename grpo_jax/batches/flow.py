@@ -122,7 +122,7 @@ class Flow:
   @property
   def is_drawn(self) -> bool:
     """Whether all groups of the next step have ended. With dynamic sampling, they have scores."""
-    return self._last() is not None
+    return self._end() is not None
 
   def advance(
     self, policy: VersionedParams, until: int, choose: Choose, limit: int | None = None
@@ -152,30 +152,30 @@ class Flow:
     return self._is_used
 
   def take(self) -> Pending[DrawnGroups]:
-    """The groups of the next step, which are drawn."""
-    last = self._last()
-    step = range(self.first, last)  # groups of several steps may have ended together
-    lots = [lot for lot in self._lots if any(n in step for n in lot.numbers)]
-    own = [[place for place, n in enumerate(lot.numbers) if n in step] for lot in lots]
-    numbers = [n for lot in lots for n in lot.numbers if n in step]
-    self._lots = [lot for lot in self._lots if any(n >= last for n in lot.numbers)]
+    """Takes the groups of the next step, all of which have ended. Their scores may come later."""
+    end = self._end()
+    of_step = range(self.first, end)
+    # Groups of several steps may be in one lot, so a step takes places of it.
+    lots = [lot for lot in self._lots if any(n in of_step for n in lot.numbers)]
+    places = [[place for place, n in enumerate(lot.numbers) if n in of_step] for lot in lots]
+    numbers = [n for lot in lots for n in lot.numbers if n in of_step]
+    self._lots = [lot for lot in self._lots if any(n >= end for n in lot.numbers)]
     opened = [self._playing.pop(number) for number in sorted(numbers)]
-    self.step, self.first = self.step + 1, last
+    self.step, self.first = self.step + 1, end
+    # If the groups were opened together, their prompts are a batch already.
     P = len(opened[0].prompts.prompt_lengths_P)
-    is_one = P == len(opened) and all(one.prompts is opened[0].prompts for one in opened)
-    prompts = opened[0].prompts if is_one else None
+    are_a_batch = P == len(opened) and all(one.prompts is opened[0].prompts for one in opened)
+    prompts = opened[0].prompts if are_a_batch else None
 
-    def drawn(parts: list[tuple[ScoredGroups, Report]]) -> DrawnGroups:
-      groups = concatenate([take(part[0], places) for part, places in zip(parts, own)])
+    def drawn() -> DrawnGroups:
+      scored = [lot.scored.result() for lot in lots]
+      groups = concatenate([take(of_lot, at) for (of_lot, _), at in zip(scored, places)])
       # A lot's report counts for the step of its first group.
-      reports = [part[1] for part, places in zip(parts, own) if 0 in places]
+      reports = [report for (_, report), at in zip(scored, places) if 0 in at]
       groups = take(groups, np.argsort(numbers))
-      return DrawnGroups(groups, prompts, sum(reports, Report()), last)
+      return DrawnGroups(groups, prompts, sum(reports, Report()), end)
 
-    return Pending(
-      lambda: drawn([lot.scored.result() for lot in lots]),
-      [future for lot in lots for future in lot.scored.futures],
-    )
+    return Pending(drawn, [future for lot in lots for future in lot.scored.futures])
 
   def seats_idle(self) -> float:
     """The share of the seats that drew nothing since this was asked last. NaN if unknown."""
@@ -189,7 +189,7 @@ class Flow:
     scored = {number for lot in self._lots for number in lot.numbers}
     return not self._playing.keys() - scored
 
-  def _last(self) -> int | None:
+  def _end(self) -> int | None:
     """The number after the last group of the next step. None as long as it is not known."""
     P = self._config.batch.prompts
     if not self._config.algo.dynamic_sampling:

@@ -192,6 +192,11 @@ class EngineGroups:
         self._start_turn(row)
 
   def _opened(self, request: GroupRequest, version: int) -> _Group:
+    """Makes the rows of a group, with the turns that an earlier process drew, if any.
+
+    Raises:
+      RunFailed: That process drew the group on other terms.
+    """
     prompts, G, T = request.prompts, self._members, self._rules.tokens
     length = int(prompts.lengths_n[request.place])
     prompt = np.asarray(prompts.tokens_nS)[request.place][:length].tolist()
@@ -199,12 +204,17 @@ class EngineGroups:
     limits = T if settings.max_tokens is None else settings.max_tokens
     limits_G = np.minimum(np.broadcast_to(np.asarray(limits), G), T)
     temperature_G = np.broadcast_to(np.asarray(settings.temperature), G)
-    of_rows = temperature_G.tolist(), limits_G.tolist()
-    asked = GroupTerms(
-      prompt, *of_rows, request.turn_tokens, rules.stop_ids, rules.stop, rules.vocabulary
+    terms = GroupTerms(
+      prompt,
+      temperature_G.tolist(),
+      limits_G.tolist(),
+      request.turn_tokens,
+      rules.stop_ids,
+      rules.stop,
+      rules.vocabulary,
     )
-    recorded = self._hub.record.find(name_of(request, G), version, asked)
-    group = _Group(request, prompt, version, asked.digest(), left=G)
+    recorded = self._hub.record.find(name_of(request, G), version, terms)
+    group = _Group(request, prompt, version, terms.digest(), left=G)
     for g in range(G):
       known = list(recorded.rows[g]) if recorded is not None else []
       group.rows.append(_Row(group, g, float(temperature_G[g]), int(limits_G[g]), known))

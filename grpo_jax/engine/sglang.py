@@ -22,7 +22,7 @@ from grpo_jax.settings import shown
 
 _SPARE = 7  # a prompt has at most --context-length tokens less these
 _HOT = 1e4  # a temperature at which all tokens are equally likely
-_MOST_APART = 0.02  # log-probs of tokens that are
+_MOST_DIFFERENCE = 0.02  # of the log-probs of two tokens at this temperature
 # Its option --preferred-sampling-params could change them.
 _NO_FILTERS = dict(top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
 _NO_FILTERS |= dict(presence_penalty=0.0, frequency_penalty=0.0)
@@ -72,16 +72,20 @@ class SglangServer(EngineServer):
         return DrawnTokens(tokens, logprobs, has_stopped)
 
   def score(self, rows: Sequence[Sequence[int]], name: str = NAME) -> list[list[float]]:
-    sampling, scores, apart = dict(max_new_tokens=1, temperature=_HOT), [], 0.0
+    # The scores are those of the row's tokens. The one token that is drawn behind them at a high
+    # temperature shows which log-probs the server returns: after that temperature, the two
+    # likeliest tokens are about equally likely.
+    sampling, scores, difference = dict(max_new_tokens=1, temperature=_HOT), [], 0.0
     for row in rows:
       meta = self._generate(row, sampling, name, logprob_start_len=0, top_logprobs_num=2)
-      own, _ = _columns((meta.get("input_token_logprobs") or [])[1:])  # the first token has none
+      # The first token has no log-prob.
+      logprobs, _ = _columns((meta.get("input_token_logprobs") or [])[1:])
       likeliest, _ = _columns((meta.get("output_top_logprobs") or [None])[0])
-      if not are_logprobs(own, len(row) - 1) or not are_logprobs(likeliest, 2):
+      if not are_logprobs(logprobs, len(row) - 1) or not are_logprobs(likeliest, 2):
         raise ServerRefused(f"{self.url} scored a row with {shown(meta)}")
-      scores.append(own)
-      apart = max(apart, likeliest[0] - likeliest[1])
-    if apart > _MOST_APART:
+      scores.append(logprobs)
+      difference = max(difference, likeliest[0] - likeliest[1])
+    if difference > _MOST_DIFFERENCE:
       raise ServerRefused(
         f"{self.url} returns log-probs from before the temperature: start it with"
         " SGLANG_RETURN_ORIGINAL_LOGPROB=0, as python -m grpo_jax.engine --print writes it"

@@ -118,6 +118,11 @@ class Folders:
     self._owner.close()
 
   def _write(self, params: Any) -> Written:
+    """Writes weights into a new folder, which is removed when nothing refers to the result.
+
+    Of a LoRA run, the adapters alone are written. The log-probs of the probe go with the weights,
+    so that a server can be asked whether it has them.
+    """
     run, name = self._run, f"{self._prefix}-{self._count}"
     self._count += 1
     folder, shape = self._folder / name, run.parameters.sampling.model
@@ -127,7 +132,9 @@ class Folders:
         base, revision = hub.parts(run.config.model.path)
         model.save_adapters(folder, shape, _adapters_of(params), base, revision)
       else:
-        model.save(folder, *(_untied(shape, params) if self.is_untied else (shape, params)))
+        if self.is_untied:
+          shape, params = _untied(shape, params)
+        model.save(folder, shape, params)
         run.tokenizer.save(folder)
     except OSError as error:
       raise RunFailed(

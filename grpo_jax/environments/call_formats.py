@@ -115,28 +115,33 @@ def deepseek(text: str, names: Names) -> Read:
 
 
 def gpt_oss(text: str, names: Names) -> Read:
-  """Messages with channels. One that goes to a function is a call."""
+  """Messages of the form HEADER<|message|>BODY<|end|>, where another mark may end one.
+
+  A message whose header names a function, as in to=functions.NAME, is a call, and its body has the
+  arguments as JSON.
+  """
   del names
   calls: Calls = []
   problems, content = list[str](), list[str]()
-  taken = place = 0
-  while (start := text.find(_HARMONY_MESSAGE, place)) >= 0:
-    header, body = text[place:start], start + len(_HARMONY_MESSAGE)
-    end = _HARMONY_END.search(text, body)
-    last, after = (end.start(), end.end()) if end else (len(text), len(text))
-    named = _HARMONY_NAMED.search(header)
-    if named is not None:
-      value, rest, problem = first_json(text[body:last].strip() or "{}")
+  start = 0  # of the message that is read
+  content_from = 0  # what lies before is in `content`, or was a call
+  while (mark := text.find(_HARMONY_MESSAGE, start)) >= 0:
+    header, body_from = text[start:mark], mark + len(_HARMONY_MESSAGE)
+    end = _HARMONY_END.search(text, body_from)
+    body_to, message_to = (end.start(), end.end()) if end else (len(text), len(text))
+    function = _HARMONY_NAMED.search(header)
+    if function is not None:
+      arguments, rest, problem = first_json(text[body_from:body_to].strip() or "{}")
       problem = problem or ("there is more behind its JSON" if rest else "")
-      made = [] if problem else checked({"name": named[1], "arguments": value}, problems)
-      problems += [f"the call of {named[1]!r:.80} is not well-formed: {problem}"] * bool(problem)
-      calls += made
-      if made:
-        content.append(text[taken:place])
-        taken = after
+      if problem:
+        problems.append(f"the call of {function[1]!r:.80} is not well-formed: {problem}")
+      elif found := checked({"name": function[1], "arguments": arguments}, problems):
+        calls += found
+        content.append(text[content_from:start])
+        content_from = message_to
     # The next message begins with its mark, whatever ended this one.
-    place = last if end and end[0] == _HARMONY_MESSAGE else after
-  whole = "".join([*content, text[taken:]])
+    start = body_to if end and end[0] == _HARMONY_MESSAGE else message_to
+  whole = "".join([*content, text[content_from:]])
   return Read(whole.strip() if calls else whole, calls, problems)
 
 

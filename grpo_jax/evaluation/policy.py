@@ -214,20 +214,24 @@ class Policy:
   def prompt(
     self, text: Question, framed: bool = True, shortest: int = 0, images: Sequence[Any] = ()
   ) -> PromptBatch:
-    """A prompt, once for each part of a batch that the mesh makes.
+    """Makes a batch of one prompt, which `complete` takes.
+
+    The batch has the prompt once for each of the mesh's shards of rows, because every shard needs
+    at least one row.
 
     Args:
       text: The prompt, or a question.
-      framed: Whether it is a question, which takes the place of the field of `data.prompt` and of
-        which the chat template makes a conversation.
-      shortest: It is padded to so many tokens.
-      images: Its images, which come first in it or where the chat template puts them.
+      framed: Whether `text` is a question, which `data.prompt` and, with `data.chat`, the chat
+        template frame as in training. Otherwise it is the whole prompt.
+      shortest: The prompt is padded to at least so many tokens.
+      images: The images of the prompt, which come first in it or where the chat template puts them.
 
     Raises:
-      ConfigError: It is not text in UTF-8, or a question does not fit `data.prompt`.
+      ConfigError: The text is not UTF-8, or a question does not fit `data.prompt`.
     """
     if isinstance(text, str) and not is_text(text):
       raise ConfigError(f"the prompt {shown(text)} is not text in UTF-8")
+    # `complete` says it if a prompt does not fit the model.
     data = dataclasses.replace(self.run.config.data, max_prompt_tokens=2**31)
     if not framed:
       data = dataclasses.replace(data, prompt="{question}", chat=False)
@@ -255,8 +259,10 @@ class Policy:
       environment=self.run.environments if framed else None,
       processor=self.run.processor,
     )
-    prompts.max_tokens = max(shortest, len(prompts.make([0])[0].ids))
-    return prompt_batch(prompts, np.zeros(self.run.hosts.row_shards, int), self.run.hosts)
+    (prompt,) = prompts.make([0])
+    prompts.max_tokens = max(shortest, len(prompt.ids))
+    copies = np.zeros(self.run.hosts.row_shards, int)  # each is prompt number 0
+    return prompt_batch(prompts, copies, self.run.hosts)
 
   def complete(
     self, prompt: PromptBatch, n: int, temperature: float, max_tokens: int, seed: int

@@ -169,8 +169,19 @@ class Update:
   """
 
   def __init__(self, rule: UpdateRule, platform: str, places: SlotPlaces | None = None):
+    """An update that is not compiled yet.
+
+    It has a program that begins, one that adds the gradients of micro-batches for each number of
+    slots, and one that finishes.
+
+    Args:
+      rule: The objective, the optimizer and the size of micro-batches.
+      platform: Where it runs.
+      places: Where the arrays lie.
+    """
     places = places or SlotPlaces()
     self._rule, self._platform = rule, platform
+    # Where the programs' outputs lie. None leaves that to XLA.
     updated = begun = sums = None
     if places.state is not None:
       updated = places.state, places.everywhere

@@ -146,20 +146,23 @@ def _shifted(
 
 
 def divisible(batch: Batch, config: model.ModelConfig) -> Batch:
-  """The batch with so many slots for its prompts that devices can divide the slots of a group.
+  """Pads the prompts, so that devices which share the tokens of a group have equally many each.
 
-  They are at least G, for `_first_in_place`. Without an axis `context`, it is the batch itself.
+  The prompts get at least G slots, because `_first_in_place` uses the first G. Where each device
+  has all tokens of its groups, the batch stays as it is.
   """
   if config.context == 1:
     return batch
   _, G, T = batch.completions_PGT.shape
   S = batch.prompts_PS.shape[1]
-  others = batch.slots or G * row_slots(T, config.platform)
-  longer = max(S, G)
-  longer += -(longer + others) % (2 * config.context)  # a ring has two pieces of each device
+  completion_slots = batch.slots or G * row_slots(T, config.platform)
+  pieces = 2 * config.context  # a ring cuts a group into two pieces for each device
+  prompt_slots = max(S, G)
+  prompt_slots += -(prompt_slots + completion_slots) % pieces
 
   def padded(x: jax.Array, value: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0), (0, longer - S)] + [(0, 0)] * (x.ndim - 2), constant_values=value)
+    after = [(0, 0), (0, prompt_slots - S)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, after, constant_values=value)
 
   experts = batch.prompt_experts_PSY
   return batch.replace(

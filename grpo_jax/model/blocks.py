@@ -1,138 +1,77 @@
-"""A layer of the decoder, and the loops that apply all layers.
+"""The layers of the decoder, one after another.
 
-One loop for each segment, so that depth costs no compilation.
+`apply_in_turn` is the definition: a plain loop over layers. `apply_layers` computes the same with
+less to compile. Where a pattern of layers repeats (see stacks.py), XLA loops over its repetitions,
+and the body of that loop is `apply_in_turn` over the layers of one pattern.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+import functools
 import itertools
 from typing import Any, NamedTuple
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.model.block import LayerInputs, LayerMemory, Shared, apply_layer
 from grpo_jax.model.config import LayerKind, ModelConfig
-from grpo_jax.model.layer_embeddings import PerLayer
-from grpo_jax.model.layers import RMSNorm
-from grpo_jax.model.mixers import MIXERS
-from grpo_jax.model.mixers.seen import Attend, Recur, Seen
-from grpo_jax.model.mlps import MLPS
 from grpo_jax.model.mlps.experts import in_stacks
-from grpo_jax.model.mlps.router import Routed, Routes
-from grpo_jax.model.rope import Rotation
+from grpo_jax.model.mlps.router import Routed
 from grpo_jax.model.stacks import Segment, segments, sparse_stacks
 
-# By platform. TPUs keep the loop.
+# The most layers that are compiled without a loop, by platform. TPUs keep the loop.
 _MOST_UNROLLED_LAYERS = {"cpu": 4, "gpu": 32}
 
 
-class Block(nn.Module):
-  """A mixer such as attention, then an MLP or experts, each added to the residual stream.
-
-  With `config.pre_norms` their inputs are normalised, and with `config.post_norms` their outputs.
-  With `config.per_layer_dim`, embeddings for this layer are added, too.
-  """
-
-  config: ModelConfig
-  kind: LayerKind
-
-  @nn.compact
-  def __call__(
-    self,
-    x_BTD: jax.Array,
-    routes: Routes,
-    seen: Seen,
-    per_layer_BTN: jax.Array | None = None,
-  ) -> tuple[jax.Array, Any, Routed | None]:
-    """Applies the layer.
-
-    Args:
-      x_BTD: The residual stream.
-      routes: The tokens that this layer's router counts, and the experts given to it (see
-        `Routes`).
-      seen: The rotary angles, and how tokens attend to earlier ones or recur from them.
-      per_layer_BTN: The tokens' embeddings for this layer, or None (see `layer_embeddings.py`).
-
-    Returns:
-      The residual stream, what the mixer keeps, and what the router did or None.
-    """
-    c = self.config.of_layer(self.kind)
-
-    def norm(name: str, x: jax.Array, is_on: bool) -> jax.Array:
-      return RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if is_on else x
-
-    def added(x_BTD: jax.Array, norm_name: str, out_BTD: jax.Array) -> jax.Array:
-      out_BTD = norm(norm_name, out_BTD, c.post_norms)
-      if c.residual_multiplier != 1:
-        out_BTD = out_BTD * c.residual_multiplier
-      return x_BTD + out_BTD
-
-    mixer = MIXERS[self.kind.mixer](c, name=self.kind.mixer)
-    mixed_BTD, kept = mixer(norm("attention_norm", x_BTD, c.pre_norms), seen)
-    x_BTD = added(x_BTD, "attention_post_norm", mixed_BTD)
-    normed_BTD = norm("mlp_norm", x_BTD, c.pre_norms)
-    mlp = MLPS[self.kind.mlp](c, name=self.kind.mlp)
-    out_BTD, routed = mlp(normed_BTD, routes, x_BTD)
-    x_BTD = added(x_BTD, "mlp_post_norm", out_BTD)
-    if c.per_layer_dim:
-      x_BTD = x_BTD + PerLayer(c, name="per_layer")(x_BTD, per_layer_BTN)
-    if c.layer_scale:
-      scale: jax.Array = self.param("layer_scale", nn.initializers.ones, ())
-      # The factors of a checkpoint stay as they are. No optimizer moves them.
-      x_BTD = x_BTD * jax.lax.stop_gradient(scale).astype(c.dtype)
-    return x_BTD, kept, routed
-
-
-class LayerMemory(NamedTuple):
-  """The keys and values, or states, of earlier tokens that the mixer of one layer reads and writes.
+class State(NamedTuple):
+  """The results of a layer that the layers after it read.
 
   Attributes:
-    own: The memory of the layer's whole stack, as in `Cache`: keys and values, or states. For a
-      layer that borrows, it is the stack of the one that lends or, without a cache, the keys and
-      values of the tokens.
-    place: int32 scalar, the number of the layer in its stack.
-    prefix: The layer's memory of the prompts, such as keys and values [P, K, S, E], or None.
+    x_BTD: The residual stream.
+    cache: `Shared.cache`, with the new tokens in the stacks of the layers so far.
+    lent: For each window, the memory of the layer that lends its keys and values to later ones.
   """
 
-  own: Any
-  place: jax.Array | None = None
-  prefix: Any = None
+  x_BTD: jax.Array
+  cache: dict[str, Any]
+  lent: dict[int, LayerMemory]
 
 
-class Pass(NamedTuple):
-  """How the tokens of a pass learn of those before them.
+# apply(kind, layer, x_BTD, memory): `apply_layer` of a model and a pass.
+ApplyLayer = Callable[..., tuple[jax.Array, Any, Routed | None]]
+# For each layer, the arrays that its mixer keeps where there is no cache, and its router's results.
+LayerOutputs = dict[str, tuple[Any, Routed | None]]
 
-  Attributes:
-    attend: The window of a layer and its memory, which is None without `own` unless it borrows ->
-      its attention.
-    recur: Its memory -> its recurrence.
-    own: For each stack, what the layers read and write, as in `Cache`.
-    prefix: For each stack, what they only read: [L, ...].
+
+def apply_in_turn(
+  apply: ApplyLayer,
+  kinds: Mapping[str, LayerKind],
+  layers: Mapping[str, LayerInputs],
+  state: State,
+) -> tuple[State, LayerOutputs]:
+  """Applies layers one after another. This is the definition of what all loops here compute.
+
+  Args:
+    apply: `apply_layer` of this model and pass.
+    kinds: The kinds of the layers in their order, by the names of their stacks.
+    layers: The inputs of the layers, by the names of their stacks in any order.
+    state: The results of the layers before them.
   """
-
-  attend: Callable[[int, LayerMemory | None], Attend]
-  recur: Callable[[LayerMemory | None], Recur]
-  own: dict[str, Any] = {}
-  prefix: dict[str, Any] = {}
-
-
-class Inputs(NamedTuple):
-  """The inputs that all layers share, besides the residual stream.
-
-  Attributes:
-    rope: The rotary angles of the layers without a window.
-    local_rope: The rotary angles of the layers with a window.
-    per_layer_LBTN: The tokens' embeddings for each layer, or None.
-    routes: The tokens that routers count, and the experts given to them (see `Routes`).
-    levels_KBSD: The numbers added to the residual stream of the first S tokens after each of the
-      first K layers, or None.
-  """
-
-  rope: Rotation
-  local_rope: Rotation
-  per_layer_LBTN: jax.Array | None = None
-  routes: Routes = Routes()
-  levels_KBSD: jax.Array | None = None
+  (x_BTD, cache, lent), outputs = state, {}
+  for name, kind in kinds.items():
+    layer = layers[name]
+    if kind.keys == "borrowed":
+      memory = lent[kind.window]
+    else:
+      memory = LayerMemory(cache.get(name), layer.place, layer.prefix)
+    x_BTD, kept, routed = apply(kind, layer, x_BTD, memory)
+    if kind.keys == "lent":
+      lent = lent | {kind.window: memory._replace(stack=kept)}
+    if name in cache:
+      # The mixer kept its stack, with the new tokens in it.
+      cache, kept = cache | {name: kept}, None
+    outputs[name] = kept, routed
+  return State(x_BTD, cache, lent), outputs
 
 
 class Outputs(NamedTuple):
@@ -140,19 +79,19 @@ class Outputs(NamedTuple):
 
   Attributes:
     x_BTD: The residual stream.
-    own: `Pass.own` after the pass.
-    kept: For each stack, what its mixer keeps where there is no `own`.
+    cache: `Shared.cache` with the new tokens in it.
+    kept: For each stack, the arrays that its mixers keep where there is no cache: [L, ...].
     routed: The experts and statistics of the sparse layers' routers, [B, L, ...], or None.
   """
 
   x_BTD: jax.Array
-  own: dict[str, Any]
+  cache: dict[str, Any]
   kept: dict[str, Any]
   routed: Routed | None
 
 
 def apply_layers(
-  params: Any, config: ModelConfig, x_BTD: jax.Array, inputs: Inputs, run: Pass, remat: str = ""
+  params: Any, config: ModelConfig, x_BTD: jax.Array, shared: Shared, remat: str = ""
 ) -> Outputs:
   """Applies all layers.
 
@@ -160,121 +99,96 @@ def apply_layers(
     params: The parameters, stacked as stacks.py describes.
     config: The model.
     x_BTD: The residual stream before the first layer.
-    inputs: The inputs that all layers share.
-    run: How tokens attend to earlier ones or recur from them, and the memory of a cache.
+    shared: The inputs that all layers share.
     remat: Which activations of a layer are saved for the backward pass: a name in
       jax.checkpoint_policies. The others are computed again. "" saves all.
   """
-  own, kept, routed_parts = {}, {}, []
-  lent: dict[int, LayerMemory] = {}  # by window
-  given = _by_stack(config, inputs.routes.given)
+  state, kept, routed = State(x_BTD, shared.cache, lent={}), {}, []
   for segment in segments(config):
-    stacks = {}
-    for number, name in enumerate(segment.names, segment.first):
-      kind, per_layer = config.kind(number), inputs.per_layer_LBTN
-      stacks[name] = Stack(
-        _layer(config, segment, number, inputs, run, remat),
-        params[name],
-        lent[kind.window] if kind.keys == "borrowed" else None,
-        None if per_layer is None else per_layer[number : segment.end : segment.period],
-        given.get(name),
-      )
-    # Only the first layers have a level. The others do not look for one.
-    levels = inputs.levels_KBSD
-    levels = None if levels is None or segment.first >= len(levels) else levels
-    x_BTD, own_of, kept_of, routed = _apply_segment(config, segment, stacks, x_BTD, run, levels)
-    own.update(own_of)
-    kept.update(kept_of)
-    for number, name in enumerate(segment.names, segment.first):
-      if config.kind(number).keys == "lent":
-        lent[config.kind(number).window] = _lent(name, own_of, kept_of, run)
-    if routed is not None:
-      routed_parts.append(routed)
-  return Outputs(x_BTD, own, kept, _joined(routed_parts, jnp.concatenate, 1))
+    state, outputs = _apply_segment(params, config, segment, state, shared, remat)
+    kept.update({name: outputs[name][0] for name in outputs if outputs[name][0] is not None})
+    of_routers = [outputs[name][1] for name in segment.names if outputs[name][1] is not None]
+    if of_routers:
+      routed.append(jax.tree.map(_alternating, *of_routers))
+  together = jax.tree.map(lambda *xs: jnp.concatenate(xs, 1), *routed) if routed else None
+  return Outputs(state.x_BTD, state.cache, kept, together)
 
 
-def _by_stack(config: ModelConfig, experts_BTY: jax.Array | None) -> dict[str, jax.Array]:
-  """The experts of tokens as [L, B, T, U] for each stack that has experts."""
-  if experts_BTY is None:
-    return {}
-  experts_BTLU = experts_BTY.reshape(*experts_BTY.shape[:2], -1, config.experts_per_token)
-  return {
-    name: jnp.moveaxis(experts_BTLU[:, :, jnp.array(places)], 2, 0)
-    for name, places in sparse_stacks(config).items()
-  }
+def _apply_segment(
+  params: Any, config: ModelConfig, segment: Segment, state: State, shared: Shared, remat: str
+) -> tuple[State, LayerOutputs]:
+  """Applies the layers of a segment: a layer by itself, or a loop of XLA over patterns of layers.
 
-
-def _joined(parts: list[Routed], join: Callable[..., jax.Array], axis: int) -> Routed | None:
-  """Joins the results of several layers' routers, or returns None if there are none."""
-  return jax.tree.map(lambda *arrays: join(arrays, axis), *parts) if parts else None
-
-
-# layer(parameters, x_BTD, memory, per_layer_BTN, given experts, level_BSD) -> (x_BTD, what the
-# mixer keeps, what the router did)
-Layer = Callable[..., tuple[jax.Array, Any, Routed | None]]
-
-
-class Stack(NamedTuple):
-  """Equal layers of a segment.
-
-  Attributes:
-    layer: The function that computes one of them.
-    params: The parameters of all, stacked.
-    borrowed: The memory that their queries meet, or None if they have keys of their own.
-    per_layer_LBTN: The tokens' embeddings for each of them, or None.
-    given_LBTU: The experts that tokens go through in each of them, or None (see `Routes.given`).
+  The loop slices the inputs of each layer from those of its stack, and stacks its outputs. From one
+  pattern to the next it carries the residual stream and the segment's part of the cache, but not
+  the memories that are lent: a layer that lends is the only one of its kind, so by itself.
   """
+  kinds, stacks = {}, {}
+  for number, name in enumerate(segment.names, segment.first):
+    kinds[name] = config.kind(number)
+    stacks[name] = _stack(params, config, segment, number, shared)
+  unrolls = _unrolls(config, segment)
+  apply = functools.partial(apply_layer, config, shared)
+  if remat:
+    policy = getattr(jax.checkpoint_policies, remat)
+    # A loop keeps XLA from sharing the recomputed values with the first ones. Without a loop,
+    # something else must.
+    is_loop = segment.count > 1 and not unrolls
+    apply = jax.checkpoint(apply, policy=policy, prevent_cse=not is_loop, static_argnums=0)
 
-  layer: Layer
-  params: Any
-  borrowed: LayerMemory | None
-  per_layer_LBTN: jax.Array | None
-  given_LBTU: jax.Array | None
+  def apply_pattern(state: State, layers: dict[str, LayerInputs]) -> tuple[State, LayerOutputs]:
+    if shared.cache:
+      for name, layer in layers.items():
+        params_of_layer = in_stacks(config, layer.params, stacks[name].params, layer.place)
+        layers = layers | {name: layer._replace(params=params_of_layer)}
+    if shared.cache or segment.count == 1 or not _loops_over_runs(config):
+      return apply_in_turn(apply, kinds, layers, state)
+    outputs: LayerOutputs = {}
+    for _, names in itertools.groupby(kinds, kinds.get):
+      run = {name: kinds[name] for name in names}
+      state, of_run = _apply_run(apply, run, layers, state)
+      outputs.update(of_run)
+    return state, outputs
 
+  if segment.count == 1:
+    state, outputs = apply_pattern(state, jax.tree.map(lambda x: x[0], stacks))
+    return state, jax.tree.map(lambda x: x[None], outputs)
 
-def _lent(name: str, own: dict[str, Any], kept: dict[str, Any], run: Pass) -> LayerMemory:
-  """The memory of the only layer of this stack, which lends it, after the pass reached it."""
-  if name not in own:
-    return LayerMemory(jax.tree.map(lambda x: x[0], kept[name]))
-  prefix = jax.tree.map(lambda x: x[0], run.prefix.get(name))
-  return LayerMemory(own[name], jnp.int32(0), prefix)
+  def body(carry: Any, layers: dict[str, LayerInputs]) -> tuple[Any, LayerOutputs]:
+    x_BTD, cache = carry
+    after, outputs = apply_pattern(State(x_BTD, cache, state.lent), layers)
+    return (after.x_BTD, after.cache), outputs
 
-
-def _layer(
-  config: ModelConfig, segment: Segment, number: int, inputs: Inputs, run: Pass, remat: str
-) -> Layer:
-  """The layer of this number as a function of its parameters."""
-  kind = config.kind(number)
-  block = Block(config, kind)
-  rope = (inputs.local_rope if kind.window else inputs.rope) if kind.rotated else None
-
-  def layer(
-    params: Any,
-    x_BTD: jax.Array,
-    memory: LayerMemory | None,
-    per_layer_BTN: jax.Array | None,
-    given_BTU: jax.Array | None,
-    level_BSD: jax.Array | None,
-  ) -> tuple[jax.Array, Any, Routed | None]:
-    attend, recur = run.attend(kind.window, memory), run.recur(memory)
-    seen = Seen(rope, attend, recur, bool(run.own), kind.keys)
-    routes = inputs.routes.replace(given=given_BTU)
-    out: Any = block.apply({"params": params}, x_BTD, routes, seen, per_layer_BTN)
-    x_BTD = out[0]
-    if level_BSD is not None:
-      x_BTD = x_BTD.at[:, : level_BSD.shape[1]].add(level_BSD)
-    return constrain(x_BTD, config.rows), *out[1:]
-
-  if not remat:
-    return layer
-  policy = getattr(jax.checkpoint_policies, remat)
-  # A loop keeps XLA from sharing the recomputed values with the first ones. Without a loop,
-  # something else must.
-  is_loop = segment.count > 1 and not _is_unrolled(config, segment)
-  return jax.checkpoint(layer, policy=policy, prevent_cse=not is_loop)
+  cache = {name: state.cache[name] for name in stacks if name in state.cache}
+  unroll = segment.count if unrolls else 1
+  (x_BTD, cache), outputs = jax.lax.scan(body, (state.x_BTD, cache), stacks, unroll=unroll)
+  return State(x_BTD, state.cache | cache, state.lent), outputs
 
 
-def _is_unrolled(config: ModelConfig, segment: Segment) -> bool:
+def _stack(
+  params: Any, config: ModelConfig, segment: Segment, number: int, shared: Shared
+) -> LayerInputs:
+  """The inputs of all layers of the stack whose first layer has this number."""
+  name, levels, experts_LBTU = f"layers_{number}", shared.levels_KBSD, None
+  in_model = slice(number, segment.end, segment.period)
+  sparse = sparse_stacks(config)
+  if shared.routes.given is not None and name in sparse:
+    experts_BTY = shared.routes.given
+    experts_BTLU = experts_BTY.reshape(*experts_BTY.shape[:2], -1, config.experts_per_token)
+    experts_LBTU = jnp.moveaxis(experts_BTLU[:, :, jnp.array(sparse[name])], 2, 0)
+  # Only the first layers have a level. The segments after them do not look for one.
+  has_levels = levels is not None and segment.first < len(levels)
+  return LayerInputs(
+    params[name],
+    jnp.arange(segment.count),
+    shared.prefix.get(name),
+    None if shared.embeddings_LBTN is None else shared.embeddings_LBTN[in_model],
+    experts_LBTU,
+    jnp.arange(config.num_layers)[in_model] if has_levels else None,
+  )
+
+
+def _unrolls(config: ModelConfig, segment: Segment) -> bool:
   """Whether the loop over a segment is compiled as straight code.
 
   On a CPU, a loop copies the weights of each layer out of their stacks, and activations and
@@ -297,124 +211,29 @@ def _loops_over_runs(config: ModelConfig) -> bool:
   return (config.platform or jax.default_backend()) != "cpu"
 
 
-def _runs(config: ModelConfig, segment: Segment) -> list[list[str]]:
-  """The names of a pattern's stacks, with those of equal neighbours together."""
-  numbers = dict(enumerate(segment.names, segment.first))
-  groups = itertools.groupby(numbers, config.kind)
-  return [[numbers[number] for number in group] for _, group in groups]
-
-
 def _apply_run(
-  stack: Stack, x_BTD: jax.Array, told: list[tuple[Any, ...]]
-) -> tuple[jax.Array, list[Any]]:
-  """Applies equal layers, one after another, in a loop.
+  apply: ApplyLayer,
+  kinds: Mapping[str, LayerKind],
+  layers: Mapping[str, LayerInputs],
+  state: State,
+) -> tuple[State, LayerOutputs]:
+  """`apply_in_turn` of equal layers, without a cache. Several of them are a loop of XLA."""
+  if len(kinds) == 1:
+    return apply_in_turn(apply, kinds, layers, state)
+  first, kind = next(iter(kinds.items()))
 
-  Args:
-    stack: The first of their stacks.
-    x_BTD: The residual stream.
-    told: For each of them its parameters, embeddings, given experts and level.
+  def body(x_BTD: jax.Array, layer: LayerInputs) -> tuple[jax.Array, Any]:
+    before = state._replace(x_BTD=x_BTD)
+    after, outputs = apply_in_turn(apply, {first: kind}, {first: layer}, before)
+    return after.x_BTD, outputs[first]
 
-  Returns:
-    The residual stream, and for each layer what its mixer keeps and what its router did.
-  """
-
-  def layer(x_BTD: jax.Array, of_layer: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-    params, *others = of_layer
-    x_BTD, *out = stack.layer(params, x_BTD, stack.borrowed, *others)
-    return x_BTD, out
-
-  x_BTD, outs = jax.lax.scan(layer, x_BTD, jax.tree.map(lambda *parts: jnp.stack(parts), *told))
-  return x_BTD, [jax.tree.map(lambda x, at=i: x[at], outs) for i in range(len(told))]
-
-
-def _level(levels_KBSD: jax.Array | None, number: jax.Array) -> jax.Array | None:
-  """The level added after the layer of this number: 0 after the last one that has a level."""
-  if levels_KBSD is None:
-    return None
-  last = len(levels_KBSD) - 1
-  level_BSD = levels_KBSD[jnp.minimum(number, last)]
-  return jnp.where(number <= last, level_BSD, 0)
+  stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(layers[name] for name in kinds))
+  x_BTD, outputs = jax.lax.scan(body, state.x_BTD, stacked)
+  of_each = {name: jax.tree.map(lambda x, at=i: x[at], outputs) for i, name in enumerate(kinds)}
+  return state._replace(x_BTD=x_BTD), of_each
 
 
-def _levels_of(
-  segment: Segment, place: jax.Array, levels_KBSD: jax.Array | None
-) -> dict[str, jax.Array | None]:
-  """`_level` of the layers of one pattern of a segment, by the names of their stacks."""
-  numbers = enumerate(segment.names, segment.first)
-  return {name: _level(levels_KBSD, first + segment.period * place) for first, name in numbers}
-
-
-def _apply_segment(
-  config: ModelConfig,
-  segment: Segment,
-  stacks: dict[str, Stack],
-  x_BTD: jax.Array,
-  run: Pass,
-  levels_KBSD: jax.Array | None = None,
-) -> Outputs:
-  """Applies the layers of a segment, which are given by the names of their stacks."""
-  is_decoding = bool(run.own)
-  runs = [[name] for name in stacks]
-  if not is_decoding and segment.count > 1 and _loops_over_runs(config):
-    runs = _runs(config, segment)
-
-  def apply_one(
-    name: str, x_BTD: jax.Array, own: Any, prefix: Any, place: jax.Array, of_layer: Any, *told: Any
-  ) -> tuple[jax.Array, Any, Routed | None]:
-    stack, memory = stacks[name], stacks[name].borrowed
-    if name in own:
-      memory = LayerMemory(own[name], place, prefix.get(name))
-    if is_decoding:
-      of_layer = in_stacks(config, of_layer, stack.params, place)
-    return stack.layer(of_layer, x_BTD, memory, *told)
-
-  def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
-    (x_BTD, own), (params, prefix, per_layer, given, place) = carry, of_pattern
-    own, routed_parts, level_of = dict(own), [], _levels_of(segment, place, levels_KBSD)
-    kept: dict[str, Any] = {}
-    for names in runs:
-      told = [
-        (params[name], per_layer.get(name), given.get(name), level_of[name]) for name in names
-      ]
-      if len(names) > 1:
-        x_BTD, outs = _apply_run(stacks[names[0]], x_BTD, told)
-      else:
-        x_BTD, *out = apply_one(names[0], x_BTD, own, prefix, place, *told[0])
-        outs = [out]
-      for name, (rest, routed) in zip(names, outs, strict=True):
-        if rest is not None:
-          (own if name in own else kept)[name] = rest
-        if routed is not None:
-          routed_parts.append(routed)
-    return (x_BTD, own), (kept, _joined(routed_parts, jnp.stack, 0))
-
-  def of_segment(by_stack: Any) -> Any:
-    return {name: by_stack[name] for name in stacks if by_stack.get(name) is not None}
-
-  params = {name: stack.params for name, stack in stacks.items()}
-  per_layer = of_segment({name: stack.per_layer_LBTN for name, stack in stacks.items()})
-  given = of_segment({name: stack.given_LBTU for name, stack in stacks.items()})
-  carry = x_BTD, of_segment(run.own)
-  of_patterns = params, of_segment(run.prefix), per_layer, given, jnp.arange(segment.count)
-  if segment.count == 1:
-    (x_BTD, own), out = pattern(carry, jax.tree.map(lambda x: x[0], of_patterns))
-    kept, routed = jax.tree.map(lambda x: x[None], out)
-  else:
-    unroll = segment.count if _is_unrolled(config, segment) else 1
-    (x_BTD, own), (kept, routed) = jax.lax.scan(pattern, carry, of_patterns, unroll=unroll)
-
-  return Outputs(x_BTD, own, kept, jax.tree.map(_in_order, routed))
-
-
-def _in_order(x: jax.Array) -> jax.Array:
-  """[patterns, sparse layers of a pattern, B, ...] -> [B, layers, ...]"""
-  return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, 1)
-
-
-def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-  """Fixes the sharding of an activation.
-
-  If XLA may choose, it splits activations along D, as fsdp splits the weights, and gathers all
-  their rows on every device.
-  """
-  return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+def _alternating(*of_stacks: jax.Array) -> jax.Array:
+  """The arrays [layers of a stack, B, ...] of a pattern's stacks as [B, layers, ...], in order."""
+  together = jnp.stack(of_stacks, 1)
+  return jnp.moveaxis(together.reshape(-1, *together.shape[2:]), 0, 1)

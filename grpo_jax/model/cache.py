@@ -235,7 +235,7 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 
 
 def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Prefix:
-  """Makes a prompt and the tokens of its row one longer prompt, which has as many slots.
+  """Joins each prompt and the tokens of its row to one longer prompt, which has as many slots.
 
   A stack with fewer slots than the longer prompt has tokens gets the last ones, as in
   `within_windows`.
@@ -245,21 +245,26 @@ def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Pref
     own_P: int32, how many tokens of each row are taken. States are those after all of its tokens.
     passes_P: int32, how many tokens were written after the last one that is taken.
   """
-  lengths_P, prefix = cache.prefix.lengths_P + own_P, cache.prefix
+  prefix = cache.prefix
+  lengths_P = prefix.lengths_P + own_P
 
-  def joined(of_prompt_LPKSE: jax.Array, own: jax.Array) -> jax.Array:
-    own = with_axes(own, cache.axes)
-    own_LPKCE = (own if own.ndim == 6 else own[None])[:, :, :, 0]
-    S, C = of_prompt_LPKSE.shape[3], own_LPKCE.shape[3]
+  def joined(prompt_LPKSE: jax.Array, row: jax.Array) -> jax.Array:
+    row = with_axes(row, cache.axes)
+    row_LPKCE = (row if row.ndim == 6 else row[None])[:, :, :, 0]
+    S, C = prompt_LPKSE.shape[3], row_LPKCE.shape[3]
+    # Slot s of the result has token number token_PS[p, s] of the longer prompt: one of its last S.
     token_PS = jnp.maximum(lengths_P - S, 0)[:, None] + jnp.arange(S)
-    of_prompt_PS = token_PS - jnp.maximum(prefix.lengths_P - S, 0)[:, None]
-    of_own_PS = (cache.time - passes_P - lengths_P)[:, None] + token_PS
-    is_own_PS = token_PS >= prefix.lengths_P[:, None]
+    is_of_row_PS = token_PS >= prefix.lengths_P[:, None]
+    # Where that token lies now: the shorter prompt has its own last S tokens here, and the last
+    # token that is taken of a row was written `passes_P` passes before the newest.
+    slot_of_prompt_PS = token_PS - jnp.maximum(prefix.lengths_P - S, 0)[:, None]
+    slot_of_row_PS = ((cache.time - passes_P - lengths_P)[:, None] + token_PS) % C
+    # A slot of the prompt may be out of range where the token is of the row. It is not used there.
     take = jax.vmap(functools.partial(jnp.take, axis=2, mode="clip"), (1, 0), 1)
     return jnp.where(
-      is_own_PS[None, :, None, :, None],
-      take(own_LPKCE, of_own_PS % C),
-      take(of_prompt_LPKSE, of_prompt_PS),
+      is_of_row_PS[None, :, None, :, None],
+      take(row_LPKCE, slot_of_row_PS),
+      take(prompt_LPKSE, slot_of_prompt_PS),
     )
 
   keys, values = jax.tree.map(joined, (prefix.keys, prefix.values), (cache.keys, cache.values))
@@ -270,24 +275,28 @@ def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Pref
 def with_slots(config: ModelConfig, cache: Cache, slots: int) -> Cache:
   """The cache with another number of slots, at least as many as the longest row has tokens.
 
-  The tokens get new numbers, the same in all stacks, so that the newest has a low one.
+  It counts as if fewer tokens had been written (`Cache.time`): as many as fit both numbers of
+  slots. So the next token comes right after the rows' tokens, in all stacks.
   """
   time = jnp.minimum(cache.time, min(cache.slots, slots))
-  new_C = _slots_of_stacks(config, slots, cache.rewind)
+  slots_of = _slots_of_stacks(config, slots, cache.rewind)
 
-  def own(new_C: int, stack: jax.Array) -> jax.Array:
-    age_C = (time - 1 - jnp.arange(new_C)) % new_C
+  def resized(old_stack: jax.Array, C: int) -> jax.Array:
+    # How many tokens ago each new slot was written, by the new count, and the old slot of that age.
+    age_C = (time - 1 - jnp.arange(C)) % C
+    old_slot_C = (cache.time - 1 - age_C) % old_stack.shape[-2]
     # New slots that are older than all old ones get any token, because no row sees them.
-    return jnp.take(stack, (cache.time - 1 - age_C) % stack.shape[-2], axis=-2)
+    return jnp.take(old_stack, old_slot_C, axis=-2)
 
-  def resized(old: PerStack) -> PerStack:
-    # Keys and values, or the numbers and scales of each.
+  def all_resized(old: PerStack) -> PerStack:
+    # An `Int8` has two arrays: numbers and scales.
     return {
-      name: jax.tree.map(functools.partial(own, new_C[name]), stack) for name, stack in old.items()
+      name: jax.tree.map(functools.partial(resized, C=slots_of[name]), stack)
+      for name, stack in old.items()
     }
 
   return cache.replace(
-    keys=resized(cache.keys), values=resized(cache.values), time=time, slots=slots
+    keys=all_resized(cache.keys), values=all_resized(cache.values), time=time, slots=slots
   )
 
 

@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.model.attention import decode_choice
 from grpo_jax.model.attention.softmax import Int8, Own, Scoring, as_int8, softmax_attention
-from grpo_jax.model.blocks import LayerMemory, Pass
+from grpo_jax.model.block import LayerMemory, Shared
 from grpo_jax.model.cache import Cache, Prefix, with_axes, without_axes
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layouts import in_order
 from grpo_jax.model.mixers.seen import Attend, KeysAndValues, Recur, Scan
+from grpo_jax.model.rope import Rotation
 
 
 def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemory) -> Attend:
@@ -32,7 +33,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     sinks_H: jax.Array | None = None,
   ) -> tuple[jax.Array, KeysAndValues | None]:
     (B, T, H, E), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
-    K, _, C, _ = with_axes(jax.tree.leaves(memory.own)[0], cache.axes).shape[-4:]
+    K, _, C, _ = with_axes(jax.tree.leaves(memory.stack)[0], cache.axes).shape[-4:]
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
 
     def put(stack: jax.Array, new: jax.Array) -> jax.Array:
@@ -62,10 +63,10 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
         return stack
       return jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
 
-    stacks_of_own, written = memory.own, None
+    stacks_of_own, written = memory.stack, None
     if k_BTKE is not None:
-      values = None if v_BTKE is None else write(memory.own[1], v_BTKE)
-      stacks_of_own = written = write(memory.own[0], k_BTKE), values
+      values = None if v_BTKE is None else write(memory.stack[1], v_BTKE)
+      stacks_of_own = written = write(memory.stack[0], k_BTKE), values
     prefix = _both(memory.prefix) if cache.prefix is not None else None
     prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window) if prefix else None
     if T == 1 and decode_choice.fits(config) and C % decode_choice.SLOTS == 0:
@@ -111,35 +112,43 @@ def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) ->
       return jax.lax.dynamic_update_index_in_dim(stack, layer, memory.place, 0)
 
     is_token_BT = jnp.arange(T) < lengths_B[:, None]
-    out, state_B = scan(inputs_BT, jax.tree.map(read, memory.own), is_token_BT)
-    return out, jax.tree.map(write, memory.own, state_B)
+    out, state_B = scan(inputs_BT, jax.tree.map(read, memory.stack), is_token_BT)
+    return out, jax.tree.map(write, memory.stack, state_B)
 
   return recur
 
 
-def to_pass(config: ModelConfig, cache: Cache, lengths_B: jax.Array) -> Pass:
-  """The pass of new tokens that attend to themselves and to those in the cache.
+def shared_inputs(
+  config: ModelConfig, cache: Cache, lengths_B: jax.Array, rope: Rotation, local_rope: Rotation
+) -> Shared:
+  """The inputs of the layers for new tokens that attend to themselves and to those in the cache.
 
   Args:
     config: The model.
     cache: The cache.
     lengths_B: int32, how many new tokens each row has.
+    rope: The rotary angles of the layers without a window.
+    local_rope: The rotary angles of the layers with a window.
   """
 
   def pairs(layers: Cache | Prefix) -> dict[str, KeysAndValues]:
     return {name: (keys, layers.values.get(name)) for name, keys in layers.keys.items()}
 
-  attend = functools.partial(with_cache, config, cache)
-  recur = functools.partial(recur_with_cache, cache, lengths_B)
-  own = pairs(cache) | cache.states
-  return Pass(attend, recur, own, pairs(cache.prefix) if cache.prefix else {})
+  return Shared(
+    rope,
+    local_rope,
+    attend=functools.partial(with_cache, config, cache),
+    recur=functools.partial(recur_with_cache, cache, lengths_B),
+    cache=pairs(cache) | cache.states,
+    prefix=pairs(cache.prefix) if cache.prefix else {},
+  )
 
 
-def updated(cache: Cache, own: Mapping[str, Any], tokens: int) -> Cache:
-  """The cache after a pass of `to_pass` over rows of `tokens` new tokens."""
-  keys = {name: own[name][0] for name in cache.keys}
-  values = {name: own[name][1] for name in cache.values}
-  states = {name: own[name] for name in cache.states}
+def updated(cache: Cache, stacks: Mapping[str, Any], tokens: int) -> Cache:
+  """The cache after a pass of rows of `tokens` new tokens, whose `Outputs.cache` are `stacks`."""
+  keys = {name: stacks[name][0] for name in cache.keys}
+  values = {name: stacks[name][1] for name in cache.values}
+  states = {name: stacks[name] for name in cache.states}
   time, lengths_PG = cache.time + tokens, cache.lengths_PG + tokens
   return cache.replace(keys=keys, values=values, time=time, lengths_PG=lengths_PG, states=states)
 

@@ -70,22 +70,25 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   Raises:
     ConfigError: The model does not have one of the projections.
   """
-  shapes = {
+  # The kernels of single layers, so that what a seed draws does not depend on how layers lie
+  # stacked.
+  kernel_shapes = {
     name: leaf.shape[1:]
     for stack, leaf in flatten_dict(base, sep="/").items()
     if can_adapt(stack, config) and _last(_path(stack)) in config.lora.targets
     for name in layer_names(stack, config)
   }
-  for module in modules_of(
-    sorted(set(config.lora.targets) - {_last(_path(name)) for name in shapes})
-  ):
+  missing = set(config.lora.targets) - {_last(_path(name)) for name in kernel_shapes}
+  if missing:
+    module, *_ = modules_of(sorted(missing))
     raise ConfigError(
       f"config key lora.targets: the model has no projection {module} that can have an adapter"
       " (experts cannot, and a vision tower only with model.vision=trained): leave it out"
     )
   leaves = {}
-  for name, kernel_key in zip(sorted(shapes), jax.random.split(key, len(shapes))):
-    inputs, outputs = _split_shape(name, shapes[name])
+  names = sorted(kernel_shapes)
+  for name, kernel_key in zip(names, jax.random.split(key, len(names)), strict=True):
+    inputs, outputs = _split_shape(name, kernel_shapes[name])
     shape_a, shape_b = (*inputs, config.lora.rank), (config.lora.rank, *outputs)
     bound = 1 / math.sqrt(math.prod(inputs))
     module = name.removesuffix("kernel")

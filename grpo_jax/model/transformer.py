@@ -10,15 +10,8 @@ import jax.numpy as jnp
 from grpo_jax.model import cached_pass, vision
 from grpo_jax.model import rope as rope_lib
 from grpo_jax.model.attention import Groups, in_groups, recur_in_groups
-from grpo_jax.model.blocks import (
-  Block,
-  Inputs,
-  LayerMemory,
-  Outputs,
-  Pass,
-  apply_layers,
-  constrain,
-)
+from grpo_jax.model.block import Block, LayerMemory, Shared, constrain
+from grpo_jax.model.blocks import Outputs, apply_layers
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layer_embeddings import PerLayerInputs
@@ -143,14 +136,14 @@ def routed_features(
     # Angles for the longest text there can be, so that a computation with the cache and one without
     # it agree.
     angles = _angles(c, vision.positions(visual, positions_BT), c.length or c.max_positions)
-    run = cached_pass.to_pass(c, cache, lengths_B)
-    out = _hidden(params, c, tokens_BT, Inputs(*angles), run, visual=visual)
-    return out.x_BTD, cached_pass.updated(cache, out.own, T), _experts(c, out)
+    shared = cached_pass.shared_inputs(c, cache, lengths_B, *angles)
+    out = _hidden(params, c, tokens_BT, shared, visual=visual)
+    return out.x_BTD, cached_pass.updated(cache, out.cache, T), _experts(c, out)
   groups = Groups(lengths_B, prompt_slots=T)
   attend = in_groups(c, groups, vision.pictures(c, visual, T), keep=True)
-  run = Pass(attend, recur_in_groups(groups, keep=True))
   angles = _angles(c, vision.positions(visual, positions_BT), c.length or T)
-  out = _hidden(params, c, tokens_BT, Inputs(*angles), run, visual=visual)
+  shared = Shared(*angles, attend, recur_in_groups(groups, keep=True))
+  out = _hidden(params, c, tokens_BT, shared, visual=visual)
   return out.x_BTD, cached_pass.of_rows(out.kept, T), _experts(c, out)
 
 
@@ -195,10 +188,10 @@ def group_features(
   positions = vision.positions(visual, groups.positions_from(next_P))
   if c.context > 1:
     positions = constrain(positions, c.rows)
-  inputs = Inputs(*_angles(c, positions, longest), routes=routes)
+  angles = _angles(c, positions, longest)
   attend = in_groups(c, groups, vision.pictures(c, visual, groups.prompt_slots))
-  run = Pass(attend, recur_in_groups(groups))
-  out = _hidden(params, c, tokens_PN, inputs, run, remat, visual=visual)
+  shared = Shared(*angles, attend, recur_in_groups(groups), routes)
+  out = _hidden(params, c, tokens_PN, shared, remat, visual=visual)
   return out.x_BTD, out.routed and out.routed.sums
 
 
@@ -206,8 +199,7 @@ def _hidden(
   params: Params,
   config: ModelConfig,
   tokens_BT: jax.Array,
-  inputs: Inputs,
-  run: Pass,
+  shared: Shared,
   remat: str = "",
   *,
   visual: Visual | None = None,
@@ -223,12 +215,12 @@ def _hidden(
   if visual is not None:
     # The embeddings are multiplied by now, and what the tower makes of images is not.
     x_BTD = constrain(vision.put(x_BTD, visual), c.rows)
-    inputs = inputs._replace(levels_KBSD=vision.further_levels(visual, c.dtype))
+    shared = shared._replace(levels_KBSD=vision.further_levels(visual, c.dtype))
   if c.per_layer_dim:
     if visual is not None:
       tokens_BT = vision.as_padding(tokens_BT, visual, c.vision.pad_id)
-    inputs = inputs._replace(per_layer_LBTN=parts.per_layer(tokens_BT, x_BTD))
-  out = apply_layers(params, c, x_BTD, inputs, run, remat)
+    shared = shared._replace(embeddings_LBTN=parts.per_layer(tokens_BT, x_BTD))
+  out = apply_layers(params, c, x_BTD, shared, remat)
   return out._replace(x_BTD=parts.final_norm(out.x_BTD))
 
 

@@ -100,21 +100,23 @@ def shared_prompt(branches: Sequence[Branch], most: int) -> tuple[int, ...]:
 
 
 def _paths(traces: Sequence[Trace]) -> list[Branch]:
-  """The path to each call, from the prompt of a first call."""
+  """The path from the first call of a tree to each call, with the tokens of both included.
+
+  A call's parent is the earlier one whose path is the longest beginning of the call's prompt.
+  """
   paths = list[Branch]()
   for number, trace in enumerate(traces):
-    read = tuple(trace.prompt)
-    before = [path for path in paths if read[: len(path.tokens)] == path.tokens]
-    parent = max(before, key=lambda path: len(path.tokens), default=Branch())
-    given, wrote = read[len(parent.tokens) :], len(trace.tokens)
+    prompt = tuple(trace.prompt)
+    ancestors = [path for path in paths if prompt[: len(path.tokens)] == path.tokens]
+    parent = max(ancestors, key=lambda path: len(path.tokens), default=Branch())
+    added = prompt[len(parent.tokens) :]  # by the program, after the parent's answer
     paths.append(
       Branch(
-        parent.tokens + given + tuple(trace.tokens),
-        parent.calls + (-1,) * len(given) + (number,) * wrote,
-        (),
-        parent.logprobs + (0.0,) * len(given) + tuple(trace.logprobs),
-        trace.finish == "length",
-        parent.asked or len(read),
+        tokens=parent.tokens + added + tuple(trace.tokens),
+        calls=parent.calls + (-1,) * len(added) + (number,) * len(trace.tokens),
+        logprobs=parent.logprobs + (0.0,) * len(added) + tuple(trace.logprobs),
+        is_cut=trace.finish == "length",
+        asked=parent.asked or len(prompt),
       )
     )
   return paths

@@ -101,17 +101,19 @@ class Completer:
   def __call__(
     self, params: Any, prompts: PromptBatch, key: jax.Array, temperature: float = 1.0
   ) -> Rollouts:
-    """Completes each prompt of a batch. The arguments are those of `parts`.
+    """Completes each prompt of a batch, and waits for all. The arguments are those of `parts`.
 
     Returns:
-      All rollouts, with the texts of the prompts that this process scores.
+      The rollouts in the order of the prompts, with texts for the prompts that this process scores.
     """
-    played = [*self.parts(params, prompts, key, temperature)]
-    order = np.argsort([number for one in played for number in one.numbers])
-    rollouts = take(concatenate([one.rollouts for one in played]), order)
-    if rollouts.turns_PG is not None:
-      return rollouts.replace(texts_PG=last_turns(rollouts.turns_PG, prompts.own))
-    texts_PG = texts_of(rollouts.completions, self._decode_text, prompts.own)
+    parts = [*self.parts(params, prompts, key, temperature)]
+    # Groups come as they end. Their numbers are the places of their prompts in the batch.
+    order = np.argsort([number for part in parts for number in part.numbers])
+    rollouts = take(concatenate([part.rollouts for part in parts]), order)
+    if rollouts.turns_PG is None:
+      texts_PG = texts_of(rollouts.completions, self._decode_text, prompts.own)
+    else:  # a conversation is scored by the policy's last turn, not by all of its tokens
+      texts_PG = last_turns(rollouts.turns_PG, prompts.own)
     return rollouts.replace(texts_PG=texts_PG)
 
 

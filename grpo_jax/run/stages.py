@@ -156,53 +156,55 @@ class _ProgramArguments:
     return held | {"rows in flight": flight} if flight else held
 
   def _sampling_stages(self, name: str, prompts: int, group_size: int) -> Iterator[Stage]:
-    """The functions that a sampler calls if no completion ends early."""
+    """The functions that a sampler calls if no completion ends early.
+
+    The first prompts begin together. Then chunks decode their rows, in a cache that grows from one
+    of `pace.slots` to the next. Where there are more rows than seats, the other prompts arrive when
+    the first rows have ended, in waves.
+    """
     is_encoded = self._run.parameters.encodes_first and name in ("sample", "greedy")
     keeps_experts = name == "sample" and self._config.learner.router_replay
     sampler = self._run.programs.sampler(keeps_experts=keeps_experts)
     pace, programs = sampler.pace(prompts, group_size), sampler.programs
     grid, S = pace.grid, self._config.data.max_prompt_tokens
     settings = self._settings(grid.rows)
-    count = min(grid.places, prompts)
+    at_first = min(grid.places, prompts)
     flight = programs.abstract(grid, pace.slots[0], self._sampled, S, settings)
     visual = self._held.waiting if is_encoded else 0.0
-    others = visual * (1 - count / prompts)
-    begin = grid, pace.slots[0], self._sampled, self._prompts(count, is_encoded), None, settings
+    visual_of_others = visual * (1 - at_first / prompts)
+    begin = grid, pace.slots[0], self._sampled, self._prompts(at_first, is_encoded), None, settings
     cache = device_bytes(flight.cache)
-    yield Stage(programs.begin, begin, cache=cache, visual=others)
+    yield Stage(programs.begin, begin, cache=cache, visual=visual_of_others)
     waves = -(-prompts * group_size // grid.rows)
-    done = 0
+    written = 0  # tokens of the first rows, before a chunk of these slots
     for slots in pace.slots:
       flight = programs.abstract(grid, slots, self._sampled, S, settings)
       # The token that is drawn last needs no slot.
       needed = min(slots, programs.decoding.max_tokens - 1)
-      rounds = needed - done
+      rounds = needed - written
       if slots == pace.slots[-1]:  # the rows of later waves find a cache of the full size
         if prompts > grid.places:
           waiting = (
             self._prompts(pace.prompts_at_once, is_encoded),
-            self._some("int32", pace.prompts_at_once),
+            self._host_array("int32", pace.prompts_at_once),
           )
           runs = -(-(prompts - grid.places) // pace.prompts_at_once)
           cache = device_bytes(flight.cache)
           arrive = flight, self._sampled, *waiting
           yield Stage(programs.arrive, arrive, runs, cache=cache, visual=visual)
         rounds += (waves - 1) * (programs.decoding.max_tokens - 1)
-      done = needed
+      written = needed
       if not rounds:
         continue
-      numbers = (
-        self._some("bool", grid.rows),
-        self._some("uint32", grid.rows, 2),
-        self._some("int32", grid.rows),
+      new_rows = NewRows(
+        is_new_R=self._host_array("bool", grid.rows),
+        key_R2=self._host_array("uint32", grid.rows, 2),
+        number_R=self._host_array("int32", grid.rows),
+        settings=settings,
       )
-      arguments = (
-        self._sampled,
-        flight,
-        NewRows(*numbers, settings),
-        self._some("bool", grid.rows),
-        Chunk(self._some("int32"), self._some("int32")),
-      )
+      taken_R = self._host_array("bool", grid.rows)
+      chunk = Chunk(self._host_array("int32"), self._host_array("int32"))
+      arguments = self._sampled, flight, new_rows, taken_R, chunk
       runs = -(-rounds // (programs.columns - 1))
       yield Stage(
         programs.chunk,
@@ -232,23 +234,14 @@ class _ProgramArguments:
   def update(self) -> Program:
     """A GRPO update."""
     algo = self._config.algo
-    like_mask = self._batch.mask_PGT
-    batch = self._batch.replace(
-      advantages_PGT=like_mask,
-      old_logprobs_PGT=None if self._config.old_is_policy else like_mask,
-      ref_logprobs_PGT=like_mask if algo.uses_reference and not algo.needs_full_kl else None,
-    )
     prompts = self._config.batch.prompts // algo.minibatches
-    part = self._with_rows(batch, prompts)
-    parts = prompts // (self._run.programs.micro_batch or prompts)
-    state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
+    micro_batches = prompts // (self._run.programs.micro_batch or prompts)
     update: Any = self._run.programs.update
+    stage = Stage(update.whole, self._update_arguments, rounds={micro_batches: micro_batches})
     read_by_loss = ("reference",) if algo.needs_full_kl else ()
     taken = ("weights", "moments", "frozen base", *read_by_loss)
     held, gradients = self._beside_flight(self._held.learning), self._held.gradients
-    updates = str(algo.updates_per_step)
-    stage = Stage(update.whole, (state, base, self.reference, part), rounds={parts: parts})
-    return Program("update", updates, (stage,), held, taken, gradients)
+    return Program("update", str(algo.updates_per_step), (stage,), held, taken, gradients)
 
   def compile_sampling(self, compiler: Compiler) -> None:
     """Has the first chunk of a step compiled."""
@@ -264,12 +257,12 @@ class _ProgramArguments:
       batch = self._batch.without_experts()
       logprobs, reference = programs.logprobs, self.reference
       compiler.prepare(lambda: logprobs.compile_ahead(compiler, reference, batch))
-    update, arguments = programs.update, self._of_update
+    update, arguments = programs.update, self._update_arguments
     compiler.prepare(lambda: update.compile_ahead(compiler, *arguments))
 
   @property
-  def _of_update(self) -> tuple[Any, ...]:
-    """The arguments of an update."""
+  def _update_arguments(self) -> tuple[Any, ...]:
+    """The shapes of an update's arguments: state, frozen base, reference and batch."""
     algo, like_mask = self._config.algo, self._batch.mask_PGT
     batch = self._batch.replace(
       advantages_PGT=like_mask,
@@ -290,7 +283,7 @@ class _ProgramArguments:
       temperature_P=self._batch.temperature_P,
     )
     count = self._config.warm_start.batch
-    batch = self._with_rows(self._seeing(batch, count), count)
+    batch = self._with_rows(self._with_images(batch, count), count)
     update: Any = self._run.programs.warm_update
     state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
     stage = Stage(update.whole, (state, base, None, batch))
@@ -300,30 +293,30 @@ class _ProgramArguments:
 
   @functools.cached_property
   def _batch(self) -> Batch:
-    """The batch as it is before the reference and the advantages are computed."""
+    """The shapes of a step's batch, before the reference and the advantages are computed."""
     P, G, T = (
       self._config.batch.prompts,
       self._config.rows_per_prompt,
       self._config.sampling.max_tokens,
     )
-    temperature_P = self._some("float32", P)
+    temperature_P = live_P = self._host_array("float32", P)
     completions = Completions(
-      tokens_PGT=self._some("int32", P, G, T),
-      lengths_PG=self._some("int32", P, G),
-      sampled_PGT=self._some("bool", P, G, T),
-      logprobs_PGT=self._some("float32", P, G, T),
-      behavior_logprobs_PGT=self._some("float32", P, G, T),
-      stopped_by_PG=self._some("int32", P, G),
+      tokens_PGT=self._host_array("int32", P, G, T),
+      lengths_PG=self._host_array("int32", P, G),
+      sampled_PGT=self._host_array("bool", P, G, T),
+      logprobs_PGT=self._host_array("float32", P, G, T),
+      behavior_logprobs_PGT=self._host_array("float32", P, G, T),
+      stopped_by_PG=self._host_array("int32", P, G),
       experts_PGTY=self._experts(P, G, T),
       prompt_experts_PSY=self._experts(P, self._config.data.max_prompt_tokens),
     )
     prompts = self._prompts(P)
-    given = prompts.tokens_nS, prompts.lengths_n, temperature_P, temperature_P
-    batch = jax.eval_shape(self._run.programs.to_batch, completions, *given)
-    return self._with_rows(self._seeing(batch, P), P)
+    arrays = completions, prompts.tokens_nS, prompts.lengths_n, temperature_P, live_P
+    batch = jax.eval_shape(self._run.programs.to_batch, *arrays)
+    return self._with_rows(self._with_images(batch, P), P)
 
-  def _seeing(self, batch: Batch, count: int) -> Batch:
-    """The batch of so many prompts with the most that they can see."""
+  def _with_images(self, batch: Batch, count: int) -> Batch:
+    """The batch of so many prompts with the most images that they can have, or visual tokens."""
     config, parameters = self._config, self._run.parameters
     if not parameters.model.has_frozen_tower:
       return batch.replace(images=images_of(config, parameters.model, count))
@@ -335,7 +328,7 @@ class _ProgramArguments:
     model_config = self._run.parameters.model
     if not self._config.learner.router_replay:
       return None
-    return self._some(model_config.experts_dtype, *shape, model_config.experts_in_all)
+    return self._host_array(model_config.experts_dtype, *shape, model_config.experts_in_all)
 
   def _prompts(self, count: int, is_encoded: bool = False) -> Prompts:
     """So many prompts with the most images that they can have, which may be encoded already."""
@@ -344,15 +337,17 @@ class _ProgramArguments:
     if is_encoded:
       visual = visual_of(self._config, parameters.model, parameters.abstract_policy, count)
       images = self._with_rows(visual, count)
-    return Prompts(self._some("int32", count, S), self._some("int32", count), images=images)
+    return Prompts(
+      self._host_array("int32", count, S), self._host_array("int32", count), images=images
+    )
 
   def _settings(self, rows: int) -> RowSettings:
     """The shapes of the settings of so many rows."""
     settings = by_row(settings_of(self._config.sampling, 1.0), rows, 1)
-    return jax.tree.map(lambda x: self._some(x.dtype, *x.shape), settings)
+    return jax.tree.map(lambda x: self._host_array(x.dtype, *x.shape), settings)
 
-  def _some(self, dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-    """The shape of an array of the host."""
+  def _host_array(self, dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array that lies on the host."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
   def _with_rows(self, batch: Tree, count: int) -> Tree:

@@ -111,20 +111,25 @@ class PrefixPrograms(FlightPrograms):
     return self._seated(flight, made, places_n), scores
 
   def _scores(self, params: Any, made: Prefilled, prompts: Prompts, count: int) -> ScoredPrompts:
+    """The log-probs of prompts, a few places at a time: all their logits would not fit the memory.
+
+    `count` is the number of alternatives in each place.
+    """
     n, S = prompts.tokens_nS.shape
     temperature_n = jnp.ones(n)
 
-    def of_position(given: tuple[jax.Array, jax.Array]) -> ScoredPrompts:
-      hidden_nD, next_n = given
+    def of_place(hidden_and_next: tuple[jax.Array, jax.Array]) -> ScoredPrompts:
+      hidden_nD, next_token_n = hidden_and_next
       logits_nV = model.unembed(params, self._config, hidden_nD)
-      total_n = jax.nn.logsumexp(logits_nV, axis=-1)
-      own_n = jnp.take_along_axis(logits_nV, next_n[:, None], axis=1)[:, 0] - total_n
-      return ScoredPrompts(own_n, *likeliest(logits_nV, temperature_n, count))
+      next_logit_n = jnp.take_along_axis(logits_nV, next_token_n[:, None], axis=1)[:, 0]
+      logprob_n = next_logit_n - jax.nn.logsumexp(logits_nV, axis=-1)
+      return ScoredPrompts(logprob_n, *likeliest(logits_nV, temperature_n, count))
 
-    given = made.hidden_nTD.swapaxes(0, 1), jnp.roll(prompts.tokens_nS, -1, axis=1).T
+    hidden_SnD = made.hidden_nTD.swapaxes(0, 1)
+    next_token_Sn = jnp.roll(prompts.tokens_nS, -1, axis=1).T
     at_once = max(1, min(S, _MOST_LOGITS // (n * self._config.vocab_size)))
-    by_position = jax.lax.map(of_position, given, batch_size=at_once)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1), by_position)
+    by_place = jax.lax.map(of_place, (hidden_SnD, next_token_Sn), batch_size=at_once)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), by_place)
 
   def _go_on(self, flight: Flight, kept: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
     tokens_nU, lengths_n, from_n, known_n, places_n = map(jnp.asarray, suffixes)

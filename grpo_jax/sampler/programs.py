@@ -223,10 +223,12 @@ class FlightPrograms:
     if isinstance(prompts.images, Visual):
       return jax.tree.map(functools.partial(rows_placed, self._config), prompts.images)
     n, I, N, _ = prompts.images.patches_PINC.shape
-    own = n // self._config.row_shards  # prompts of a device
-    at_once = max(1, _MOST_PATCHES // (I * N))
-    size = max(size for size in range(1, own + 1) if own % size == 0 and size <= at_once)
-    parts = own // size
+    # The tower encodes a part of the prompts at a time, so that its activations fit the memory. The
+    # parts are of equal size, as few as hold at most _MOST_PATCHES patches on each device.
+    on_device = n // self._config.row_shards
+    most = max(1, _MOST_PATCHES // (I * N))
+    sizes = [size for size in range(1, on_device + 1) if on_device % size == 0 and size <= most]
+    parts = on_device // max(sizes)
 
     def split(x: Any) -> jax.Array:
       """[parts, n / parts, ...], where each device has its share of every part."""

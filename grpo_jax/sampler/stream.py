@@ -208,7 +208,12 @@ class Stream:
     return News(paused, [self._finished(sorted(ready))], ended_rows)
 
   def _take_replies(self) -> None:
-    """Lets rows go on with their replies, or ends them. Rolls the cache of other paused rows."""
+    """Lets rows go on with their replies, or ends them. Rolls the cache of other paused rows.
+
+    All rows write their next token into the same slot (see model/cache.py). So what a paused row
+    had in the slots written last must move on by the rounds that passed, whether it goes on now or
+    not.
+    """
     T, replies = self._programs.decoding.max_tokens, dict(self._replies)
     self._replies = []
     if not replies and self._has_rolled:
@@ -222,24 +227,23 @@ class Stream:
       given_RT=np.full((R, T), -1, np.int32),
       limit_R=np.full(R, T, np.int32),
     )
-    out, ended = self._drawn, list[int]()
+    ended = list[int]()
     for row, seat in self._paused.items():
-      at = divmod(row, self._members)
-      length, limit = int(out.lengths_PG[at]), int(self._limits_XG[at])
-      tokens: Sequence[int] | None = ()
-      if row in replies:
-        tokens = replies[row]
-        if tokens is None or length + len(tokens) >= limit:
-          ended.append(row)
-          continue
-      after = slice(length, length + len(tokens))
+      x, g = divmod(row, self._members)
+      length, limit = int(self._drawn.lengths_PG[x, g]), int(self._limits_XG[x, g])
+      reply = replies.get(row, ())  # None ends the row
+      if row in replies and (reply is None or length + len(reply) >= limit):
+        ended.append(row)
+        continue
+      reply_slots = slice(length, length + len(reply))
       resumed.is_resumed_R[seat], resumed.kept_R[seat] = True, length
-      resumed.token_R[seat] = out.tokens_PGT[at][length - 1]
-      resumed.given_RT[seat, after] = tokens
-      turn_tokens = self._requests[at[0]].turn_tokens or T
-      resumed.limit_R[seat] = min(after.stop + turn_tokens, limit)
+      resumed.token_R[seat] = self._drawn.tokens_PGT[x, g, length - 1]
+      resumed.given_RT[seat, reply_slots] = reply
+      turn_tokens = self._requests[x].turn_tokens or T
+      resumed.limit_R[seat] = min(reply_slots.stop + turn_tokens, limit)
       if row in replies:
-        self._is_given[at][after], self._turn_XG[at] = True, after.stop
+        self._is_given[x, g, reply_slots] = True
+        self._turn_XG[x, g] = reply_slots.stop
     for row in replies:
       seat = self._paused.pop(row)
       if row in ended:
@@ -263,52 +267,60 @@ class Stream:
     Returns:
       The rows that have ended in it. Those that pause keep their seats.
     """
-    seats, G = self._seats, self._members
-    is_new = np.zeros(self._drawn.lengths_PG.size + 1, bool)  # the last stands for NOBODY
-    is_new[seats_lib.take_seats(seats)] = True
-    move = None if self.is_kept_full else seats_lib.move_together(seats, self._pace.smaller)
-    if move is not None:
-      self._flight = self._programs.move(self._flight, move.rows_NQ, move.places_N)
-      sitting = {row: seat for seat, row in enumerate(seats.row_NQ.reshape(-1).tolist())}
-      self._paused = {row: sitting[row] for row in self._paused}
-    row_R = seats.row_NQ.reshape(-1).copy()
+    is_new_R = self._take_seats()
+    row_R = self._seats.row_NQ.reshape(-1).copy()
     taken_R = row_R != NOBODY
     longest = int(self._drawn.lengths_PG.reshape(-1)[row_R[taken_R]].max())
     chunk = self._with_room(longest)
-    can_pause = any(request.pauses for request in self._requests.values())
     if self._end is not None:
-      soonest = _SOONEST_LOOK
-      if self._flight.cache.states and can_pause:
-        # A row goes on after its last token. A state cannot drop those that were drawn after it, so
-        # the host looks after each. New rows draw one without a round.
-        soonest = 0 if is_new[row_R].any() else 1
-      chunk = chunk._replace(rounds=min(chunk.rounds, np.int32(soonest)))
+      soonest = np.int32(self._rounds_to_look(is_new_R))
+      chunk = chunk._replace(rounds=min(chunk.rounds, soonest))
     going_R = taken_R.copy()
     going_R[list(self._paused.values())] = False
-    x_R, g_R = np.divmod(np.where(taken_R, row_R, 0), G)
+    x_R, g_R = np.divmod(np.where(taken_R, row_R, 0), self._members)
     new = NewRows(
-      is_new_R=is_new[row_R],
+      is_new_R=is_new_R,
       key_R2=self._keys_X2[x_R],
       number_R=(self._first_X[x_R] + g_R).astype(np.int32),
       settings=jax.tree.map(lambda x: x[row_R], self._settings),
     )
-    self._flight, *seen = self._programs.chunk(params, self._flight, new, going_R, chunk)
-    drawn, goes_on_R = jax.device_get(seen)
+    self._flight, *arrays = self._programs.chunk(params, self._flight, new, going_R, chunk)
+    drawn, goes_on_R = jax.device_get(arrays)
     self._has_rolled = not self._paused
     self._count(drawn, chunk)
-    self._keep(row_R, drawn, new.is_new_R, version)
+    self._keep(row_R, drawn, is_new_R, version)
     if self._end is not None:
-      counts_R = drawn.is_drawn_RN.sum(1)
-      drew = np.flatnonzero(counts_R)
-      cut = [self._cut(row_R[seat], counts_R[seat], self._end) for seat in drew]
-      goes_on_R = goes_on_R.copy()
-      goes_on_R[drew[cut]] = False
+      goes_on_R = goes_on_R & ~self._cut_at_texts(row_R, drawn, self._end)
     ended = np.flatnonzero(going_R & ~goes_on_R)
     rows = row_R[ended].tolist()
-    pauses = np.array([self._requests[row // G].pauses for row in rows], bool)
+    pauses = np.array([self._requests[row // self._members].pauses for row in rows], bool)
     self._paused |= {row: seat for row, seat, one in zip(rows, ended.tolist(), pauses) if one}
-    seats_lib.leave(seats, ended[~pauses])
+    seats_lib.leave(self._seats, ended[~pauses])
     return rows
+
+  def _take_seats(self) -> np.ndarray:
+    """Lets waiting rows take free seats, and moves all rows into fewer seats if few are left.
+
+    Returns:
+      bool, which seats have a row that has just sat down.
+    """
+    seats = self._seats
+    new_rows = seats_lib.take_seats(seats)
+    move = None if self.is_kept_full else seats_lib.move_together(seats, self._pace.smaller)
+    if move is not None:
+      self._flight = self._programs.move(self._flight, move.rows_NQ, move.places_N)
+      seat_of = {row: seat for seat, row in enumerate(seats.row_NQ.reshape(-1).tolist())}
+      self._paused = {row: seat_of[row] for row in self._paused}
+    return np.isin(seats.row_NQ.reshape(-1), new_rows)
+
+  def _rounds_to_look(self, is_new_R: np.ndarray) -> int:
+    """The rounds after which the host looks whether a text has ended a row."""
+    can_pause = any(request.pauses for request in self._requests.values())
+    if not can_pause or not self._flight.cache.states:
+      return _SOONEST_LOOK
+    # A row that pauses goes on after the last token of the text. A state cannot drop the tokens
+    # that were drawn after it, so the host looks after each. New rows draw one without a round.
+    return 0 if is_new_R.any() else 1
 
   def _count(self, drawn: Drawn, chunk: Chunk) -> None:
     """Counts the seats of a chunk's rounds, and those that drew."""
@@ -443,6 +455,12 @@ class Stream:
     x, g = np.divmod(row_R[drew], self._members)
     out.lengths_PG[x, g] += drawn.is_drawn_RN.sum(1)[drew]
     out.stopped_by_PG[x, g] = drawn.stopped_by_R[drew]
+
+  def _cut_at_texts(self, row_R: np.ndarray, drawn: Drawn, end: End) -> np.ndarray:
+    """Cuts rows where a text ends them. Returns which ones were cut, bool [R]."""
+    counts_R = drawn.is_drawn_RN.sum(1)
+    is_cut = [count > 0 and self._cut(row, count, end) for row, count in zip(row_R, counts_R)]
+    return np.array(is_cut, bool)
 
   def _cut(self, row: int, new: int, end: End) -> bool:
     """Cuts a row where a text ends it. Returns whether one did.

@@ -101,12 +101,14 @@ class RewardModel:
     texts = self._hosts.on_each(
       lambda: self._make_texts(self._tokens, self._separator, conversations, completions)
     )
-    own_lengths = np.array([len(text.ids) for text in texts], np.int32)
-    lengths_N, owners_N = self._hosts.join_rows(
-      (own_lengths, np.full(len(texts), self._hosts.index, np.int32))
-    )
+    # Every process has texts of its own. The N texts of all are scored together, on the whole mesh,
+    # and each process keeps the scores of its own.
+    here = self._hosts.index
+    lengths = np.array([len(text.ids) for text in texts], np.int32)
+    processes = np.full(len(texts), here, np.int32)
+    lengths_N, process_N = self._hosts.join_rows((lengths, processes))
     tokens_NT = self._hosts.join_rows(_padded(texts, lengths_N.max(initial=0)))
-    own_N = np.cumsum(owners_N == self._hosts.index) - 1  # of a row here, its number in `texts`
+    number_N = np.cumsum(process_N == here) - 1  # in `texts`, of a row of this process
     scored_steps: list[Steps | None] = [None] * len(texts)
     fitting = np.flatnonzero(lengths_N <= self._model.max_positions)
     # Sorted, so that the texts of a batch have about the same length.
@@ -115,10 +117,10 @@ class RewardModel:
       chosen = fitting[start : start + self._batch]
       tokens = self._hosts.put(self._batch_of(tokens_NT[chosen], lengths_N[chosen[-1]]))
       scores = self._hosts.fetch(self._scores(self._params, tokens))
-      for i, row in zip(chosen, scores):
-        if owners_N[i] == self._hosts.index:
-          marks = texts[own_N[i]].marks
-          scored_steps[own_N[i]] = [(end, float(row[position])) for end, position in marks]
+      for i, score_T in zip(chosen, scores):
+        if process_N[i] == here:
+          marks = texts[number_N[i]].marks
+          scored_steps[number_N[i]] = [(end, float(score_T[place])) for end, place in marks]
     return scored_steps
 
   def check_conversations(self) -> None:

@@ -19,8 +19,8 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 Decode = Callable[[list[int]], str]
 
 
-class _Seen(NamedTuple):
-  """A token of an answer.
+class _TokenLogprob(NamedTuple):
+  """A token of an answer, as its log-probs show it.
 
   Attributes:
     text: Its text.
@@ -81,7 +81,7 @@ class AnswerChoice:
     if request.echo is not None:
       given = request.echo[index // request.n]
       self._echo = decode([*self.prompt]) if given is None else given
-    self._asks, self._alternatives = bool(request.alternatives), list[Likely]()
+    self._has_alternatives, self._alternatives = bool(request.alternatives), list[Likely]()
     self._scores: PromptScores | None = None
     self._said, self._called = "", list[Call]()  # what the client has got
     self._calls_before, self._most_calls = request.calls_before, request.most_calls
@@ -162,38 +162,45 @@ class AnswerChoice:
     return new
 
   def logprobs_of(self, tokens: slice, is_chat: bool) -> dict[str, Any]:
-    """The log-probs of some tokens in OpenAI's shape. Take the tokens in their order."""
-    seen = [*self._seen_of_prompt(), *self._seen(tokens)]
+    """The log-probs of tokens in OpenAI's shape, after those of the prompt if they are not taken.
+
+    Each call goes on where the one before it ended, because it counts the characters so far.
+
+    Args:
+      tokens: The places of the tokens, as `take_tokens` returns them.
+      is_chat: Whether the shape is that of a chat. Otherwise it is that of a completion.
+    """
+    entries = [*self._take_prompt_logprobs(), *self._logprobs_of_drawn(tokens)]
     if is_chat:
       content = [
         {**_token(one.text, one.logprob), "top_logprobs": [_token(*x) for x in one.likely or ()]}
-        for one in seen
+        for one in entries
       ]
       return {"content": content, "refusal": None}
-    offsets = [*itertools.accumulate((len(one.text) for one in seen), initial=self._offset)]
-    self._offset = offsets.pop()
+    lengths = (len(one.text) for one in entries)
+    *offsets, self._offset = itertools.accumulate(lengths, initial=self._offset)
     return {
-      "tokens": [one.text for one in seen],
-      "token_logprobs": [one.logprob for one in seen],
+      "tokens": [one.text for one in entries],
+      "token_logprobs": [one.logprob for one in entries],
       "text_offset": offsets,
-      "top_logprobs": [_by_text(one) for one in seen] if self._asks else None,
+      "top_logprobs": [_by_text(one) for one in entries] if self._has_alternatives else None,
     }
 
-  def _seen(self, tokens: slice) -> Iterator[_Seen]:
-    likely = self._alternatives[tokens] if self._asks else []
+  def _logprobs_of_drawn(self, tokens: slice) -> Iterator[_TokenLogprob]:
+    likely = self._alternatives[tokens] if self._has_alternatives else []
     drawn = self.tokens[tokens], self.logprobs[tokens], likely
     for token, logprob, best in itertools.zip_longest(*drawn):
-      yield _Seen(self._decode([token]), _finite(logprob), self._texts_of(best))
+      yield _TokenLogprob(self._decode([token]), _finite(logprob), self._texts_of(best))
 
-  def _seen_of_prompt(self) -> Iterator[_Seen]:
+  def _take_prompt_logprobs(self) -> Iterator[_TokenLogprob]:
     """The prompt's tokens, once, where their log-probs are returned."""
     if self._scores is None:
       return
     scores, self._scores = self._scores, None
-    yield _Seen(self._decode([self.prompt[0]]), None, None)
+    yield _TokenLogprob(self._decode([self.prompt[0]]), None, None)
     known = self.prompt[1:], scores.logprobs, scores.alternatives
     for token, logprob, best in zip(*known, strict=True):
-      yield _Seen(self._decode([token]), _finite(logprob), self._texts_of(best))
+      yield _TokenLogprob(self._decode([token]), _finite(logprob), self._texts_of(best))
 
   def _texts_of(self, likely: Likely | None) -> list[tuple[str, float]] | None:
     if likely is None:
@@ -210,14 +217,14 @@ def _token(text: str, logprob: float | None) -> dict[str, Any]:
   return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
 
 
-def _by_text(seen: _Seen) -> dict[str, float] | None:
+def _by_text(entry: _TokenLogprob) -> dict[str, float] | None:
   """The likeliest tokens and the token itself, with their log-probs. None for a first token.
 
   Of tokens with the same text, the likeliest counts.
   """
-  if seen.logprob is None:
+  if entry.logprob is None:
     return None
-  least_first = sorted([(seen.text, seen.logprob), *seen.likely], key=lambda one: one[1])
+  least_first = sorted([(entry.text, entry.logprob), *entry.likely], key=lambda one: one[1])
   return dict(least_first)
 
 

@@ -219,27 +219,34 @@ class Decoder:
     self._counts.texts, self._counts.drops = self._known.texts, self._known.drops
 
   def seat(self, rows: dict[int, NewRow], params: model.Params) -> dict[int, int]:
-    """Rows take free places.
+    """Gives rows free places, with their settings and with their prompts in the cache.
 
-    Where a place of the same shard has the prompt of a row already, it is copied from there. A
-    prompt that begins as another one of these waits until that is computed.
+    A prompt that a place of the same shard has already is copied from there. A prompt that begins
+    as another one of these does waits until that one is computed, and then uses it.
+
+    Args:
+      rows: The rows, by the places that they take.
+      params: The parameters.
 
     Returns:
-      How many tokens of the prompt of each place were computed.
+      How many tokens of its prompt were computed, for each place.
     """
     self._new.is_new_R[:] = False
     for place, row in rows.items():
       self._new.is_new_R[place] = True
       self._new.number_R[place] = row.number
-      given = self._new.settings, self._whole(row.settings)
-      for all_R, own in zip(*map(jax.tree.leaves, given), strict=True):
-        all_R[place] = own
+      settings_R = jax.tree.leaves(self._new.settings)
+      settings_of_row = jax.tree.leaves(self._whole(row.settings))
+      for setting_R, setting in zip(settings_R, settings_of_row, strict=True):
+        setting_R[place] = setting
     self._counts.prompt_tokens += sum(len(row.prompt) for row in rows.values())
     computed = dict.fromkeys(rows, 0)
+    # Scores need every token of a prompt, so these prompts are computed whole.
     self._score({p: row.prompt for p, row in rows.items() if row.is_scored}, computed, params)
-    left = {p: row.prompt for p, row in rows.items() if not row.is_scored}
-    while left:
-      left = self._computed(self._copied(left), computed, params)
+    missing = {p: row.prompt for p, row in rows.items() if not row.is_scored}
+    while missing:
+      unknown = self._copy_known(missing)
+      missing = self._compute(unknown, computed, params)
     self._counts.computed_tokens += sum(computed.values())
     return computed
 
@@ -337,12 +344,12 @@ class Decoder:
     slots = [keys.shape[3] for keys in prefix.keys.values()]
     return 0 if prefix.states else min(slots)
 
-  def _copied(self, left: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+  def _copy_known(self, missing: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
     """Copies the prompts that places have already. Returns the others, whose places are free."""
     from_N, each = np.arange(self._rows), self._rows // self._shards
     copied = dict[int, tuple[int, ...]]()
     others = dict[int, tuple[int, ...]]()
-    for place, prompt in left.items():
+    for place, prompt in missing.items():
       first = place // each * each
       source = self._known.same(prompt, range(first, first + each))
       (others if source is None else copied)[place] = prompt
@@ -355,8 +362,8 @@ class Decoder:
     self._counts.copies += len(copied)
     return others
 
-  def _computed(
-    self, left: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
+  def _compute(
+    self, missing: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
   ) -> dict[int, tuple[int, ...]]:
     """Computes prompts, and counts their tokens in `computed`.
 
@@ -366,7 +373,7 @@ class Decoder:
     whole: list[tuple[int, tuple[int, ...]]] = []
     parts: list[tuple[int, tuple[int, ...], Beginning]] = []
     now, later = list[int](), {}
-    for place, prompt in left.items():
+    for place, prompt in missing.items():
       beginning = self._known.longest(prompt, self._whole_from, now, self._least(len(prompt)))
       if beginning.tokens and beginning.number in now:
         later[place] = prompt

@@ -236,9 +236,8 @@ class ResponseHead:
     self._number, self._created, self._model = number, created, model
     self._text, self._logprobs = "", list[dict[str, Any]]()
     self._output: list[dict[str, Any]] = []  # the items that are whole
-    self._told = 0  # log-probs that deltas have
-    self._is_open = False  # whether a message has begun
-    self._sent = 0  # events
+    self._sent_logprobs = self._sent_events = 0
+    self._has_message = False  # whether the message has begun
 
   def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """The response, once its choice has ended."""
@@ -252,29 +251,35 @@ class ResponseHead:
       yield self._event(f"response.{kind}", response=self._response(None))
 
   def piece(self, choice: AnswerChoice, is_first: bool) -> Iterator[dict[str, Any]]:
-    """The events of what is new."""
+    """The events of the text and the calls that a choice has since the last piece.
+
+    A response has a message, if there is any text or no call, and then an item for each call. The
+    message is added with its first text. Its end and the calls come with the end of the choice.
+    """
     del is_first
     text, calls = choice.take_text()
-    seen = choice.logprobs_of(choice.take_tokens(), True)["content"]
+    logprobs = choice.logprobs_of(choice.take_tokens(), True)["content"]
     self._text += text
-    self._logprobs += seen if self.request.logprobs else []
-    new = self._logprobs[self._told :]  # also of tokens whose text was held back
+    self._logprobs += logprobs if self.request.logprobs else []
+    # The text of a token may be held back, for example as the beginning of a call. Its log-prob
+    # then waits for the next text.
+    unsent = self._logprobs[self._sent_logprobs :]
     place = {"item_id": f"msg_{self._number}", "output_index": 0, "content_index": 0}
-    if not self._is_open and (text or (choice.finish and not calls)):
-      self._is_open = True
-      begun = {**self._message("in_progress"), "content": []}
-      yield self._event("response.output_item.added", output_index=0, item=begun)
+    if not self._has_message and (text or (choice.finish and not calls)):
+      self._has_message = True
+      empty = {**self._message("in_progress"), "content": []}
+      yield self._event("response.output_item.added", output_index=0, item=empty)
       yield self._event("response.content_part.added", **place, part=_part("", []))
-    if text or (self._is_open and choice.finish and new):
-      self._told = len(self._logprobs)
-      yield self._event("response.output_text.delta", **place, delta=text, logprobs=new)
+    if text or (self._has_message and choice.finish and unsent):
+      self._sent_logprobs = len(self._logprobs)
+      yield self._event("response.output_text.delta", **place, delta=text, logprobs=unsent)
     if not choice.finish:
       return
-    if self._is_open:
+    if self._has_message:
       message = self._message("incomplete" if choice.finish == "length" else "completed")
       (part,) = message["content"]
-      said = {"text": self._text, "logprobs": self._logprobs}
-      yield self._event("response.output_text.done", **place, **said)
+      whole = {"text": self._text, "logprobs": self._logprobs}
+      yield self._event("response.output_text.done", **place, **whole)
       yield self._event("response.content_part.done", **place, part=part)
       yield self._event("response.output_item.done", output_index=0, item=message)
       self._output.append(message)
@@ -323,8 +328,8 @@ class ResponseHead:
     }
 
   def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-    self._sent += 1
-    return {"type": kind, "sequence_number": self._sent - 1, **fields}
+    self._sent_events += 1
+    return {"type": kind, "sequence_number": self._sent_events - 1, **fields}
 
   def _response(self, choice: AnswerChoice | None) -> dict[str, Any]:
     """The response with its items so far. A choice says that it has ended."""

@@ -200,26 +200,35 @@ class AnswerWriter:
     tools: list[dict[str, Any]] | None,
     options: dict[str, Any],
   ) -> list[int]:
-    """The prompt of messages. While it records, what the policy wrote keeps its tokens."""
+    """The token ids of the prompt that a conversation makes.
+
+    While the endpoint records for training, an earlier answer of the policy keeps the tokens that
+    the policy drew: its text could become other tokens, which it never drew.
+
+    Args:
+      name: The name of the conversation.
+      messages: The messages.
+      tools: The tools that the client offers, or None.
+      options: The options of the chat template.
+    """
     if tools and not self._reads_calls:
       raise RequestError(
         "tools: the chat template shows tools, and makes the model call them in a way that is not"
         " read here; leave tools out",
         "tools",
       )
-    shown = [tools, options]
-    earlier = self._recorder.earlier(name, messages, shown) if self._recorder else None
-    if earlier is None or GOES_ON in options:
+    shown = [tools, options]  # to the model, besides the messages
+    recorded = self._recorder.earlier(name, messages, shown) if self._recorder else None
+    if recorded is None or GOES_ON in options:
       text = self._rendered(messages, tools, options)
       self._check_length(text, "messages")
       ids = self._tokenizer.encode(text)
     else:
-      trace, after = earlier
-      answer = messages[-len(after) - 1]
-      reply = Replies(self._tokenizer, True, tools or ()).ids(
-        with_names(answer.get("tool_calls") or (), after), trace.tokens[-1]
-      )
-      ids = [*trace.prompt, *trace.tokens, *reply]
+      trace, new_messages = recorded
+      answer = messages[-len(new_messages) - 1]
+      named = with_names(answer.get("tool_calls") or (), new_messages)
+      new_ids = Replies(self._tokenizer, True, tools or ()).ids(named, trace.tokens[-1])
+      ids = [*trace.prompt, *trace.tokens, *new_ids]
     if self._recorder is not None:
       self._recorder.read(name, messages, shown, ids)
     return ids

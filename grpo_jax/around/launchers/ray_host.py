@@ -29,9 +29,9 @@ _LONGEST_REASON = 200
 # Ray gives it to each host of a slice of TPUs, and JAX wants processes in this order.
 _TPU_WORKER_LABEL = "ray.io/tpu-worker-id"
 
-# Ends with the actor, however that ends: an actor that is killed cannot end its processes. 1 is
-# PR_SET_PDEATHSIG of prctl(2), which Python does not have.
-_WITH_PARENT = """
+# Runs a command that the kernel kills when the actor ends, however that ends: an actor that is
+# killed cannot end its processes. 1 is PR_SET_PDEATHSIG of prctl(2), which Python does not have.
+_KILLED_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
@@ -64,7 +64,7 @@ class HostActor:
 
   def __init__(self) -> None:
     self._process: subprocess.Popen | None = None
-    self._early: list[int] = []  # signals from before the process
+    self._early_signals: list[int] = []  # that came before the process was started
     self._lock = threading.Lock()
 
   def place(self) -> Place:
@@ -82,7 +82,13 @@ class HostActor:
     )
 
   def run(self, unit: Unit, environment: Mapping[str, str], folder: str, log: str) -> int:
-    """Trains the unit in this working folder, and waits for the end.
+    """Trains a run in a process here, and waits for its end.
+
+    Args:
+      unit: The run.
+      environment: The environment variables of the process.
+      folder: Its working folder.
+      log: The file that gets its output.
 
     Returns:
       The exit code, or -N after signal N.
@@ -93,9 +99,9 @@ class HostActor:
     os.chdir(folder)
     command = unit.command()  # with the Python of this node
     if sys.platform == "linux":
-      command = [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *command]
+      command = [sys.executable, "-c", _KILLED_WITH_PARENT, str(os.getpid()), *command]
     with self._lock:
-      if self._early:
+      if self._early_signals:
         return STOPPED
       self._process = start_process(command, environment, Path(log))
     return self._process.wait()
@@ -106,7 +112,7 @@ class HostActor:
       if self._process:
         self._process.send_signal(number)
       else:
-        self._early.append(number)
+        self._early_signals.append(number)
 
   def kill(self) -> None:
     """Ends the process and what it has started."""

@@ -80,7 +80,7 @@ class _Work:
     self._signals, self._passed_on = signals, 0
 
   def do(self) -> int:
-    """Trains all of them. Leaves no process behind, whatever happens."""
+    """Trains all runs, and leaves no process behind, whatever happens. Returns an exit code."""
     shown_at = time.monotonic()
     try:
       while self._started or (self._waiting and not self._signals):

@@ -83,10 +83,23 @@ def _temporary(executable: Any) -> float:
 
 
 def _memory(program: Program, sizes: Any, temporary: float, stage: Stage) -> dict[str, float]:
-  """Bytes by kind: what the run holds, and what the program adds to it."""
+  """The bytes of one device by kind, while a stage of a program runs.
+
+  The run holds some of them all the time (`Program.held`), such as weights. The stage adds its
+  other arguments, its outputs and its temporary arrays, of which gradients and the cache are shown
+  apart.
+
+  Args:
+    program: The program.
+    sizes: The compiler's memory_analysis() of the stage.
+    temporary: The bytes of its temporary arrays, gradients included.
+    stage: The stage.
+  """
   # At most `temporary`: a compiler may keep a part in a faster memory or in an argument's place.
   gradients = min(program.gradients, temporary)
+  # Some arguments are arrays that the run holds. They are counted there.
   arguments = sizes.argument_size_in_bytes - sum(program.held[kind] for kind in program.taken)
+  # An aliased output lies in the place of an argument.
   outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
   cache = stage.cache
   # A program that makes the cache returns it. The others take it as an argument.

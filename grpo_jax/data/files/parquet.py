@@ -70,6 +70,7 @@ class Parquet:
     return int(self._begins[-1])
 
   def __getitem__(self, index: int) -> Any:
+    """Reads a row: a dict of plain Python values by column. Raises ConfigError."""
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
     batch, place = self._batches.get_batch(number), index - int(self._begins[number])
     row = {}
@@ -80,9 +81,10 @@ class Parquet:
       except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date beyond 9999
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
       row[name] = plain(value, where, keeps_bytes=name in COLUMNS)
-    for name, value in without_added_nulls(row).items():
-      where = f"{self.where(index)} column {name!r}"
-      row[name] = _decoded(value, self._json[name], where) if name in self._json else value
+    # Objects of an Arrow column all have the same keys, so it gave the missing ones a null.
+    row = without_added_nulls(row)
+    for name, places in self._json.items():
+      row[name] = _decoded(row[name], places, f"{self.where(index)} column {name!r}")
     return row
 
   def where(self, index: int) -> str:

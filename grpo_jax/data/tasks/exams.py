@@ -165,7 +165,8 @@ class Entry:
   seed: int = 0
 
 
-_LEAST = {"samples": 0, "max_tokens": 1, "examples": 1, "seed": 0}  # of what an entry gives
+_NO_OPTIONS = ("name", "exam", "path")  # the fields of an entry that are not among its options
+_LEAST = {"samples": 0, "max_tokens": 1, "examples": 1, "seed": 0}  # the least value of an option
 # NAME=EXAM(options):PATH. Options hold no ")" outside of texts in quotes and further brackets.
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _OPTIONS = rf"\((?:[^()'\"]|{_QUOTED}|\((?:[^()'\"]|{_QUOTED})*\))*\)"
@@ -199,6 +200,7 @@ def path_in(text: str) -> tuple[str, str]:
 
 
 def _entry(text: str) -> Entry:
+  """Reads one entry of eval.tasks. Its options are the other fields of `Entry`, of their types."""
   match = _ENTRY.fullmatch(text)
   if not match:
     raise ConfigError(
@@ -210,24 +212,22 @@ def _entry(text: str) -> Entry:
       f"eval.tasks holds {text!r}: {match['exam']!r} is no exam: choose one of {', '.join(EXAMS)}"
     )
   _, options = calls.parse(match["exam"] + (match["options"] or ""), "eval.tasks")
-  kinds = {name: kind for name, kind in get_type_hints(Entry).items() if name not in _OF_ENTRY}
+  types = {name: of for name, of in get_type_hints(Entry).items() if name not in _NO_OPTIONS}
   for name, value in options.items():
-    if name not in kinds:
-      raise ConfigError(f"eval.tasks holds {text!r}: it takes {', '.join(kinds)}, and not {name}")
-    if type(value) is not kinds[name] or not _LEAST.get(name, 0) <= _size(value) <= LARGEST_INT:
+    if name not in types:
+      raise ConfigError(f"eval.tasks holds {text!r}: it takes {', '.join(types)}, and not {name}")
+    if type(value) is not types[name] or not _LEAST.get(name, 0) <= _size(value) <= LARGEST_INT:
       least = f" of at least {_LEAST[name]}" if name in _LEAST else ""
-      what = "a text" if kinds[name] is str else f"a whole number{least}"
-      raise ConfigError(f"eval.tasks holds {text!r}: {name} must be {what}, got {shown(value)}")
+      expected = "a text" if types[name] is str else f"a whole number{least}"
+      raise ConfigError(f"eval.tasks holds {text!r}: {name} must be {expected}, got {shown(value)}")
   name = match["name"] or match["exam"]
   if not match["path"] and not EXAMS[match["exam"]].hub:
     raise ConfigError(f"eval.tasks holds {text!r}: write {match['exam']}:FILE")
   return Entry(name=name, exam=EXAMS[match["exam"]], path=match["path"] or "", **options)
 
 
-_OF_ENTRY = ("name", "exam", "path")
-
-
 def _size(value: Any) -> int:
+  """A number itself, or the length of a text."""
   return len(value) if isinstance(value, str) else value
 
 

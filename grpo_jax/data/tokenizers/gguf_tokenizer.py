@@ -232,50 +232,67 @@ def _spelled(token: str) -> str:
 
 
 def _on_characters(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
-  """A BPE of sentencepiece, which writes a space as ▁."""
-  architecture = file.metadata.get("general.architecture")
-  adds_space = _get(file, "tokenizer.ggml.add_space_prefix", bool, True)
-  tokens = vocabulary.tokens
-  with_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-  decoders: list[dict[str, Any]] = [
-    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-    {"type": "ByteFallback"},
-    {"type": "Fuse"},
-  ]
-  strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-  parts: dict[str, Any] = {"normalizer": None, "pre_tokenizer": None}
-  unknown = None
-  if architecture in _GEMMA:
-    scores = -np.arange(len(tokens), dtype=np.float64)  # its scores are not the order of merges
-    parts["normalizer"] = with_spaces
-    parts["pre_tokenizer"] = {
-      "type": "Split",
-      "pattern": {"String": " "},
-      "behavior": "MergedWithPrevious",
-      "invert": False,
-    }
-    unknown = "<unk>"
+  """The parts of tokenizer.json for a BPE on characters, as sentencepiece makes it.
+
+  A space is written as ▁. Gemma splits a text at its spaces. The other families may write a space
+  in front of a text, which decoding takes away again.
+  """
+  architecture, tokens = file.metadata.get("general.architecture"), vocabulary.tokens
+  is_gemma = architecture in _GEMMA
+  adds_space = _get(file, "tokenizer.ggml.add_space_prefix", bool, True) and not is_gemma
+  if is_gemma:  # the scores in its files are not the order of merges. That of the tokens is
+    scores = -np.arange(len(tokens), dtype=np.float64)
   else:
     scores = _numbers(file, "tokenizer.ggml.scores", len(tokens))
-    if architecture == "phi3":
-      first = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
-      parts["normalizer"] = {"type": "Sequence", "normalizers": [*first, with_spaces]}
-    else:
-      parts["pre_tokenizer"] = {
-        "type": "Metaspace",
-        "replacement": "▁",
-        "prepend_scheme": "first" if adds_space else "never",
-        "split": False,
-      }
-    if adds_space:
-      decoders.append(strip)
   merges = _get(file, "tokenizer.ggml.merges", list, None)
   if merges is None and scores is None:
     file.refuse("its tokenizer has neither tokenizer.ggml.merges nor tokenizer.ggml.scores")
   pairs = _merges_of(tokens, scores.tolist()) if merges is None else _pairs(file, merges)
   ids = {token: number for number, token in enumerate(tokens)}
-  parts["model"] = _bpe(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-  return parts | {"decoder": {"type": "Sequence", "decoders": decoders}}
+  unknown = "<unk>" if is_gemma else None
+  decoders: list[dict[str, Any]] = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+  ]
+  if adds_space:
+    decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+  return {
+    **_spaces_as_marks(architecture, adds_space),
+    "model": _bpe(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+    "decoder": {"type": "Sequence", "decoders": decoders},
+  }
+
+
+def _spaces_as_marks(architecture: Any, adds_space: bool) -> dict[str, Any]:
+  """The parts of tokenizer.json that write a space as ▁, before the BPE.
+
+  Args:
+    architecture: general.architecture of the file.
+    adds_space: Whether a text gets a space in front.
+  """
+  marked = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+  normalizer: dict[str, Any] | None = None
+  pre_tokenizer: dict[str, Any] | None = None
+  if architecture in _GEMMA:
+    normalizer = marked
+    pre_tokenizer = {
+      "type": "Split",
+      "pattern": {"String": " "},
+      "behavior": "MergedWithPrevious",
+      "invert": False,
+    }
+  elif architecture == "phi3":
+    in_front = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
+    normalizer = {"type": "Sequence", "normalizers": [*in_front, marked]}
+  else:
+    pre_tokenizer = {
+      "type": "Metaspace",
+      "replacement": "▁",
+      "prepend_scheme": "first" if adds_space else "never",
+      "split": False,
+    }
+  return {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
 
 
 def _bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:

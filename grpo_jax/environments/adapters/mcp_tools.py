@@ -40,8 +40,15 @@ def tools_of(name: str) -> list[Callable[..., Any]]:
 
 
 def _tool(server: str, found: Any) -> Callable[..., Any]:
+  """A tool of a server as an async function, with the schema that the server gives.
+
+  Args:
+    server: The server, as its entry in environment.tools names it.
+    found: The tool's description, from the server.
+  """
+
   async def call(**arguments: Any) -> str:
-    for _ in range(2):
+    for _ in range(2):  # once more if the connection of earlier calls was lost
       try:
         connection = await asyncio.to_thread(_connection, server)
       except ConfigError as error:

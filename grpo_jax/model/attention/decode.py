@@ -144,9 +144,11 @@ def own_attention(
   slots, members = max(fitting, default=SLOTS), _divisor(G, _ROWS)
   prompts = _divisor(P, _ROWS // members)
   blocks = _Blocks(slots, C // slots, prompts, members, structure)
-  # How many blocks the rows that are read together need: the newest, and those before it.
+  # How many blocks the rows that are read together need: that of the newest token, which has so
+  # many slots up to this token, and as many before it as hold the other tokens they see.
   most = own.visible_PG.reshape(P // prompts, prompts, G // members, members).max((1, 3))
-  needed = 1 + -(-jnp.maximum(most - own.time % C % slots - 1, 0) // slots)
+  in_newest_block = own.time % C % slots + 1
+  needed = 1 + -(-jnp.maximum(most - in_newest_block, 0) // slots)
   needed = jnp.minimum(needed, blocks.in_cache)
   scalars = jnp.stack([own.layer, own.time % C]), needed, own.visible_PG
   out_types = [jax.ShapeDtypeStruct((P, K, G, R, width), jnp.float32) for width in (E, 1)]

@@ -50,7 +50,7 @@ class Groups(NamedTuple):
 
 
 def recur_in_groups(groups: Groups, keep: bool = False) -> Callable[[Any], Recur]:
-  """The `recur` of a `Pass` over groups: every completion begins with its prompt's memory.
+  """The `recur` of `Shared` over groups: every completion begins with its prompt's memory.
 
   With `keep`, the memory of the prompts is returned too.
   """
@@ -129,7 +129,7 @@ def in_groups(
   pictures_PS: jax.Array | None = None,
   keep: bool = False,
 ) -> Callable[[int, Any], Attend]:
-  """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
+  """The `attend` of `Shared` over groups. With `keep`, attention returns keys and values too."""
   attend = _attention(config, groups)
 
   def attend_of(window: int, memory: Any) -> Attend:
@@ -147,7 +147,7 @@ def in_groups(
       arrays = dict(sinks_H=sinks_H, pictures_PS=pictures)
       view = View(groups.prompt_slots, groups.completions, groups.slots, **arrays, **scoring)
       if k_PNKE is None:
-        k_PNKE, v_PNKE = memory.own
+        k_PNKE, v_PNKE = memory.stack
       elif keep:
         kept = kept or (k_PNKE, v_PNKE)
       out_PNHE = attend(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, groups.packing, view)

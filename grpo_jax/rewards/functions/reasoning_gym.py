@@ -182,6 +182,14 @@ def _best_score(answer: str | None, call: str, entry: dict[str, Any], partial: b
 
 
 def _score(answer: str, call: str, entry: dict[str, Any], partial: bool) -> float:
+  """The score that a task's verifier gives to an answer, from 0 to 1.
+
+  Args:
+    answer: The answer.
+    call: The task with its knobs, as the column `verifier` has it.
+    entry: The problem, as the package makes it.
+    partial: Whether scores between 0 and 1 stay. Otherwise they are 0.
+  """
   if not answer and entry.get("answer") != "":  # some verifiers give a part of 1 for nothing
     return 0.0
   task, dataset = _opened(call)
@@ -191,7 +199,7 @@ def _score(answer: str, call: str, entry: dict[str, Any], partial: bool) -> floa
     with warnings.catch_warnings(), gym.same_everywhere(0):
       warnings.simplefilter("ignore")
       score = float(dataset.score_answer(answer, entry))
-  except Exception:  # it expects another form, such as a number
+  except Exception:  # the verifier expects another form, such as a number
     return 0.0
   if math.isnan(score):
     return 0.0

@@ -259,14 +259,21 @@ class Schedule:
       self._worker_failed(worker, "crash", "sent something that is no answer")
 
   def _take(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-    """Takes a message. Raises ValueError, KeyError or TypeError if it is none."""
+    """Takes a worker's message: that it is ready, the answer of a call, or why a call failed.
+
+    Raises:
+      ValueError, KeyError or TypeError: It is no such message.
+      RewardError: The worker cannot load its functions.
+    """
     if not worker.is_ready:
       if "failed" in message:
         raise RewardError(f"a worker process cannot load its functions: {message['failed']:.500}")
       worker.is_ready = bool(message["ready"])
       return
     number = message["number"]
-    if number not in (worker.pending if worker.is_async else worker.pending[:1]):
+    # A worker makes async calls side by side, and others in their order.
+    expected = worker.pending if worker.is_async else worker.pending[:1]
+    if number not in expected:
       raise ValueError(number)
     task = self._tasks[number]
     if "answer" in message:
@@ -276,9 +283,9 @@ class Schedule:
       task.job.answer(task, answer)
       return
     kind, text = str(message["kind"]), str(message["text"])
-    if kind == "config":
+    if kind == "config":  # no other call would succeed
       self._drop({task.job}, RewardError(text))
-    elif kind == "crash":
+    elif kind == "crash":  # the worker cannot be used any more
       self._worker_failed(worker, kind, text=text)
     else:
       self._ended(worker, number)

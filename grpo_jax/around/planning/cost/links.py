@@ -16,11 +16,11 @@ OPCODES = frozenset((*_COLLECTIVES, *(f"{name}-start" for name in _COLLECTIVES))
 
 
 def link_bytes(instruction: Instruction, computation: Computation, devices: int) -> float:
-  """The bytes that a device sends for one instruction of OPCODES.
+  """The bytes that a device sends for one collective, by the shares at the top of this file.
 
   Args:
-    instruction: The collective.
-    computation: Where it stands.
+    instruction: The collective, whose opcode is in OPCODES.
+    computation: The computation that the instruction stands in.
     devices: How many devices run the program.
   """
   kind = instruction.opcode.removesuffix("-start")
@@ -32,6 +32,7 @@ def link_bytes(instruction: Instruction, computation: Computation, devices: int)
   n = _group_size(instruction, devices)
   share = (n - 1) / n
   if kind == "all-gather":
+    # An operand is one device's part, and the whole array is n of them.
     return operands * n * share
   # The compiler for TPUs writes a reduce-scatter as an all-reduce in a fusion of this name.
   if kind == "all-reduce" and not computation.name.startswith("all-reduce-scatter"):

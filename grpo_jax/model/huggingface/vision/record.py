@@ -62,7 +62,11 @@ class VisionFamily:
   surplus: str = ""
 
   def tensors(self, config: ModelConfig) -> Iterator[TensorSpec]:
-    """The spec of every leaf's tensor of the tower, as `Family.tensors` gives those of the text."""
+    """The spec of every leaf's tensor of the tower, as `Family.tensors` gives those of the text.
+
+    In the table, {i} in a name stands for the number of a layer, and {k} for that of a further
+    level of visual tokens.
+    """
     v = config.vision
     for entry in self.table:
       if not all(operator.attrgetter(name)(config) for name in entry.when):
