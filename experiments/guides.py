@@ -3,7 +3,8 @@
 python experiments/guides.py [--schemas=200] [--layers=4] [--width=256]
 
 It draws schemas, lets a random model answer each with an engine, checks the answers with
-jsonschema, and times the same rows with and without a schema. With outlines_core installed, it also
+jsonschema, and times the same rows with and without a schema. Then it times the sampler of training
+with and without sampling.regex and sampling.banned. With outlines_core installed, it also
 times how long both libraries take to read a schema and to say what may follow.
 """
 
@@ -27,11 +28,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from grpo_jax import model
+from grpo_jax.config import Sampling
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.sampler.guides import Guide, guides_of
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.sampling import Draws, Sampler
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import AnswerPart, Engine, Job
-from grpo_jax.serving.guides import Guide, Guides
+from grpo_jax.serving.guides import Guides
 from grpo_jax.serving.requests import Form
 from tests import small_qwen
 
@@ -165,6 +169,37 @@ def libraries(
   print(f"outlines_core cannot read {failed} of {len(schemas)}")
 
 
+# Expressions that end no row early, so that all draw as many tokens.
+IN_TRAINING = {
+  "regex": Sampling(regex="[^\\n]{9999}"),
+  "banned": Sampling(banned=("pens", "zebra")),
+}
+
+
+def in_training(folder: Path, rounds: int = 5) -> None:
+  """Prints the tokens a second of the sampler of training, with and without a constraint."""
+  config, params = model.load(folder)
+  tokens = tokenizer.load(folder).for_model(config.vocab_size, "it")
+  prompts, lengths = np.tile([[5, 6, 7]], (ROWS, 1)).astype(np.int32), np.full(ROWS, 3, np.int32)
+  decoding = Decoding(TOKENS, config.stop_ids)
+
+  def speed(sampler: Sampler) -> float:
+    settings = RowSettings(min_tokens=TOKENS)
+    draws = Draws(jax.random.key(0), settings)
+    begun = time.monotonic()
+    parts = [*sampler(params, prompts, lengths, ROWS, draws)]
+    drawn = sum(int(part.completions.lengths_PG.sum()) for part in parts)
+    return drawn / (time.monotonic() - begun)
+
+  plain = Sampler(config, decoding)
+  for name, sampling in IN_TRAINING.items():
+    guided = Sampler(config, decoding, guide=guides_of(sampling, tokens, config.vocab_size))
+    found = [(speed(guided), speed(plain)) for _ in range(rounds + 1)][1:]  # the first compiles
+    own, free = (statistics.median(x) for x in zip(*found, strict=True))
+    ratio = statistics.median(a / b for a, b in found)
+    print(f"training, {name}: {own:.0f} tokens/s, {free:.0f} without: {ratio:.2f}")
+
+
 def say(name: str, read: list[float], fill: list[float]) -> None:
   cut = statistics.quantiles(read, n=20)[-1]
   print(
@@ -200,6 +235,7 @@ def main() -> None:
       print(f"{guided:.0f} tokens/s with a schema, {free:.0f} without: {guided / free:.2f}")
     print(f"median {statistics.median(a / b for a, b in found):.2f}")
     engine.close()
+    in_training(Path(folder))
 
 
 if __name__ == "__main__":

@@ -212,9 +212,9 @@ class BatchSize:
 class Sampling:
   """How completions are sampled in training.
 
-  With a filter (top_k, top_p, min_p, filters, min_tokens), tokens are drawn from another
-  distribution than the learned one, which is the whole softmax. The metric sampler/filter_gap_mean
-  measures the difference.
+  With a filter (top_k, top_p, min_p, filters, min_tokens, regex, banned), tokens are drawn from
+  another distribution than the learned one, which is the whole softmax. The metric
+  sampler/filter_gap_mean measures the difference.
   """
 
   max_tokens: int = setting(64, "T, the longest completion", TOKENS)
@@ -244,6 +244,15 @@ class Sampling:
     "filters of your own (grpo_jax.register_filter) with their values, such as"
     " ('top_n_sigma=1.0',)",
     before=(),
+  )
+  regex: str = setting(
+    "",
+    "whole completions match this regular expression, with llguidance (pip install -e"
+    " '.[guides]'); '' = off",
+    before="",
+  )
+  banned: tuple[str, ...] = setting(
+    (), "texts that no completion holds, with llguidance", before=()
   )
   stop_ids: tuple[int, ...] = setting(
     (), "token ids that end a completion, in addition to the tokenizer's and the model's own"

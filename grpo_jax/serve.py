@@ -26,9 +26,11 @@ if TYPE_CHECKING:  # --help and mistakes in flags need no jax, so it is imported
   from grpo_jax.evaluation.policy import Policy
   from grpo_jax.run.run import Run
   from grpo_jax.serving.engine import Engine
+  from grpo_jax.serving.images import ImageReader
 
 _KEY = "GRPO_JAX_API_KEY"  # the environment variable
 _MOST_TEXTS = 16  # in the prefix cache, for each row
+_BYTES_WITH_IMAGES = 32 * 2**20  # of a body
 _COUNTS = ("rows", "waiting", "max_prompt_tokens", "max_tokens", "request_seconds")
 
 
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> None:
   key = _key()
   policy = cli.open_policy()
   run, name = policy.run, values.model_name or _name_of(policy)
-  engine = make_engine(policy)
+  engine, images = make_engine(policy), reader_of(run)
   del policy  # the engine has its own copy of the weights
   print(f"{name}: compiling", flush=True)
   with doing("compiling"):
@@ -59,8 +61,10 @@ def main(argv: list[str]) -> None:
   if values.workdir is not None and values.step is None:
     reload = functools.partial(load_newest, run, cli.folder_of_run(values.workdir), engine)
   settings = ServerSettings(model=name, key=key, seconds=float(values.request_seconds))
+  if images is not None:
+    settings = dataclasses.replace(settings, body_bytes=_BYTES_WITH_IMAGES)
   vocabulary = run.parameters.model.vocab_size
-  server = Server(engine, run.tokenizer, vocabulary, settings, reload)
+  server = Server(engine, run.tokenizer, vocabulary, settings, reload, images=images)
   remark = ""
   if not key and not is_loopback(values.host):
     remark = "; whoever reaches this address can use it: set --api_key_file"
@@ -100,6 +104,15 @@ def make_engine(policy: "Policy") -> "Engine":
   sizes = Sizes(rows, prompt_tokens, values.waiting, texts)
   params = run.parameters.for_sampling(policy.params)
   return Engine(shape, decoding, sizes, params, policy.step)
+
+
+def reader_of(run: "Run") -> "ImageReader | None":
+  """Reads images as the run does in training. None if the model sees none."""
+  if run.processor is None:
+    return None
+  from grpo_jax.serving.images import ImageReader
+
+  return ImageReader(run.processor)
 
 
 def load_newest(run: "Run", workdir: Path, engine: "Engine") -> int:

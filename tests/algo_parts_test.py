@@ -270,6 +270,12 @@ OF_ROWS = jnp.array([[[1.0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]]
     (dict(reject_k2=0.81), OF_ROWS[0], 0, 0),
     (dict(reject_k3=1.6), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
     (dict(reject_k3=1.8), OF_ROWS[0], 0, 0),
+    # The sums of the same: 2.402 and .0499, 5.114 and .0530.
+    (dict(reject_k2_sum=2.4), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
+    (dict(reject_k2_sum=2.41), OF_ROWS[0], 0, 0),
+    (dict(reject_k3_sum=5.11), [[0, 0, 0, 0], *OF_ROWS[0, 1:]], 3 / 10, 1 / 3),
+    (dict(reject_k3_sum=5.12), OF_ROWS[0], 0, 0),
+    (dict(reject_k3_sum=0.05), [[0] * 4, [0] * 4, *OF_ROWS[0, 2:]], 6 / 10, 2 / 3),
     # Padding is no outlier, whatever the bounds.
     (
       dict(reject_outlier=(1.1, 9.0)),
@@ -314,6 +320,8 @@ def test_rejection_takes_tokens_or_rows_out_of_the_mask(settings, kept, tokens, 
     (dict(reject_geometric=(0.5, 1.5)), [1, 1, 1]),
     (dict(reject_k2=0.8), [1, 1, 1]),
     (dict(reject_k3=1.6), [1, 1, 1]),
+    (dict(reject_k2_sum=0.8), [1, 1, 1]),
+    (dict(reject_k3_sum=1.6), [1, 1, 1]),
   ],
 )
 def test_what_is_not_finite_is_not_rejected(settings, kept, broken):

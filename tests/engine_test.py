@@ -18,6 +18,8 @@ from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.serving import decoder, requests
+from grpo_jax.serving.chats import chat_request
+from grpo_jax.serving.completions import completion_request
 from grpo_jax.serving.decoder import NewRow, Sizes
 from grpo_jax.serving.engine import Closed, Engine, Full, Job
 from grpo_jax.serving.requests import row_number
@@ -135,17 +137,17 @@ def test_rows_with_a_filter_of_a_program_draw_beside_others(parts, shared):
     engine.close()
     body = {"prompt": prompt, "likeliest": 1}
     limits = requests.Limits("m", 96, S, T, 4)
-    assert requests.completion_request(body, limits, None).settings.own == {"likeliest": 1.0}
-    greedy = requests.completion_request(body | {"temperature": 0}, limits, None)
+    assert completion_request(body, limits, None).settings.own == {"likeliest": 1.0}
+    greedy = completion_request(body | {"temperature": 0}, limits, None)
     assert greedy.settings.own == {"likeliest": 0.0}
     with pytest.raises(requests.RequestError, match="likeliest is -1: it must be at least 0"):
-      requests.completion_request(body | {"likeliest": -1}, limits, None)
+      completion_request(body | {"likeliest": -1}, limits, None)
   finally:
     del FILTERS["likeliest"]
   (plain,) = ask(shared, (prompt, 3))
   assert found[0].tokens == plain.tokens != found[1].tokens == found[2].tokens
   with pytest.raises(requests.RequestError, match="likeliest"):
-    requests.completion_request(body, limits, None)
+    completion_request(body, limits, None)
 
 
 def test_the_filters_of_an_engine_are_those_of_when_it_was_made(parts):
@@ -161,10 +163,10 @@ def test_the_filters_of_an_engine_are_those_of_when_it_was_made(parts):
     engine = Engine(parts[0], Decoding(T, STOPS), sizes, parts[1], 1)
     grpo_jax.register_filter(a_later)
     limits = requests.Limits("m", 96, S, T, 4, filters=engine.filters)
-    for read in (requests.completion_request, requests.chat_request, response_request):
+    for read in (completion_request, chat_request, response_request):
       with pytest.raises(requests.RequestError, match="a_later: this server does not know"):
         read({"a_later": 2}, limits, None)
-    asked = requests.completion_request({"prompt": [5], "b_first": 3}, limits, None).settings
+    asked = completion_request({"prompt": [5], "b_first": 3}, limits, None).settings
     assert asked.own == {"b_first": 3.0}
     seats = engine._decoder
     seats._known.put(1, (5,))  # so that nothing is computed

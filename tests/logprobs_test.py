@@ -21,6 +21,7 @@ from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
 from grpo_jax.sampler.logits import RowSettings, draws_per_token, likeliest, sample_token
 from grpo_jax.serving import requests
+from grpo_jax.serving.completions import completion_request
 from grpo_jax.serving.engine import Job
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.serving.writer import AnswerWriter
@@ -273,7 +274,7 @@ def test_a_run_that_learns_refuses_what_it_cannot_learn_from(policy):
 
   def read(**body):
     body = {"prompt": "a", **body}
-    return writer.with_guides(requests.completion_request(body, LIMITS, writer.texts("")))
+    return writer.with_guides(completion_request(body, LIMITS, writer.texts("")))
 
   for param, wrong in {
     "logit_bias": {"logit_bias": {"5": 1}},

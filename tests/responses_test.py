@@ -75,7 +75,7 @@ def test_items_become_messages(policy):
     call("c3", 3),
   ]
   body = {"input": items, "instructions": "Add.", "tools": [TOOL], "reasoning": {"effort": "low"}}
-  messages, tools, options = seen_by_template(policy, body)
+  messages, tools, options, _ = seen_by_template(policy, body)
 
   def called(number, a):
     return {"id": number, "type": "function", "function": {"name": "add", "arguments": {"a": a}}}
@@ -261,8 +261,12 @@ WRONG = {
     {"format": {"type": "xml"}},
     {"format": {"type": "json_schema"}},
     {"verbosity": "low"},
+    {"formt": {"type": "json_object"}},
+    {"format": {"type": "text", "strict": True, "schem": {}}},
+    {"format": 5},
+    0,
   ],
-  "reasoning": [5, {"effort": 5}],
+  "reasoning": [5, {"effort": 5}, {"efort": "low"}, {"max_tokens": 5}, []],
   "top_logprobs": [21],
   "include": ["x", ["web_search_call.results"], ["message.output_text.logprobs", 5], [{}]],
   "max_tokens": [5],
@@ -303,6 +307,17 @@ def test_a_filter_of_a_program_is_a_parameter(policy):
       response_request(body | {"nearest": -1}, LIMITS, texts)
   finally:
     del FILTERS["nearest"]
+
+
+def test_keys_inside_that_change_nothing_are_taken(policy):
+  texts = AnswerWriter(Scripted(lambda _: []), policy[2], 1.0, None).texts("")
+  named = {"name": "it", "strict": True, "description": "It", "schema": {"type": "object"}}
+  body = {
+    "reasoning": {"effort": None, "summary": "auto", "generate_summary": None, "other": None},
+    "text": {"verbosity": "medium", "format": {"type": "json_schema", **named}},
+  }
+  asked = response_request({"input": "a", **body}, LIMITS, texts)
+  assert asked.form.schema == {"type": "object"}
 
 
 def test_reasoning_that_no_answer_has_may_be_included(policy):

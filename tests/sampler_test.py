@@ -17,7 +17,7 @@ from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
 from grpo_jax.sampler.sampling import settings_of, sizes_up_to
 from grpo_jax.sampler.stream import by_row
-from grpo_jax.serving import requests
+from grpo_jax.serving import chats, completions, requests
 from grpo_jax.settings import ConfigError
 
 PLAIN = Decoding(max_tokens=8, stop_ids=(1,))
@@ -526,7 +526,7 @@ def test_a_config_has_filters_if_its_rows_have_some(on):
 
 
 def test_a_filter_has_no_name_of_a_parameter_of_requests():
-  known = requests.IGNORED | {*requests._NEUTRAL} | requests._OF_COMPLETIONS | requests._OF_CHAT
+  known = requests.IGNORED | {*requests.NEUTRAL} | completions._KNOWN | chats._KNOWN
   assert {*OF_REQUESTS} == known
 
   def logprobs(logits_BV, value_B1):

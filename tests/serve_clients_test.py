@@ -364,9 +364,9 @@ def test_bodies_that_are_held_are_bounded_together(monkeypatch):
     assert send(address, large)[0] == 400  # too long for a prompt
     with connect(address) as first:
       first.sendall(request(b"", length=2**17) + b" " * (2**17 - 100))
-      wait_until(lambda: served._held_bytes == 2**17 - 100, 5)
+      wait_until(lambda: served._bodies.held == 2**17 - 100, 5)
       assert send(address, large)[0] == 503
-    wait_until(lambda: served._held_bytes == 0, 5)
+    wait_until(lambda: served._bodies.held == 0, 5)
     assert send(address, large)[0] == 400
 
 

@@ -20,6 +20,7 @@ import pytest
 import grpo_jax
 from grpo_jax.serving import requests
 from grpo_jax.serving import tools as tools_lib
+from grpo_jax.serving.chats import chat_request
 from grpo_jax.serving.server import ServerSettings
 from grpo_jax.serving.writer import AnswerWriter
 from tests import serving_parts
@@ -251,7 +252,7 @@ def test_options_of_templates_reach_them(policy):
   tokens = policy[2]
 
   def prompt(messages, **body):
-    body = requests.chat_request({"messages": messages, "max_tokens": 3, **body}, LIMITS, texts)
+    body = chat_request({"messages": messages, "max_tokens": 3, **body}, LIMITS, texts)
     return tokens.codec._engine.decode(body.prompts[0], skip_special_tokens=False)
 
   template = tokens.template.replace("{% for", "{{ reasoning_effort }}{{ shout }}{% for", 1)

@@ -49,7 +49,7 @@ def make_engine(config, params, rows=ROWS, waiting=300, tokens=TOKENS, version=3
 
 
 @contextlib.contextmanager
-def serving(engine, tokens, vocabulary, settings=None, reload=None):
+def serving(engine, tokens, vocabulary, settings=None, reload=None, images=None):
   """Yields (the server, its address). The server stops when the block is left."""
   started, found = threading.Event(), {}
 
@@ -64,7 +64,8 @@ def serving(engine, tokens, vocabulary, settings=None, reload=None):
     found["address"] = f"http://{host}:{port}"
     started.set()
 
-  server = Server(engine, tokens, vocabulary, settings or ServerSettings("m", grace=0.5), reload)
+  settings = settings or ServerSettings("m", grace=0.5)
+  server = Server(engine, tokens, vocabulary, settings, reload, images=images)
   thread = threading.Thread(target=run)
   thread.start()
   assert started.wait(10)

@@ -452,8 +452,12 @@ def test_a_run_whose_tokens_are_all_rejected_says_so_and_fails(tmp_path, capsys)
   warning = "warning: step 1 had nothing to learn from: all tokens were rejected"
   assert capsys.readouterr().err.count(warning) == 1
   endless = with_section(config, "reward", max_unscored_steps=0)
-  with pytest.raises(RunFailed, match=words.format(3, ", which are all")):
-    run_steps(endless, tmp_path / "endless")
+  for _ in range(2):  # the second time, no step is left to take
+    with pytest.raises(RunFailed, match=words.format(3, ", which are all")):
+      run_steps(endless, tmp_path / "endless")
+  ended = endless.replace({"reward.max_unscored_steps": 1})
+  with pytest.raises(RunFailed, match=words.format(3, r" \(reward.max_unscored_steps\)")):
+    run_steps(ended, tmp_path / "endless")
 
 
 def test_a_planned_entropy_coefficient_is_data_and_resumes_where_it_was(tmp_path):

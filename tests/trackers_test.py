@@ -173,6 +173,34 @@ def test_a_step_does_not_wait_for_a_tracker_nor_does_the_end_for_ever(tmp_path, 
   goes_on.set()
 
 
+def test_rows_that_wait_for_a_tracker_are_bounded(tmp_path, fake, monkeypatch):
+  monkeypatch.setattr(trackers.Sender, "most_waiting", 5)
+  warnings, goes_on, begun = [], threading.Event(), threading.Event()
+
+  def hang(step):
+    begun.set()
+    goes_on.wait(60)
+
+  fake.fail = hang
+  writer = start(tmp_path, "mlflow", -1, warnings.append)
+  writer.write(1, {"reward": 1.0})
+  assert begun.wait(60)
+  for step in range(2, 10):  # 5 to 9 wait, and two of them make room for the end
+    writer.write(step, {"reward": 1.0})
+  assert warnings == [
+    "mlflow takes no rows: 5 wait, and for each further one the oldest is dropped; all of them are"
+    " in metrics.jsonl and completions/"
+  ]
+  threading.Timer(0.2, goes_on.set).start()
+  writer.close()
+  assert [step for step, _ in fake.got[:-1]] == [1, 7, 8, 9] and fake.got[-1] == "end"
+  assert warnings[1:] == [
+    "mlflow lacks 5 rows, the oldest of those that waited for it; all of them are in metrics.jsonl"
+    " and completions/"
+  ]
+  assert len(read_metrics(tmp_path)) == 9
+
+
 def test_a_tracker_that_cannot_be_opened_is_one_line(tmp_path, fake, monkeypatch):
   def refuse(start):
     raise SystemExit("log in\nfirst")

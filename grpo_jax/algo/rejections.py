@@ -316,8 +316,100 @@ REJECTIONS["k3"] = Rejection(
 
 
 @dataclasses.dataclass(frozen=True)
+class K2SumSettings(Settings):
+  """Settings of k2_sum."""
+
+  reject_k2_sum: float = setting(
+    0.0, "rejects completions whose sum of (log w)^2 / 2 is above this; 0 = off", at_least(0)
+  )
+
+
+def k2_sum(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K2SumSettings) -> jax.Array:
+  """sum over t of (log w_t)^2 / 2 <= bound: `k2`, but it grows with the length.
+
+  Args:
+    log_w_PGT: log w.
+    mask_PGT: The loss mask.
+
+  Returns:
+    bool [P, G, 1]
+  """
+  return masked.total(log_w_PGT**2 / 2, mask_PGT, -1, keepdims=True) <= algo.reject_k2_sum
+
+
+REJECTIONS["k2_sum"] = Rejection(
+  accepts=k2_sum,
+  is_on=lambda algo: algo.reject_k2_sum > 0,
+  settings=K2SumSettings,
+  examples=(
+    # Log-weights of 1 and -1: 1/2 + 1/2 = 1.
+    Example(
+      {"w": [2.7182818, 0.3678794, 9], "mask": [1, 1, 0]},
+      {"accepted": [1, 1, 0]},
+      {"reject_k2_sum": 1.01},
+    ),
+    Example(
+      {"w": [2.7182818, 0.3678794, 9], "mask": [1, 1, 0]},
+      {"accepted": [0, 0, 0]},
+      {"reject_k2_sum": 0.99},
+    ),
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class K3SumSettings(Settings):
+  """Settings of k3_sum."""
+
+  reject_k3_sum: float = setting(
+    0.0, "rejects completions whose sum of w - 1 - log w is above this; 0 = off", at_least(0)
+  )
+
+
+def k3_sum(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K3SumSettings) -> jax.Array:
+  """sum over t of w_t - 1 - log w_t <= bound: `k3`, but it grows with the length.
+
+  Args:
+    log_w_PGT: log w.
+    mask_PGT: The loss mask.
+
+  Returns:
+    bool [P, G, 1]
+  """
+  k3_PGT = jnp.expm1(log_w_PGT) - log_w_PGT
+  return masked.total(k3_PGT, mask_PGT, -1, keepdims=True) <= algo.reject_k3_sum
+
+
+REJECTIONS["k3_sum"] = Rejection(
+  accepts=k3_sum,
+  is_on=lambda algo: algo.reject_k3_sum > 0,
+  settings=K3SumSettings,
+  examples=(
+    # e - 1 - 1 + 1/e - 1 + 1 = 1.0861612
+    Example(
+      {"w": [2.7182818, 0.3678794, 9], "mask": [1, 1, 0]},
+      {"accepted": [1, 1, 0]},
+      {"reject_k3_sum": 1.087},
+    ),
+    Example(
+      {"w": [2.7182818, 0.3678794, 9], "mask": [1, 1, 0]},
+      {"accepted": [0, 0, 0]},
+      {"reject_k3_sum": 1.085},
+    ),
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class RejectionSettings(
-  K3Settings, K2Settings, GeometricSettings, ProductSettings, OutlierSettings, TokenSettings
+  K3SumSettings,
+  K2SumSettings,
+  K3Settings,
+  K2Settings,
+  GeometricSettings,
+  ProductSettings,
+  OutlierSettings,
+  TokenSettings,
 ):
   """The settings of all rejections. New settings go in front."""
 

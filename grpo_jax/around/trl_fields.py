@@ -248,6 +248,13 @@ def _report_to(port: Port, value: Any) -> Changes:
   return {"log.tensorboard": "tensorboard" in names, "log.trackers": chosen, **project}
 
 
+def _bad_words(port: Port, value: Mapping[str, Any] | None) -> tuple[str, ...]:
+  others = {*(value or {})} - {"bad_words"}
+  if others:
+    raise Refused(f"the learner would not know the distribution with {', '.join(sorted(others))}")
+  return tuple((value or {}).get("bad_words") or ())
+
+
 def _log_completions(port: Port, value: bool) -> Changes:
   return {"log.completions_every": port.steps(port["logging_steps"])} if value else {}
 
@@ -270,7 +277,7 @@ FIELDS: dict[str, Field] = {
   "top_k": _by(0, "sampling.top_k", lambda port, value: max(0, value or 0)),
   "min_p": _same(None, "sampling.min_p", 0.0),
   "repetition_penalty": _only(1.0, "the learner would not know the distribution"),
-  "generation_kwargs": _only(None, "the learner would not know the distribution"),
+  "generation_kwargs": _by(None, "sampling.banned", _bad_words),
   "chat_template_kwargs": _by(
     None,
     "data.chat_template_kwargs",
@@ -305,7 +312,7 @@ FIELDS: dict[str, Field] = {
       "vllm_tensor_parallel_size": 1,
     }.items()
   },
-  "vllm_structured_outputs_regex": _only(None, "there are no structured outputs"),
+  "vllm_structured_outputs_regex": _same(None, "sampling.regex", ""),
   "ds3_gather_for_generation": Field(True, ("sampling.tensor",), why="0 gathers where it fits"),
   "max_tool_calling_iterations": _by(
     None, "environment.max_turns", lambda port, value: 8 if value is None else value + 1

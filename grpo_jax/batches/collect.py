@@ -46,13 +46,29 @@ HostState = dict[str, Any]  # nested dicts of numpy arrays
 # Keys of the host state: the curriculum's memory, the number of the next group, and groups that an
 # earlier version of this program kept.
 _MEMORY, _NEXT, _SURPLUS = "curriculum", "next_group", "surplus"
-_UNSCORED = "unscored_steps"
+_UNSCORED, _WHY = "unscored_steps", "why_unscored"
 _MOST_CUTS, _SHORTEST_CUT = 4, 64  # sizes, and tokens
 
 
-def unscored_steps(host: HostState) -> int:
-  """How many steps in a row, up to now, had no completion to learn from."""
-  return int(host.get(_UNSCORED, 0))
+def unscored_steps(host: HostState) -> tuple[int, str]:
+  """How many steps in a row, up to now, had nothing to learn from, and why the last had nothing."""
+  why = bytes(host[_WHY]).decode() if _WHY in host else ""
+  return int(host.get(_UNSCORED, 0)), why
+
+
+def with_unscored(host: HostState, before: HostState, why: str) -> HostState:
+  """The host state after a step that says how many steps in a row had nothing to learn from.
+
+  Args:
+    host: The state without it.
+    before: The state before the step.
+    why: Why the step had nothing to learn from. "" if it had.
+  """
+  rest = {name: value for name, value in host.items() if name not in (_UNSCORED, _WHY)}
+  if not why:
+    return rest | {_UNSCORED: np.int64(0)}
+  count, _ = unscored_steps(before)
+  return rest | {_UNSCORED: np.int64(count + 1), _WHY: np.frombuffer(why.encode(), np.uint8)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +343,6 @@ class Collector:
     is_unscored = np.isnan(scores_PG).all() and not self._teacher
     why_unscored = "; ".join(drawn.report.unscored.values()) if is_unscored else ""
     why_unscored = why_unscored or self._why_no_tokens(completions)
-    host[_UNSCORED] = np.int64(unscored_steps(before) + 1 if why_unscored else 0)
     return Scored(
       indices_P=chosen.indices_P,
       temperature_P=chosen.temperature_P,

@@ -51,7 +51,7 @@ class Harness:
     if has_filters(run.config.sampling):
       raise ConfigError(
         "environment.harness: the endpoint records log-probs without filters; set sampling.top_k=0,"
-        " top_p=1, min_p=0, filters=() and min_tokens=0"
+        " top_p=1, min_p=0, filters=(), min_tokens=0, regex='' and banned=()"
       )
 
   def rollout(self, group_size: int, greedy: bool) -> Callable[..., Rollouts]:

@@ -38,6 +38,7 @@ def check_config(config: Config) -> None:
     max_tokens=sampling.max_tokens,
     sampler_filters=has_filters(sampling),
   )
+  _check_guided(config)
   if sampling.min_tokens > sampling.max_tokens:
     raise ConfigError(
       f"config key sampling.min_tokens is {sampling.min_tokens}: sampling.max_tokens is"
@@ -88,6 +89,28 @@ def corrected(config: Config) -> Config:
     correction="truncate", correction_high=high, correction_level=level, old_logprobs=old
   )
   return dataclasses.replace(config, algo=dataclasses.replace(algo, **changes))
+
+
+def _check_guided(config: Config) -> None:
+  """Raises ConfigError for what rows cannot have whose tokens sampling.regex or banned choose."""
+  sampling = config.sampling
+  _require(
+    all(sampling.banned), "sampling.banned", sampling.banned, "an empty text is in every completion"
+  )
+  for name in ("regex", "banned"):
+    value = getattr(sampling, name)
+    _require(
+      not value or not config.environment.has_turns,
+      f"sampling.{name}",
+      value,
+      "completions with tools or an environment have several turns; leave one of them out",
+    )
+  _require(
+    not sampling.regex or not sampling.min_tokens,
+    "sampling.regex",
+    sampling.regex,
+    "it says when a completion may end; set sampling.min_tokens=0",
+  )
 
 
 def _check_branches(config: Config) -> None:
@@ -169,7 +192,7 @@ def _check_engine(config: Config) -> None:
   for url in urls:
     _require(is_url(url), "rollout.engine_urls", urls, "write each as http://HOST:PORT")
   _require(len({*urls}) == len(urls), "rollout.engine_urls", urls, "it names a server twice")
-  for name in (*BUILT_IN, "filters", "min_tokens"):
+  for name in (*BUILT_IN, "filters", "min_tokens", "regex", "banned"):
     default = getattr(Sampling(), name)
     _require(
       getattr(sampling, name) == default,

@@ -19,6 +19,7 @@ from grpo_jax.parallel.chips import memory_of
 from grpo_jax.run import fitting
 from grpo_jax.run.memory import Held, activation_bytes, sampler_bytes
 from grpo_jax.run.parameters import Parameters, count
+from grpo_jax.sampler.guides import Guided
 from grpo_jax.sampler.sampling import Sampler, decoding_of
 from grpo_jax.types import Batch, TrainState
 
@@ -32,8 +33,15 @@ class Programs:
       `micro_batch` is chosen. Otherwise None.
   """
 
-  def __init__(self, config: Config, mesh: Mesh, parameters: Parameters):
-    self._config = config
+  def __init__(
+    self,
+    config: Config,
+    mesh: Mesh,
+    parameters: Parameters,
+    guide: Callable[[], Guided] | None = None,
+  ):
+    """`guide` makes what says which tokens a new row may draw. None: all of them."""
+    self._config, self._guide = config, guide
     self._mesh = mesh
     self._parameters = parameters
     self._model = parameters.model
@@ -104,7 +112,7 @@ class Programs:
       decoding = decoding_of(self._config.sampling, config.stop_ids)
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
       weights = count(self._parameters.abstract_policy)
-      self._samplers[kind] = Sampler(config, decoding, weights, self._rows_in_flight)
+      self._samplers[kind] = Sampler(config, decoding, weights, self._rows_in_flight, self._guide)
     return self._samplers[kind]
 
   @functools.cached_property

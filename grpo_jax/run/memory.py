@@ -18,8 +18,9 @@ from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
+from grpo_jax.sampler.filters import has_filters
 from grpo_jax.sampler.programs import most_rewound
-from grpo_jax.sampler.sampling import longest_chunk, settings_of, sizes_up_to
+from grpo_jax.sampler.sampling import longest_chunk, sizes_up_to
 from grpo_jax.sampler.seats import first_grid
 from grpo_jax.sampler.weights import SamplingWeights
 from grpo_jax.types import Batch, Images, TrainState, Visual
@@ -160,9 +161,7 @@ def sampler_bytes(
   cache = model.cache_bytes(shape, S, slots, rewind)
   is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
   of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _GROWN) if is_copied else (1.0, 0.0)
-  copies = (
-    _LOGITS_COPIES_OF_FILTERS if settings_of(config.sampling, 1.0).filters else _LOGITS_COPIES
-  )
+  copies = _LOGITS_COPIES_OF_FILTERS if has_filters(config.sampling) else _LOGITS_COPIES
   logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
   rows = config.sampling.rows if rows is None else rows
   calls = sampler_calls(config) if call is None else [call]

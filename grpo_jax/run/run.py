@@ -36,6 +36,7 @@ from grpo_jax.run.device_checks import (
   check_stop_ids,
 )
 from grpo_jax.run.parameters import Parameters
+from grpo_jax.sampler.guides import guides_of
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Images, Visual
 
@@ -109,7 +110,7 @@ class Run:
     self.hosts = Hosts(self.mesh, sampler_shards, is_apart=bool(apart))
     check_length(config, shape)
     check_stop_ids(config, shape)
-    self.programs = Programs(config, self.mesh, self.parameters)
+    self.programs = self._programs()
 
   @property
   def processes(self) -> int:
@@ -216,7 +217,7 @@ class Run:
       raise ConfigError(f"{where}: {str(error).removeprefix('data.path: ')}") from None
     data = dataclasses.replace(run.config.data, max_prompt_tokens=prompts.max_tokens)
     run.config = dataclasses.replace(run.config, data=data)
-    run.programs = Programs(run.config, run.mesh, run.parameters)
+    run.programs = run._programs()
     return run, prompts
 
   def initial_params(self) -> Any:
@@ -230,6 +231,11 @@ class Run:
   def key(self, stream: str) -> jax.Array:
     """The root of one of the run's `STREAMS` of random numbers."""
     return jax.random.fold_in(jax.random.key(self.config.seed), STREAMS.index(stream))
+
+  def _programs(self) -> Programs:
+    vocabulary = self.parameters.model.vocab_size
+    guide = guides_of(self.config.sampling, self.tokenizer, vocabulary)
+    return Programs(self.config, self.mesh, self.parameters, guide)
 
   def _load_tokenizer(
     self, config: Config, loaded: model.ModelConfig | None
@@ -277,7 +283,8 @@ def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions
     function=entry.function or entry.exam.function,
     samples=config.eval.samples if entry.samples < 0 else entry.samples,
   )
-  sampling = dataclasses.replace(config.sampling, max_tokens=max_tokens)
+  # An exam has answers of its own form.
+  sampling = dataclasses.replace(config.sampling, max_tokens=max_tokens, regex="")
   return dataclasses.replace(
     config, data=data, eval=settings, sampling=sampling, environment=Environment()
   )

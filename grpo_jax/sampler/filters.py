@@ -146,7 +146,8 @@ def values_of(sampling: Sampling) -> dict[str, float]:
 
 def has_filters(sampling: Sampling) -> bool:
   """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
-  return bool(values_of(sampling) or sampling.min_tokens)
+  guided = sampling.regex or sampling.banned
+  return bool(values_of(sampling) or sampling.min_tokens or guided)
 
 
 def own_values(filters: Sequence[str]) -> dict[str, float]:

@@ -242,7 +242,7 @@ def sample_token(
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
   logprobs_B = behavior_B = _of_token(kept_BV, tokens_B) - log_total_B
-  if settings.filters or bias_BV is not None:
+  if settings.filters or bias_BV is not None or is_barred_BV is not None:
     total_B = jax.nn.logsumexp(tempered_BV, axis=-1)
     logprobs_B = _of_token(tempered_BV, tokens_B) - total_B
   return tokens_B, logprobs_B, jnp.where(is_greedy_B, 0, behavior_B)

@@ -31,6 +31,8 @@ class Suffixes(NamedTuple):
       that is kept.
     known_n: int32, the tokens of the beginning.
     places_n: int32, which place gets the prompt. One past the last is left out.
+    shift_n: int32, the position of a token of the end minus its number. It is not 0 where images
+      before it have positions of their own.
   """
 
   tokens_nU: np.ndarray
@@ -38,6 +40,7 @@ class Suffixes(NamedTuple):
   from_n: np.ndarray
   known_n: np.ndarray
   places_n: np.ndarray
+  shift_n: np.ndarray
 
 
 class EndedRows(NamedTuple):
@@ -79,6 +82,14 @@ class PrefixPrograms(FlightPrograms):
     return jax.jit(self._no_texts, static_argnums=1)
 
   @functools.cached_property
+  def see(self) -> Any:
+    """(params, Prompts with Images) -> the Prompts with as many visual tokens as tokens.
+
+    So `arrive` is compiled for lengths of prompts alone, and this for sizes of images, too.
+    """
+    return jax.jit(self._see)
+
+  @functools.cached_property
   def arrive_scored(self) -> Any:
     """(flight, params, Prompts, places_n, A) -> (Flight, ScoredPrompts): `arrive` with scores."""
     return jax.jit(self._arrive_scored, donate_argnums=0, static_argnums=4)
@@ -102,6 +113,16 @@ class PrefixPrograms(FlightPrograms):
     lengths_P = jnp.zeros(texts, jnp.int32)
     kept = prefix.replace(keys=keys, values=values, states=states, lengths_P=lengths_P)
     return self._as_prompts_lie(flight, kept)
+
+  def _see(self, params: Any, prompts: Prompts) -> Prompts:
+    visual = self._encode(params, prompts)
+    slots_S = jnp.arange(visual.seen_PS.shape[1])
+    index_P1S1 = jnp.maximum(visual.seen_PS, 0)[:, None, :, None]
+    by_token = visual.replace(
+      features_PKND=jnp.take_along_axis(visual.features_PKND, index_P1S1, axis=2),
+      seen_PS=jnp.where(visual.is_seen_PS, slots_S, -1),
+    )
+    return prompts.replace(images=by_token)
 
   def _arrive_scored(
     self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array, count: int
@@ -132,7 +153,7 @@ class PrefixPrograms(FlightPrograms):
     return jax.tree.map(lambda x: x.swapaxes(0, 1), by_place)
 
   def _go_on(self, flight: Flight, kept: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
-    tokens_nU, lengths_n, from_n, known_n, places_n = map(jnp.asarray, suffixes)
+    tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
     (n, U), known = tokens_nU.shape, flight.cache.prefix
     config = dataclasses.replace(self._shaped(known.slots), cache_dtype="")
     N, is_kept_n = flight.grid.places, from_n >= flight.grid.places
@@ -145,7 +166,7 @@ class PrefixPrograms(FlightPrograms):
     of_texts = model.take_prompts(kept, jnp.maximum(from_n - N, 0)).replace(lengths_P=known_n)
     beginnings = jax.tree.map(lambda x, y: x if x.ndim == 1 else either(x, y), of_places, of_texts)
     cache = model.empty_cache(config, beginnings, 1, U)
-    positions_nU = known_n[:, None] + jnp.arange(U)
+    positions_nU = (known_n + shift_n)[:, None] + jnp.arange(U)
     hidden_nUD, cache, _ = model.routed_features(
       params, config, tokens_nU, positions_nU, cache, lengths_n
     )
@@ -153,7 +174,7 @@ class PrefixPrograms(FlightPrograms):
     last_nD = jnp.take_along_axis(hidden_nUD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
     next_N = flight.next_N
     if next_N is not None:
-      next_N = next_N.at[places_n].set(known_n + lengths_n, mode="drop")
+      next_N = next_N.at[places_n].set(known_n + shift_n + lengths_n, mode="drop")
     flight = flight.replace(
       cache=flight.cache.replace(prefix=model.put_prompts(known, places_n, prompts)),
       last_ND=flight.last_ND.at[places_n].set(last_nD, mode="drop"),

@@ -100,6 +100,11 @@ class FlightPrograms:
     self.decoding = dataclasses.replace(decoding, sharding=sharding)
     self.columns, self._config = columns, config
 
+  @property
+  def vocabulary(self) -> int:
+    """V."""
+    return self._config.vocab_size
+
   @functools.cached_property
   def begin(self) -> Jitted:
     """(grid, slots, params, Prompts, prompt_N, RowSettings) -> (Flight, experts).

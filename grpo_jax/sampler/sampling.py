@@ -13,6 +13,7 @@ from grpo_jax.config import Sampling
 from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.filters import values_of
 from grpo_jax.sampler.flight import Prompts
+from grpo_jax.sampler.guides import Guided
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
 from grpo_jax.sampler.requests import Finished, GroupRequest, Reply
@@ -90,6 +91,7 @@ class Sampler:
     decoding: Decoding,
     weights: int = 0,
     rows: int | Callable[[int, int], int] = 0,
+    guide: Callable[[], Guided] | None = None,
   ):
     """Makes a sampler.
 
@@ -98,8 +100,9 @@ class Sampler:
       decoding: Stop ids and the longest completion.
       weights: How many parameters the model has. It says when it pays to move rows together.
       rows: The most rows in flight, or (prompts, members) -> those of such a call. 0 means all.
+      guide: Makes what says which tokens a new row may draw. None: all of them.
     """
-    self._config, self._weights = config, weights
+    self._config, self._weights, self._guide = config, weights, guide
     self._rows = functools.cache(rows) if callable(rows) else lambda *call: rows
     self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
 
@@ -146,7 +149,7 @@ class Sampler:
       in_order: See `Pace`.
     """
     pace = self.pace(prompts, members, in_order)
-    return Stream(self.programs, feed, pace, members, end, keeps_versions)
+    return Stream(self.programs, feed, pace, members, end, keeps_versions, self._guide)
 
   def prompts(
     self,

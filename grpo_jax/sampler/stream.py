@@ -5,7 +5,7 @@ rows that have ended leave, groups that wait take their seats, and the cache gro
 that pauses keeps its seat and its cache while the others go on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,10 +15,11 @@ from grpo_jax import model
 from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts, Resumed
+from grpo_jax.sampler.guides import Guided
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
 from grpo_jax.sampler.requests import Finished, GroupRequest, News, StoppedRow
-from grpo_jax.sampler.rows import Chunk, Drawn
+from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
 from grpo_jax.sampler.stop import End
 from grpo_jax.types import Completions
@@ -111,6 +112,7 @@ class Stream:
     members: int,
     end: End | None = None,
     keeps_versions: bool = False,
+    guide: Callable[[], Guided] | None = None,
   ):
     """Begins without groups.
 
@@ -121,7 +123,9 @@ class Stream:
       members: G, of every group.
       end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
       keeps_versions: Whether completions have the version of the weights of each token.
+      guide: Makes what says which tokens a new row may draw, or None. No row may pause then.
     """
+    self._guide = guide
     self._programs, self._feed, self._pace, self._end = programs, feed, pace, end
     self._members, self._keeps_versions = members, keeps_versions
     self.seat_rounds, self.is_kept_full = SeatRounds(), pace.in_order
@@ -141,6 +145,7 @@ class Stream:
     self._ended_rows = 0  # that `advance` has not returned yet
     self._ready = list[int]()  # places of finished groups that `advance` has not returned yet
     self._paused: dict[int, int] = {}  # the seats of rows that pause, by their numbers
+    self._guides: dict[int, Guided] = {}  # of the rows in flight, by their numbers
     self._replies: list[tuple[int, Sequence[int] | None]] = []
     self._drawn: Completions | None = None  # made for the first group
     self._settings: RowSettings
@@ -256,6 +261,7 @@ class Stream:
     """Counts rows that have ended."""
     self._ended_rows += len(rows)
     for row in rows:
+      self._guides.pop(row, None)
       x = row // self._members
       self._going_X[x] -= 1
       if not self._going_X[x]:
@@ -275,6 +281,11 @@ class Stream:
     if self._end is not None:
       soonest = np.int32(self._rounds_to_look(is_new_R))
       chunk = chunk._replace(rounds=min(chunk.rounds, soonest))
+    extras = None
+    if self._guide is not None:
+      # The host looks at each token. New rows draw one without a round.
+      most = np.int32(0 if is_new_R.any() else 1)
+      chunk, extras = chunk._replace(rounds=min(chunk.rounds, most)), self._allowed(row_R)
     going_R = taken_R.copy()
     going_R[list(self._paused.values())] = False
     x_R, g_R = np.divmod(np.where(taken_R, row_R, 0), self._members)
@@ -284,11 +295,16 @@ class Stream:
       number_R=(self._first_X[x_R] + g_R).astype(np.int32),
       settings=jax.tree.map(lambda x: x[row_R], self._settings),
     )
-    self._flight, *arrays = self._programs.chunk(params, self._flight, new, going_R, chunk)
+    given: tuple[Any, ...] = params, self._flight, new, going_R, chunk
+    if extras is not None:
+      given = *given, extras
+    self._flight, *arrays = self._programs.chunk(*given)
     drawn, goes_on_R = jax.device_get(arrays)
     self._has_rolled = not self._paused
     self._count(drawn, chunk)
     self._keep(row_R, drawn, is_new_R, version)
+    if self._guide is not None:
+      goes_on_R = self._guided(row_R, drawn, goes_on_R)
     if self._end is not None:
       goes_on_R = goes_on_R & ~self._cut_at_texts(row_R, drawn, self._end)
     ended = np.flatnonzero(going_R & ~goes_on_R)
@@ -321,6 +337,25 @@ class Stream:
     # A row that pauses goes on after the last token of the text. A state cannot drop the tokens
     # that were drawn after it, so the host looks after each. New rows draw one without a round.
     return 0 if is_new_R.any() else 1
+
+  def _allowed(self, row_R: np.ndarray) -> Extras:
+    """The tokens that each row may draw next. Free seats may draw all."""
+    words = -(-self._programs.vocabulary // 32)
+    allowed_RW = np.full((len(row_R), words), -1, np.int32)
+    for bits_W, row in zip(allowed_RW, row_R.tolist(), strict=True):
+      if row != NOBODY:
+        if row not in self._guides:
+          self._guides[row] = self._guide()
+        self._guides[row].fill(bits_W)
+    return Extras(allowed_RW=allowed_RW)
+
+  def _guided(self, row_R: np.ndarray, drawn: Drawn, goes_on_R: np.ndarray) -> np.ndarray:
+    """goes_on_R, without rows whose grammar has become too large: it takes nothing more."""
+    goes_on_R = goes_on_R.copy()
+    for seat in np.flatnonzero(drawn.is_drawn_RN.any(1) & goes_on_R):
+      tokens = drawn.tokens_RN[seat, drawn.is_drawn_RN[seat]].tolist()
+      goes_on_R[seat] = self._guides[int(row_R[seat])].take(tokens)
+    return goes_on_R
 
   def _count(self, drawn: Drawn, chunk: Chunk) -> None:
     """Counts the seats of a chunk's rounds, and those that drew."""

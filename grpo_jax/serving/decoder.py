@@ -24,6 +24,7 @@ from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.sampling import sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
 from grpo_jax.sampler.stream import by_row
+from grpo_jax.serving.images import SeenImages
 from grpo_jax.serving.prefix_cache import Beginning, PrefixCache
 
 # Rounds of a chunk. More of them cost less time of the host. Fewer let readers see tokens sooner,
@@ -96,12 +97,19 @@ class NewRow(NamedTuple):
     number: An int32 on which its random numbers depend.
     settings: Temperature, filters and limits, as numbers. None is off.
     is_scored: Whether the log-probs of the prompt's tokens are computed.
+    images: The images of the prompt, or None.
   """
 
   prompt: tuple[int, ...]
   number: int
   settings: RowSettings
   is_scored: bool = False
+  images: SeenImages | None = None
+
+  @property
+  def known_as(self) -> tuple[int, ...]:
+    """The tokens of the prompt for the prefix cache."""
+    return self.images.known_as if self.images else self.prompt
 
 
 Likely = list[tuple[int, float]]  # the likeliest tokens in one place with their log-probs
@@ -154,6 +162,7 @@ class Decoder:
     self._sizes, self._config, self._decoding = sizes, config, decoding
     self.filters = dict(FILTERS)
     self._rounds = 0  # since the cache counted from 0
+    self._images: dict[int, SeenImages] = {}  # of the rows that sit down now, by place
     self._scores: list[tuple[list[tuple[int, tuple[int, ...]]], ScoredPrompts]] = []
     self._new = NewRows(
       is_new_R=np.zeros(self._rows, bool),
@@ -243,10 +252,12 @@ class Decoder:
     computed = dict.fromkeys(rows, 0)
     # Scores need every token of a prompt, so these prompts are computed whole.
     self._score({p: row.prompt for p, row in rows.items() if row.is_scored}, computed, params)
-    missing = {p: row.prompt for p, row in rows.items() if not row.is_scored}
+    self._images = {p: row.images for p, row in rows.items() if row.images}
+    missing = {p: row.known_as for p, row in rows.items() if not row.is_scored}
     while missing:
       unknown = self._copy_known(missing)
       missing = self._compute(unknown, computed, params)
+    self._images = {}
     self._counts.computed_tokens += sum(computed.values())
     return computed
 
@@ -330,7 +341,7 @@ class Decoder:
   @property
   def vocabulary(self) -> int:
     """V."""
-    return self._config.vocab_size
+    return self._programs.vocabulary
 
   @property
   def alternatives(self) -> int:
@@ -372,9 +383,12 @@ class Decoder:
     """
     whole: list[tuple[int, tuple[int, ...]]] = []
     parts: list[tuple[int, tuple[int, ...], Beginning]] = []
-    now, later = list[int](), {}
+    now, later, seeing = list[int](), {}, list[int]()
     for place, prompt in missing.items():
-      beginning = self._known.longest(prompt, self._whole_from, now, self._least(len(prompt)))
+      least = self._least(len(prompt))
+      if place in self._images:  # the rest must be text
+        least = max(least, self._images[place].end)
+      beginning = self._known.longest(prompt, self._whole_from, now, least)
       if beginning.tokens and beginning.number in now:
         later[place] = prompt
         continue
@@ -383,13 +397,27 @@ class Decoder:
       computed[place] = len(prompt) - beginning.tokens
       if beginning.tokens:
         parts.append((place, prompt, beginning))
+      elif place in self._images:
+        seeing.append(place)
       else:
         whole.append((place, prompt))
     self._counts.prompts += len(now)
+    for place in seeing:
+      self._see(place, params)
     for length, some in self._by_length(whole):
       self._arrive(some, length, params)
     self._compute_parts(parts, params)
     return later
+
+  def _see(self, place: int, params: model.Params) -> None:
+    """Computes a whole prompt with images. Each size of images is compiled when it comes first."""
+    images, shards = self._images[place], self._shards
+    length = _holding(self._lengths, len(images.ids))
+    arrays = jax.tree.map(lambda x: np.repeat(x, shards, 0), images.up_to(length))
+    padded = self._padded([images.ids] * shards, length).replace(images=arrays)
+    seen, places = self._programs.see(params, padded), _filled([place], shards, self._rows)
+    self._flight, _ = self._programs.arrive(self._flight, params, seen, np.array(places))
+    self._counts.calls += 1
 
   def _compute_parts(
     self, parts: list[tuple[int, tuple[int, ...], Beginning]], params: model.Params
@@ -463,7 +491,10 @@ class Decoder:
     numbers, known = np.array(beginnings, np.int32).T
     rest = [prompt[begun:] for prompt, begun in zip(prompts, known, strict=True)]
     tokens, lengths = dataclasses.astuple(self._padded(rest, length))[:2]
-    suffixes = Suffixes(tokens, lengths, numbers, known, np.array(places))
+    shifts = [images.shift if images else 0 for images in map(self._images.get, places)]
+    suffixes = Suffixes(
+      tokens, lengths, numbers, known, np.array(places), np.array(shifts, np.int32)
+    )
     self._flight = self._programs.go_on(self._flight, self._texts, params, suffixes)
     self._counts.calls += 1
 

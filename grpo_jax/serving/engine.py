@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import threading
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from grpo_jax import model
 from grpo_jax.sampler.filters import Filter
+from grpo_jax.sampler.guides import Guided
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Drawn, Extras
 from grpo_jax.sampler.stop import End
@@ -33,6 +34,7 @@ from grpo_jax.serving.decoder import (
   Sizes,
   likely_tokens,
 )
+from grpo_jax.serving.images import SeenImages
 
 MOST_BIASED = 300  # tokens of a row that have a bias
 
@@ -43,20 +45,6 @@ class Full(Exception):
 
 class Closed(Exception):
   """The engine takes no rows any more."""
-
-
-class Guided(Protocol):
-  """Says what a row may draw, whatever the others do. `guides.Guide` is one."""
-
-  def fill(self, bits_W: np.ndarray) -> None:
-    """Sets the bit of each token that may follow, and of no other."""
-
-  def take(self, tokens: Sequence[int]) -> bool:
-    """The row has drawn these. Returns whether that may be."""
-
-  @property
-  def is_whole(self) -> bool:
-    """Whether an answer may end after what the row has drawn."""
 
 
 class AnswerPart(NamedTuple):
@@ -97,6 +85,7 @@ class Job:
       with `is_scored`, of each of the prompt.
     bias: The numbers to add to the logits of tokens, at most `MOST_BIASED` of them.
     is_scored: Whether to return the log-probs of the prompt's tokens.
+    images: The images of the prompt. None: there are none.
   """
 
   prompt: tuple[int, ...]
@@ -108,6 +97,7 @@ class Job:
   alternatives: int = 0
   bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
   is_scored: bool = False
+  images: SeenImages | None = None
 
 
 class Row:
@@ -374,7 +364,7 @@ class Engine:
 
 
 def _new_row(job: Job) -> NewRow:
-  return NewRow(job.prompt, job.number, job.settings, job.is_scored)
+  return NewRow(job.prompt, job.number, job.settings, job.is_scored, job.images)
 
 
 def _alternatives(job: Job, drawn: Drawn, place: int) -> list[Likely]:

@@ -10,10 +10,9 @@ import json
 import threading
 from typing import Any
 
-import numpy as np
-
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments.tool_calls import family_of
+from grpo_jax.sampler.guides import Guide, lexicon
 from grpo_jax.serving.requests import Form, RequestError
 from grpo_jax.settings import ConfigError
 
@@ -24,27 +23,6 @@ _COMPACT = {
 _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _VALUES = {"const", "enum", "default", "examples"}  # hold no schemas
 _TAGS = ("<tool_call>", "</tool_call>")
-
-
-class Guide:
-  """Says what one row may write."""
-
-  def __init__(self, matcher: Any) -> None:
-    """`matcher` is a LLMatcher."""
-    self._matcher = matcher
-
-  def fill(self, bits_W: np.ndarray) -> None:
-    """Sets the bit of each token that may follow, and of no other. int32."""
-    self._matcher.unsafe_compute_mask_ptr(bits_W.ctypes.data, bits_W.nbytes)
-
-  def take(self, tokens: Sequence[int]) -> bool:
-    """The row has drawn these. Returns whether the form allows them."""
-    return bool(self._matcher.consume_tokens(list(tokens)))
-
-  @property
-  def is_whole(self) -> bool:
-    """Whether what was drawn has the form, and not the beginning of it alone."""
-    return not self._matcher.is_error() and self._matcher.is_accepting()
 
 
 class Guides:
@@ -73,23 +51,9 @@ class Guides:
   @functools.cached_property
   def _engine(self) -> Any:
     try:
-      from llguidance import LLTokenizer
-    except ImportError:
-      raise RequestError(
-        "response_format and tool_choice: this server needs the package llguidance: pip install"
-        " -e '.[guides]'",
-        status=501,
-      ) from None
-    text = self._tokenizer.files.get("tokenizer.json")
-    if text is None or not self._tokenizer.stop_ids:
-      raise RequestError(
-        "response_format and tool_choice: they need a model with tokenizer.json and a token that"
-        " ends an answer",
-        status=501,
-      )
-    return LLTokenizer(
-      text.decode(), n_vocab=self._vocabulary, eos_token=list(self._tokenizer.stop_ids)
-    )
+      return lexicon(self._tokenizer, self._vocabulary)
+    except ConfigError as error:
+      raise RequestError(f"response_format and tool_choice: {error}", status=501) from None
 
   def _grammar(self, form: Form) -> str:
     from llguidance import LLMatcher

@@ -6,20 +6,17 @@ import hashlib
 import secrets
 from typing import Any, NamedTuple
 
+from grpo_jax.data.images.source import AnyImage
 from grpo_jax.files import json_object
 from grpo_jax.sampler.filters import FILTERS, Filter
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.serving import tools as tools_lib
-from grpo_jax.serving.decoder import MOST_ALTERNATIVES
 from grpo_jax.serving.engine import MOST_BIASED
-from grpo_jax.settings import SMALLEST_FLOAT, ConfigError, is_text, shown
+from grpo_jax.serving.images import SeenImages
+from grpo_jax.settings import SMALLEST_FLOAT, is_text, shown
 
 _DEEPEST = 64  # lists and objects inside each other
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # texts, and characters of one
-_DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's reference says
-_MOST_OF_COMPLETIONS = 5  # alternatives, as OpenAI's reference says
 GOES_ON = "goes_on"  # among the options of a template: the last message is not ended
-_OF_TEMPLATES = {"messages", "tools", "add_generation_prompt", GOES_ON}
 LONGEST = "flag --max_prompt_tokens"  # sets the longest prompt of `serve`
 
 # What changes no answer of this server.
@@ -27,7 +24,7 @@ IGNORED = {
   "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
 # What would change the answer, and the values that do not. Every other value is refused.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
   "presence_penalty": (0,),
   "frequency_penalty": (0,),
   "repetition_penalty": (1,),
@@ -39,15 +36,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "modalities": (["text"],),
   "ignore_eos": (False,),
 }
-_SHARED = {
+SHARED = {
   "model", "n", "stop", "seed", "temperature", "max_tokens", "min_tokens", "logprobs", "stream",
   "stream_options", "return_token_ids", "stop_token_ids", "logit_bias", "skip_special_tokens",
-}  # fmt: skip
-_OF_COMPLETIONS = _SHARED | {"prompt", "echo"}
-_OF_CHAT = _SHARED | {
-  "messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs",
-  "reasoning_effort", "continue_final_message", "parallel_tool_calls", "response_format",
-  "top_logprobs",
 }  # fmt: skip
 
 
@@ -84,6 +75,7 @@ class Limits(NamedTuple):
     choices: The most completions of a request, over all its prompts.
     longest: The flag or key that sets prompt_tokens, for errors.
     filters: The filters that a request may set, by name.
+    sees_images: Whether the model sees images.
   """
 
   model: str
@@ -93,6 +85,7 @@ class Limits(NamedTuple):
   choices: int
   longest: str = LONGEST
   filters: Mapping[str, Filter] = FILTERS
+  sees_images: bool = False
 
 
 class Form(NamedTuple):
@@ -114,14 +107,18 @@ class Texts(NamedTuple):
 
   Attributes:
     encode: A prompt -> its ids.
-    render: (messages, tools or None, options) -> the ids of a conversation. The options are those
-      of the template. `goes_on` among them says that the last message is not ended.
+    render: (messages, tools or None, options, images) -> the ids of a conversation. The options
+      are those of the template. `goes_on` among them says that the last message is not ended. The
+      images are those that have places in the messages.
+    see: (the ids of a conversation, its images) -> the images, decoded.
   """
 
   encode: Callable[[str], Sequence[int]]
   render: Callable[
-    [list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]], Sequence[int]
+    [list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any], Sequence[AnyImage]],
+    Sequence[int],
   ]
+  see: Callable[[Sequence[int], Sequence[AnyImage]], SeenImages] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +144,7 @@ class Request:
     stop_ids: Token ids that end a completion, beside those of the model. They are kept.
     form: The form that the answer must have, or None.
     guides: With a form, what says for each choice which tokens it may draw.
+    seen: The images of the conversation, or None.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
@@ -173,6 +171,7 @@ class Request:
   include_usage: bool
   return_token_ids: bool
   guides: Sequence[Any] = ()
+  seen: SeenImages | None = None
   repeated: Mapping[str, Any] | None = None
 
   @property
@@ -206,63 +205,13 @@ def read_json(body: bytes) -> dict[str, Any]:
   return value
 
 
-def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
-  """The request of a body of /v1/completions. Raises RequestError."""
-  _check_names(body, _OF_COMPLETIONS | {*limits.filters})
-  prompts = _prompts(body, limits, texts)
-  echo = None
-  if _flag(body, "echo"):
-    given = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
-    texts_of = [one if isinstance(one, str) else None for one in given]
-    echo = tuple(texts_of[: len(prompts)])
-  logprobs = _whole(body, "logprobs", None, (0, _MOST_OF_COMPLETIONS))
-  return _request(body, limits, prompts, logprobs, {"max_tokens": _DEFAULT_TOKENS, "echo": echo})
-
-
-def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
-  """The request of a body of /v1/chat/completions. Raises RequestError."""
-  _check_names(body, _OF_CHAT | {*limits.filters})
-  if body.get("max_completion_tokens") is not None:
-    body = {**body, "max_tokens": body["max_completion_tokens"]}
-  tools, choice = body.get("tools"), body.get("tool_choice") or "auto"
-  if tools is not None and not tools_lib.are_tools(tools):
-    raise RequestError(
-      "tools must be a list of objects such as {'type': 'function', 'function': {'name': ...}}",
-      "tools",
-    )
-  form = _form(body, tools or [], choice)
-  tools = tools if tools and choice != "none" else None
-  try:
-    messages = tools_lib.messages_for_template(body.get("messages"))
-  except ValueError as error:
-    raise RequestError(str(error), "messages") from None
-  try:
-    prompt = tuple(texts.render(messages, tools, _template_options(body, messages)))
-  except ConfigError as error:
-    raise RequestError(str(error), "messages") from None
-  alternatives = _whole(body, "top_logprobs", 0, (0, MOST_ALTERNATIVES))
-  if alternatives and not _flag(body, "logprobs"):
-    raise RequestError("top_logprobs: set logprobs to true, too", "top_logprobs")
-  logprobs = alternatives if _flag(body, "logprobs") else None
-  before = sum(len(message.get("tool_calls") or ()) for message in messages)
-  one_call = body.get("parallel_tool_calls") is not None and not _flag(body, "parallel_tool_calls")
-  extra = {
-    "is_chat": True,
-    "tools": tuple(tools or ()),
-    "calls_before": before,
-    "most_calls": 1 if one_call else None,
-    "form": form,
-  }
-  return _request(body, limits, (prompt,), logprobs, extra)
-
-
 def row_number(seed: int, choice: int) -> int:
   """The int32 on which the random numbers of a choice depend: other ones for each of a request."""
   digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
   return (int.from_bytes(digest, "little") + choice) % 2**32 - 2**31
 
 
-def _request(
+def make_request(
   body: Mapping[str, Any],
   limits: Limits,
   prompts: tuple[tuple[int, ...], ...],
@@ -284,7 +233,7 @@ def _request(
   for number, prompt in enumerate(prompts):
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
   most, why = limits.choices // len(prompts), f"{limits.choices} choices over all prompts"
-  n = _whole(body, "n", 1, (1, most), why)
+  n = whole(body, "n", 1, (1, most), why)
   settings = _settings(body, limits, extra.pop("max_tokens", limits.max_tokens), extra)
   options = body.get("stream_options")
   if options is not None and not isinstance(options, dict):
@@ -294,7 +243,7 @@ def _request(
       raise RequestError(
         f"stream_options: this server does not know {shown(name)}", "stream_options"
       )
-  seed = _whole(body, "seed", None, (-(2**63), 2**64 - 1))
+  seed = whole(body, "seed", None, (-(2**63), 2**64 - 1))
   return Request(
     prompts=prompts,
     n=n,
@@ -306,10 +255,10 @@ def _request(
     alternatives=logprobs or 0,
     bias=_bias(body, limits),
     shows_special=body.get("skip_special_tokens") is not None
-    and not _flag(body, "skip_special_tokens"),
-    stream=_flag(body, "stream"),
-    include_usage=_flag(options or {}, "include_usage"),
-    return_token_ids=_flag(body, "return_token_ids"),
+    and not flag(body, "skip_special_tokens"),
+    stream=flag(body, "stream"),
+    include_usage=flag(options or {}, "include_usage"),
+    return_token_ids=flag(body, "return_token_ids"),
     **extra,
   )
 
@@ -321,13 +270,13 @@ def _settings(
   default = min(default, limits.max_tokens)
   least = 0 if extra["echo"] else 1
   # As with vLLM, what does not fit is cut off.
-  max_tokens = min(limits.max_tokens, _whole(body, "max_tokens", default, (least, 2**31 - 1)))
+  max_tokens = min(limits.max_tokens, whole(body, "max_tokens", default, (least, 2**31 - 1)))
   temperature = _number(body, "temperature", 1.0, (0, 1000))
   if temperature and temperature < SMALLEST_FLOAT:
     raise RequestError("temperature: for the likeliest token set 0", "temperature")
   settings = RowSettings(
     temperature=temperature,
-    min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
+    min_tokens=whole(body, "min_tokens", 0, (0, max_tokens)),
     max_tokens=max_tokens,
   )
   if extra["form"] and settings.min_tokens:
@@ -340,17 +289,17 @@ def _settings(
   return settings.with_filters(values)
 
 
-def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
+def check_names(body: Mapping[str, Any], known: set[str]) -> None:
   """Raises RequestError for a parameter that is not known, or that would change the answer."""
   for name, value in body.items():
     if name in known or name in IGNORED or value is None:
       continue
     if name == "add_generation_prompt" and value is False and body.get("continue_final_message"):
       continue  # as clients of vLLM must say it
-    if name not in _NEUTRAL:
+    if name not in NEUTRAL:
       raise RequestError(f"{name!s:.100}: this server does not know the parameter", f"{name:.100}")
     # 1 == True in Python, and an object is compared as a whole.
-    if not any(value == neutral for neutral in _NEUTRAL[name]):
+    if not any(value == neutral for neutral in NEUTRAL[name]):
       raise RequestError(
         f"{name} is {shown(value)}: this server does not support it; leave it out", name
       )
@@ -371,37 +320,7 @@ def _check_model(body: Mapping[str, Any], limits: Limits) -> None:
     )
 
 
-def _prompts(body: Mapping[str, Any], limits: Limits, texts: Texts) -> tuple[tuple[int, ...], ...]:
-  """The prompts of /v1/completions: a text, a list of texts, token ids, or a list of those."""
-  given = body.get("prompt")
-  if isinstance(given, str) or (isinstance(given, list) and given and _are_ids(given)):
-    given = [given]
-  wrong = RequestError(
-    "prompt must be a text, a list of texts, token ids or lists of them", "prompt"
-  )
-  if not isinstance(given, list) or not given or len({type(one) for one in given}) > 1:
-    raise wrong
-  if len(given) > limits.choices:
-    raise RequestError(
-      f"prompt has {len(given)} prompts and this server takes at most {limits.choices}", "prompt"
-    )
-  prompts = []
-  for one in given:
-    if isinstance(one, str):
-      if not is_text(one):
-        raise RequestError("prompt: it has half of a surrogate pair", "prompt")
-      try:
-        prompts.append(tuple(texts.encode(one)))
-      except ConfigError as error:
-        raise RequestError(f"prompt: {error}", "prompt") from None
-    elif isinstance(one, list) and _are_ids(one):
-      prompts.append(tuple(one))
-    else:
-      raise wrong
-  return tuple(prompts)
-
-
-def _are_ids(values: list[Any]) -> bool:
+def are_ids(values: list[Any]) -> bool:
   return all(type(value) is int for value in values)
 
 
@@ -440,7 +359,7 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
 def _stop_ids(body: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
   given = body.get("stop_token_ids")
   ids = [] if given is None else given
-  if not isinstance(ids, list) or not _are_ids(ids) or len(ids) > _MOST_STOPS:
+  if not isinstance(ids, list) or not are_ids(ids) or len(ids) > _MOST_STOPS:
     raise RequestError(
       f"stop_token_ids must be a list of at most {_MOST_STOPS} token ids", "stop_token_ids"
     )
@@ -475,66 +394,14 @@ def _bias(body: Mapping[str, Any], limits: Limits) -> dict[int, float]:
   return found
 
 
-def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any) -> Form | None:
-  """The form that response_format or tool_choice asks for."""
-  if choice not in ("auto", "none"):
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    chosen = tuple(one for one in tools if name in (None, one["function"]["name"]))
-    if (choice != "required" and name is None) or not chosen:
-      raise RequestError(
-        "tool_choice: auto, none, required or {'type': 'function', 'function': {'name': ...}} with"
-        " the name of one of the tools",
-        "tool_choice",
-      )
-    return Form("tool_choice", {}, chosen)
-  given = body.get("response_format")
-  if given is None or given == {"type": "text"}:
-    return None
-  kind = given.get("type") if isinstance(given, dict) else None
-  if kind == "json_object":
-    return Form("response_format", {"type": "object"})
-  inner = given.get("json_schema") if kind == "json_schema" else None
-  schema = inner.get("schema") if isinstance(inner, dict) else None
-  if not isinstance(schema, dict):
-    raise RequestError(
-      "response_format: give {'type': 'json_object'} or {'type': 'json_schema', 'json_schema':"
-      " {'schema': {...}}}",
-      "response_format",
-    )
-  return Form("response_format", schema)
-
-
-def _template_options(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-  """The variables of the chat template, and whether the last message goes on."""
-  given = body.get("chat_template_kwargs")
-  options = {} if given is None else given
-  if not isinstance(options, dict) or not {*options}.isdisjoint(_OF_TEMPLATES):
-    raise RequestError(
-      "chat_template_kwargs must be an object without messages, tools and add_generation_prompt",
-      "chat_template_kwargs",
-    )
-  effort = body.get("reasoning_effort")
-  if effort is not None and not isinstance(effort, str):
-    raise RequestError("reasoning_effort must be a text, such as low", "reasoning_effort")
-  effort_of_template = {} if effort is None else {"reasoning_effort": effort}
-  goes_on = _flag(body, "continue_final_message")
-  if goes_on and (messages[-1]["role"] != "assistant" or not messages[-1]["content"]):
-    raise RequestError(
-      "continue_final_message: the last message must be a text of the assistant",
-      "continue_final_message",
-    )
-  return {**options, **effort_of_template} | ({GOES_ON: True} if goes_on else {})
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def flag(body: Mapping[str, Any], name: str) -> bool:
   value = body.get(name)
   if value is not None and not isinstance(value, bool):
     raise RequestError(f"{name} must be true or false, got {shown(value)}", name)
   return bool(value)
 
 
-def _whole(
+def whole(
   body: Mapping[str, Any], name: str, default: Any, bounds: tuple[int, int], why: str = ""
 ) -> Any:
   """A whole number within bounds, or the default where there is none."""
@@ -562,7 +429,7 @@ def _filter_value(body: Mapping[str, Any], name: str, one: Filter) -> float:
   """The value of a filter."""
   least, most = one.limits
   if isinstance(one.off, int):  # -1 of top_k is off, too, as in vLLM
-    return max(one.off, _whole(body, name, one.off, (int(least), int(most))))
+    return max(one.off, whole(body, name, one.off, (int(least), int(most))))
   return _number(body, name, one.off, one.limits)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from grpo_jax.data.tokenizers.replies import call_id
 from grpo_jax.environments.tool_calls import Call
 from grpo_jax.serving.answers import AnswerChoice
-from grpo_jax.serving.requests import IGNORED, Limits, Request, RequestError, Texts, chat_request
+from grpo_jax.serving.chats import chat_request
+from grpo_jax.serving.requests import IGNORED, Limits, Request, RequestError, Texts
 from grpo_jax.settings import shown
 
 # A chat has them under the same names, as it has the filters.
@@ -35,6 +36,10 @@ _TRANSLATED = {
 # They change no answer: they bound tools of OpenAI's own, which are refused.
 _IGNORED = IGNORED | {"max_tool_calls", "prompt_cache_retention"}
 _NEUTRAL = {"truncation": "disabled", "background": False}
+# No answer has reasoning apart from its text, so there is nothing to summarise.
+_OF_REASONING = ("effort", "summary", "generate_summary")
+_OF_TEXT = ("format", "verbosity")
+_OF_FORMAT = ("type", "schema", "name", "strict", "description")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -51,7 +56,7 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
         "include",
       )
   asks = _LOGPROBS in include or bool(body.get("top_logprobs"))
-  effort = _object(body, "reasoning").get("effort")
+  effort = _object(body.get("reasoning"), "reasoning", _OF_REASONING).get("effort")
   chat |= {
     "messages": _messages(body),
     "tools": _tools(body),
@@ -150,15 +155,15 @@ def _role(role: Any) -> Any:
 
 
 def _content(content: Any) -> Any:
-  """Parts in the shape that a chat has. Others than texts stay as they are."""
-  if not isinstance(content, list):
-    return content
-  return [
-    {"type": "text", "text": part.get("text")}
-    if isinstance(part, dict) and part.get("type") in _TEXT_PARTS
-    else part
-    for part in content
-  ]
+  """Parts in the shape that a chat has. Others than texts and images stay as they are."""
+  return [_part_of_chat(part) for part in content] if isinstance(content, list) else content
+
+
+def _part_of_chat(part: Any) -> Any:
+  kind = part.get("type") if isinstance(part, dict) else None
+  if kind == "input_image":
+    return {"type": "image_url", "image_url": part.get("image_url")}
+  return {"type": "text", "text": part.get("text")} if kind in _TEXT_PARTS else part
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -188,11 +193,11 @@ def _choice(choice: Any) -> Any:
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
   """The response_format of a chat."""
-  text = _object(body, "text")
+  text = _object(body.get("text"), "text", _OF_TEXT)
   if text.get("verbosity") not in (None, "medium"):
     raise RequestError("text: this server does not support verbosity; leave it out", "text")
-  given = text.get("format") or {"type": "text"}
-  kind = given.get("type") if isinstance(given, dict) else None
+  given = _object(text.get("format"), "text", _OF_FORMAT) or {"type": "text"}
+  kind = given.get("type")
   if kind == "json_schema" and isinstance(given.get("schema"), dict):
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
   if kind not in ("text", "json_object"):
@@ -211,11 +216,17 @@ def _list(body: Mapping[str, Any], name: str) -> list[Any]:
   return value or []
 
 
-def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-  value = body.get(name)
-  if value is not None and not isinstance(value, dict):
-    raise RequestError(f"{name} must be an object", name)
-  return value or {}
+def _object(value: Any, name: str, known: Sequence[str]) -> dict[str, Any]:
+  """An object of the parameter `name`, all of whose keys are known. None is an empty one."""
+  found = {} if value is None else value
+  if not isinstance(found, dict):
+    raise RequestError(f"{name} must be an object, and so must what it holds", name)
+  for key, inner in found.items():
+    if key not in known and inner is not None:
+      raise RequestError(
+        f"{name}: this server does not know {shown(key):.100}; give {' or '.join(known)}", name
+      )
+  return found
 
 
 class ResponseHead:

@@ -21,8 +21,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.serving import answers, requests
+from grpo_jax.serving.chats import chat_request
+from grpo_jax.serving.completions import completion_request
 from grpo_jax.serving.connections import Connections, listen, room
 from grpo_jax.serving.engine import Closed, Engine
+from grpo_jax.serving.images import ImageReader
 from grpo_jax.serving.metrics import Metrics
 from grpo_jax.serving.requests import Limits, Request, RequestError
 from grpo_jax.serving.responses import ResponseHead, response_request
@@ -37,6 +40,7 @@ _IDLE_SECONDS = 30.0  # to send the header of a request, and between two request
 _PIECE = 2**18  # bytes of an answer
 _SMALL_BODY = 2**16  # bytes
 _HELD_BYTES = 2**27  # of bodies that are not requests yet
+_IMAGE_BYTES = 2**30  # of decoded images of requests that are not answered yet
 _OPEN_PATHS = ("/health", "/metrics")  # they need no key
 _CLIENT_LEFT = 499  # in the metrics: the client closed the connection before the answer
 
@@ -56,6 +60,35 @@ class _Defects(logging.Filter):
 
 _LOGGER = logging.getLogger(__name__)
 _LOGGER.addFilter(_Defects())
+
+
+class ByteBudget:
+  """Counts the bytes that requests hold together.
+
+  Attributes:
+    held: How many they are now.
+  """
+
+  def __init__(self, most: int) -> None:
+    """Nothing is held. `most` bytes may be."""
+    self._most, self.held = most, 0
+
+  @contextlib.contextmanager
+  def holding(self) -> Iterator[Callable[[int], None]]:
+    """Gives what a request calls for each piece that it holds until the block ends."""
+    own = 0
+
+    def hold(size: int) -> None:
+      nonlocal own
+      if self.held + size > self._most:
+        raise RequestError("too many large requests arrive at once; try later", status=503)
+      self.held += size
+      own += size
+
+    try:
+      yield hold
+    finally:
+      self.held -= own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +134,7 @@ class Server:
     settings: ServerSettings,
     reload: Callable[[], int] | None = None,
     recorder: Recorder | None = None,
+    images: ImageReader | None = None,
   ):
     """Answers nothing yet.
 
@@ -112,29 +146,32 @@ class Server:
       reload: Gives the engine the newest weights and returns their version. It runs in a thread.
         None means that there are no newer ones.
       recorder: Keeps what clients asked, by the name behind the key: `KEY:NAME`.
+      images: Reads images. None: the model sees none.
     """
     self.metrics = Metrics()
     self._engine, self._settings = engine, settings
-    told = dict[str, Any](longest=settings.longest, calls=settings.calls, vocabulary=vocabulary)
+    told = dict[str, Any](
+      longest=settings.longest, calls=settings.calls, vocabulary=vocabulary, images=images
+    )
     self._writer = AnswerWriter(engine, tokenizer, settings.seconds, recorder, **told)
     self._records = recorder is not None
     self._reload, self._reloading = reload, asyncio.Lock()
     limits = engine.sizes.prompt_tokens, engine.max_tokens, settings.choices, settings.longest
-    self._limits = Limits(settings.model, vocabulary, *limits, engine.filters)
+    self._limits = Limits(settings.model, vocabulary, *limits, engine.filters, images is not None)
     # They parse and tokenise. Many small requests come in the time that a large one takes, so they
     # do not wait for it.
     cores = os.cpu_count() or 1
     self._small = ThreadPoolExecutor(max(2, cores), "small bodies")
     self._large = ThreadPoolExecutor(max(2, cores // 2), "large bodies")
-    self._held_bytes = 0
+    self._bodies, self._images = ByteBudget(_HELD_BYTES), ByteBudget(_IMAGE_BYTES)
     self._connections: Connections
     self._created = int(time.time())
     self._is_stopping = False
     self.app = web.Application(
       client_max_size=settings.body_bytes, middlewares=[self._counted, self._guarded]
     )
-    completions = functools.partial(self._complete, requests.completion_request)
-    conversations = functools.partial(self._complete, requests.chat_request)
+    completions = functools.partial(self._complete, completion_request)
+    conversations = functools.partial(self._complete, chat_request)
     self.app.add_routes(
       [
         web.get("/health", self._health),
@@ -279,7 +316,8 @@ class Server:
     """Answers a request for completions."""
     name = _conversation_of(request)
     with contextlib.ExitStack() as stack:
-      with self._holding() as hold:
+      hold_images = stack.enter_context(self._images.holding())
+      with self._bodies.holding() as hold:
         body = await _body_of(request, self._settings.body_bytes, hold)
         if self._is_stopping:
           raise stopping()
@@ -288,24 +326,8 @@ class Server:
         loop = asyncio.get_running_loop()
         asked = await loop.run_in_executor(threads, self._read, read, body, name)
         del body
+      hold_images(asked.seen.nbytes if asked.seen else 0)
       return await self._answer(request, asked, name)
-
-  @contextlib.contextmanager
-  def _holding(self) -> Iterator[Callable[[int], None]]:
-    """Counts the bytes of a body until it is a request. It gives what to call for each piece."""
-    held = 0
-
-    def hold(size: int) -> None:
-      nonlocal held
-      if self._held_bytes + size > _HELD_BYTES:
-        raise RequestError("too many large requests arrive at once; try later", status=503)
-      self._held_bytes += size
-      held += size
-
-    try:
-      yield hold
-    finally:
-      self._held_bytes -= held
 
   @contextlib.contextmanager
   def _answering(self, request: web.Request) -> Iterator[None]:

@@ -1,8 +1,11 @@
 """OpenAI's messages and tools, as chat templates read them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import itertools
 import json
 from typing import Any
+
+from grpo_jax.serving.images import image_of
 
 
 def are_tools(value: Any) -> bool:
@@ -16,15 +19,22 @@ def are_tools(value: Any) -> bool:
   )
 
 
-def messages_for_template(messages: Any) -> list[dict[str, Any]]:
+def messages_for_template(messages: Any, sees_images: bool = False) -> list[dict[str, Any]]:
   """OpenAI's messages as chat templates read them: contents are texts, and arguments objects.
+
+  A content with an image is a list of parts, of which some are {"type": "image", "image": SOURCE}.
+
+  Args:
+    messages: The messages.
+    sees_images: Whether the model sees images.
 
   Raises:
     ValueError: They are no messages. What is wrong, in one line.
   """
   if not isinstance(messages, list) or not messages:
     raise ValueError("messages must be a list of messages, at least one")
-  return [_for_template(message) for message in messages]
+  numbers = itertools.count(1)
+  return [_for_template(message, sees_images, numbers) for message in messages]
 
 
 def with_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -51,10 +61,10 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
   return {**call, "function": {**function, "arguments": text}}
 
 
-def _for_template(message: Any) -> dict[str, Any]:
+def _for_template(message: Any, sees_images: bool, numbers: Iterator[int]) -> dict[str, Any]:
   if not isinstance(message, dict) or not isinstance(message.get("role"), str):
     raise ValueError("messages: each must be an object with a text role and a content")
-  made = message | {"content": _content(message.get("content"))}
+  made = message | {"content": _content(message.get("content"), sees_images, numbers)}
   calls = message.get("tool_calls")
   if calls:
     if not isinstance(calls, list):
@@ -65,19 +75,30 @@ def _for_template(message: Any) -> dict[str, Any]:
   return made
 
 
-def _content(content: Any) -> str:
-  """The text of a content: a text, or parts of type text."""
+def _content(content: Any, sees_images: bool, numbers: Iterator[int]) -> str | list[dict[str, Any]]:
+  """A content as a text or, if it has images, as parts. `numbers` are those of the images."""
   if content is None or isinstance(content, str):
     return content or ""
-  is_parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
-  if not is_parts or not all(map(_is_text_part, content)):
+  parts = content if isinstance(content, list) else [None]
+  if not all(isinstance(part, Mapping) and (_is_text(part) or _is_image(part)) for part in parts):
     raise ValueError(
-      "messages: a content must be a text, or a list of parts of type text; images are not read"
+      "messages: a content must be a text, or a list of parts of type text and image_url"
     )
-  return "".join(part["text"] for part in content)
+  if not any(map(_is_image, parts)):
+    return "".join(part["text"] for part in parts)
+  return [
+    {"type": "image", "image": image_of(part, f"messages: image {next(numbers)}", sees_images)}
+    if _is_image(part)
+    else {"type": "text", "text": part["text"]}
+    for part in parts
+  ]
 
 
-def _is_text_part(part: Mapping[str, Any]) -> bool:
+def _is_image(part: Mapping[str, Any]) -> bool:
+  return part.get("type") == "image_url"
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
   return part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from grpo_jax.data.images.source import AnyImage
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments.tool_calls import Format, format_for
@@ -16,6 +17,7 @@ from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import AnswerChoice, Decode
 from grpo_jax.serving.engine import AnswerPart, Closed, Engine, Full, Job, Row
 from grpo_jax.serving.guides import Guides
+from grpo_jax.serving.images import ImageReader, with_end
 from grpo_jax.serving.requests import GOES_ON, LONGEST, Request, RequestError, Texts, row_number
 from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
@@ -45,6 +47,7 @@ class AnswerWriter:
     longest: str = LONGEST,
     calls: str = "auto",
     vocabulary: int | None = None,
+    images: ImageReader | None = None,
   ) -> None:
     """Asks nothing yet.
 
@@ -56,11 +59,12 @@ class AnswerWriter:
       longest: The flag or key that sets the longest prompt, for errors.
       calls: How the model writes calls of tools, as in environment.calls.
       vocabulary: How many ids the model has. None means as many as the tokenizer.
+      images: Reads images. None: the model sees none.
     """
     self._engine, self._tokenizer = engine, tokenizer
     self._seconds, self._recorder = seconds, recorder
     self._calls, self._longest = _calls_of(tokenizer, calls), longest
-    self._names_calls = calls != "auto"
+    self._names_calls, self._images = calls != "auto", images
     self._guides = Guides(tokenizer, vocabulary or tokenizer.vocab_size)
     self._shown = tokenizer.skipped(self._calls.marks)  # by their ids
     # A longer text has more tokens than a prompt may have. It is not tokenised to count them.
@@ -70,7 +74,9 @@ class AnswerWriter:
 
   def texts(self, name: str) -> Texts:
     """How texts become tokens in the conversation of this name."""
-    return Texts(self._encode, functools.partial(self._render, name))
+    slots = self._engine.sizes.prompt_tokens
+    see = None if self._images is None else functools.partial(self._images.read, slots=slots)
+    return Texts(self._encode, functools.partial(self._render, name), see)
 
   @contextlib.asynccontextmanager
   async def choices(
@@ -111,7 +117,10 @@ class AnswerWriter:
       end = _end_at_ids(asked.stop_ids, end) if asked.stop_ids else end
       hears = functools.partial(hear, choice.index)
       asks = dict[str, Any](
-        alternatives=asked.alternatives, bias=asked.bias, is_scored=asked.is_scored
+        alternatives=asked.alternatives,
+        bias=asked.bias,
+        is_scored=asked.is_scored,
+        images=asked.seen,
       )
       jobs.append(Job(choice.prompt, number, settings, hears, end, guide, **asks))
     rows = self._submit(jobs)
@@ -199,6 +208,7 @@ class AnswerWriter:
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     options: dict[str, Any],
+    images: Sequence[AnyImage] = (),
   ) -> list[int]:
     """The token ids of the prompt that a conversation makes.
 
@@ -222,6 +232,8 @@ class AnswerWriter:
     if recorded is None or GOES_ON in options:
       text = self._rendered(messages, tools, options)
       self._check_length(text, "messages")
+      if images:
+        text = self._images.expand(text, images, self._engine.sizes.prompt_tokens)
       ids = self._tokenizer.encode(text)
     else:
       trace, new_messages = recorded
@@ -246,7 +258,7 @@ class AnswerWriter:
       if not goes_on:
         return self._tokenizer.render(messages, True, tools, given)
       *before, last = messages
-      marked = [*before, {**last, "content": last["content"] + _END}]
+      marked = [*before, {**last, "content": with_end(last["content"], _END)}]
       return _without_end(self._tokenizer.render(marked, False, tools, given))
 
     try:

@@ -19,7 +19,7 @@ from grpo_jax.algo.metrics import Metrics, disjoint
 from grpo_jax.algo.rejections import without_rejected
 from grpo_jax.asynchronous.ahead import Ahead
 from grpo_jax.asynchronous.learner import SamplingClosed
-from grpo_jax.batches.collect import Collected, Collector
+from grpo_jax.batches.collect import Collected, Collector, with_unscored
 from grpo_jax.batches.rollout_metrics import most_disputed_first
 from grpo_jax.config import Config
 from grpo_jax.console.stop import leaving_on_second_signal
@@ -193,14 +193,15 @@ class GrpoStep:
     state = state.replace(train=self._with_planned(state.train, index))
     batch, rejected = self._with_old_logprobs(state.train, batch)
     train, update_metrics = self._update(state, batch)
-    state = state.replace(train=train, host=collected.host)
+    nothing_left = rejected.get("rejection/tokens") == 1
+    why = collected.why_unscored or (_ALL_REJECTED if nothing_left else "")
+    host = with_unscored(collected.host, state.host, why)
+    state = state.replace(train=train, host=host)
     if algo.ref_sync_steps and (index + 1) % algo.ref_sync_steps == 0:
       state = self._store.sync_reference(state)
     clock.lap("update")
     metrics = disjoint(collected.metrics, advantage_metrics, rejected, update_metrics)
     metrics = disjoint(metrics, self._step_metrics(index, metrics, clock))
-    nothing_left = rejected.get("rejection/tokens") == 1
-    why = collected.why_unscored or (_ALL_REJECTED if nothing_left else "")
     return StepResult(state, metrics, self._rows(collected, batch), why)
 
   def _prepare(self, state: RunState, collected: Collected) -> tuple[Batch, dict[str, float]]:

@@ -4,13 +4,13 @@
 waits for no network, and a tracker's handlers of signals do not take the place of the run's.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
 import importlib.util
 from pathlib import Path
-import queue
 import re
 import secrets
 import sys
@@ -218,6 +218,7 @@ class Sender:
   """Sends the rows of a run to a tracker. One that fails says so once and ends no run."""
 
   patience = 60.0  # seconds that a tracker has at the end of the run
+  most_waiting = 1000  # rows and tables that wait. For another one, the oldest is dropped
 
   def __init__(self, start: Start, warn: Callable[[str], None]) -> None:
     """Opens the run at the tracker, which may take long.
@@ -227,7 +228,9 @@ class Sender:
     """
     name = self._name = start.tracker
     self._warn = warn
-    self._tasks = queue.SimpleQueue[Callable[[], Any] | None]()
+    self._tasks = deque[Callable[[], Any] | None]()
+    self._has_tasks = threading.Condition()
+    self._dropped = 0
     self._opened: OpenTracker | None = None
     self._error: BaseException | None = None  # the first one, until it is said
     self._is_open = threading.Event()
@@ -253,14 +256,18 @@ class Sender:
   def completions(self, step: int, rows: Rows) -> None:
     """Sends completions, if the tracker shows tables. Returns at once."""
     if self._opened.completions is not None:
-      self._put(functools.partial(self._opened.completions, step, rows))
+      self._put(functools.partial(self._opened.completions, step, rows[:MOST_SHOWN]))
 
   def close(self, has_failed: bool = False) -> None:
     """Waits until everything is sent and the run is ended there, but not for ever."""
     with doing(f"sending the last rows to {self._name}"), _no_stdout():
-      self._put(functools.partial(self._opened.close, has_failed))
-      self._tasks.put(None)
+      self._put(functools.partial(self._opened.close, has_failed), None)
       self._thread.join(self.patience)
+    if self._dropped:
+      self._warn(
+        f"{self._name} lacks {self._dropped} rows, the oldest of those that waited for it; all of"
+        " them are in metrics.jsonl and completions/"
+      )
     if self._thread.is_alive():
       self._warn(
         f"{self._name} has not taken all rows within {self.patience:.0f} seconds, and the run waits"
@@ -268,9 +275,26 @@ class Sender:
       )
     self._say_failure()
 
-  def _put(self, task: Callable[[], Any]) -> None:
+  def _put(self, *tasks: Callable[[], Any] | None) -> None:
     self._say_failure()
-    self._tasks.put(task)
+    with self._has_tasks:
+      surplus = max(0, len(self._tasks) + len(tasks) - self.most_waiting)
+      for _ in range(surplus):
+        self._tasks.popleft()
+      self._tasks.extend(tasks)
+      self._has_tasks.notify()
+    if surplus and not self._dropped:
+      self._warn(
+        f"{self._name} takes no rows: {self.most_waiting} wait, and for each further one the oldest"
+        " is dropped; all of them are in metrics.jsonl and completions/"
+      )
+    self._dropped += surplus
+
+  def _next(self) -> Callable[[], Any] | None:
+    """The oldest task. Waits for one. None is the end."""
+    with self._has_tasks:
+      self._has_tasks.wait_for(lambda: self._tasks)
+      return self._tasks.popleft()
 
   def _say_failure(self) -> None:
     if self._error is not None and not self._has_said_failure:
@@ -289,7 +313,7 @@ class Sender:
       return
     finally:
       self._is_open.set()
-    while (task := self._tasks.get()) is not None:
+    while (task := self._next()) is not None:
       try:
         task()
       except BaseException as error:

@@ -102,8 +102,6 @@ class Trainer:
     if self.ahead is not None:
       self.reporter.devices = self.ahead.devices
     self.store = StateStore(self.run, workdir, self._checkpoints, host_state, self.ahead)
-    self._why_unscored = ""  # of the last step
-    self._unlearned = 0  # steps in a row, of this process, with nothing to learn from
     self._phases_seen: set[bool] = set()  # the first step of a phase compiles
     self._skipped = SkippedUpdates()
     # They close in the reverse order: signals are handled until the last save is written.
@@ -231,17 +229,13 @@ class Trainer:
       raise self._skipped.failure(max(self._checkpoints.steps(), default=None))
     check_ratio_of_one(metrics, self._config)
     check_gap(metrics, self._config)
-    self._why_unscored = why_unscored
-    self._unlearned = self._unlearned + 1 if why_unscored else 0
-    limit, unscored = self._config.reward.max_unscored_steps, self._unscored(state)
+    unscored, _ = unscored_steps(state.host)
     if unscored == 1 and self.run.hosts.is_first:
       print(f"warning: step {step} had nothing to learn from: {why_unscored}", file=sys.stderr)
-    if 0 < limit <= unscored:
+    said = self._nothing_learned(unscored, why_unscored)
+    if said and 0 < self._config.reward.max_unscored_steps <= unscored:
       self._save(state, step)
-      raise RunFailed(
-        f"{_nothing_to_learn_from(unscored)} (reward.max_unscored_steps): {why_unscored}; step"
-        f" {step} is saved, the same command goes on"
-      )
+      raise RunFailed(f"{said}; step {step} is saved, the same command goes on")
     every = self._config.checkpoint.every
     if every and step % every == 0 and not self._skipped.in_a_row:
       with doing(f"saving step {step}", is_routine=True):
@@ -284,9 +278,9 @@ class Trainer:
     if not (is_unfinished and self._skipped.in_a_row):
       self._save(state, step)
     self._checkpoints.wait()
-    if not is_unfinished and 0 < self._config.steps <= self._unscored(state):
-      why = self._why_unscored or f"the rows in {self._workdir} have no reward"
-      raise RunFailed(f"{_nothing_to_learn_from(self._config.steps)}, which are all: {why}")
+    said = self._nothing_learned(*unscored_steps(state.host))
+    if said and not is_unfinished:
+      raise RunFailed(said)
     self.reporter.finish(step)
     if self._remote is not None and (was_asked_to or not is_unfinished):
       self._remote.say_ended()
@@ -295,12 +289,14 @@ class Trainer:
         f"at step {step} of {self.last_step}, which is saved: the same call goes on from there"
       )
 
-  def _unscored(self, state: RunState) -> int:
-    """How many steps in a row had nothing to learn from.
-
-    The state counts steps of earlier processes, too, but not those whose tokens were all rejected.
-    """
-    return max(unscored_steps(state.host), self._unlearned)
+  def _nothing_learned(self, unscored: int, why: str) -> str:
+    """Says that too many steps in a row had nothing to learn from. "" if they are few."""
+    limit, steps = self._config.reward.max_unscored_steps, self._config.steps
+    said = f"the last {unscored} GRPO steps had nothing to learn from"
+    why = why or f"the rows in {self._workdir} have no reward"  # of an earlier version's checkpoint
+    if 0 < limit <= unscored:
+      return f"{said} (reward.max_unscored_steps): {why}"
+    return f"{said}, which are all: {why}" if 0 < steps <= unscored else ""
 
   def _save(self, state: RunState, step: int) -> None:
     if step:
@@ -322,10 +318,6 @@ def _access(config: Config) -> Access | None:
     )
   host, _ = address_of(rollout.listen, "config key rollout.listen")
   return learner_access(rollout, host)
-
-
-def _nothing_to_learn_from(steps: int) -> str:
-  return f"the last {steps} GRPO steps had nothing to learn from"
 
 
 def _is_deleted(state: RunState) -> bool:
