@@ -511,7 +511,7 @@ def run_command(devices, program, *flags):
   """The output of a command of the shell that has so many simulated devices."""
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    "JAX_NUM_CPU_DEVICES": str(devices),
   }
   command = [sys.executable, "-m", f"grpo_jax.{program}", *flags]
   done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
