@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +18,19 @@ from small_run import small_config, with_reward, with_section
 
 from grpo_jax import learner, model
 from grpo_jax.config import Learner, Mesh
-from grpo_jax.model.attention import chunked, ring
-from grpo_jax.model.attention.context import exchange_in_words, exchange_of
+from grpo_jax.model.attention import chunked, context, ring
+from grpo_jax.model.attention.context import EXCHANGES, SplitAttention, cheapest
+from grpo_jax.model.attention.sent import exchanges_in_words, recurrence_bytes, split_attention
+from grpo_jax.model.config import DeltaShape
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh, sampling_mesh
-from grpo_jax.run.device_checks import check_batches, check_context
+from grpo_jax.run.device_checks import check_batches
 from grpo_jax.run.memory import activation_bytes
 from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps
+from grpo_jax.types import Images
 
 CONFIG = model.ModelConfig(
   vocab_size=31, embed_dim=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=6, mlp_dim=24
@@ -65,6 +71,11 @@ def stats_and_grads(params, batch, options):
     return total, stats
 
   return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+def exchange_of(config, layer=-1):
+  """The way in which the last layer of a model exchanges tokens, or that of another number."""
+  return cheapest(split_attention(config, config.kind(layer % config.num_layers)))
 
 
 def assert_same(config, batch, mesh, chunk=16, params=None, **options):
@@ -147,6 +158,7 @@ def test_a_ring_gives_the_numbers_of_one_device(axes, slots, monkeypatch):
   monkeypatch.setattr(ring, "MAX_CHUNK", 2)
   mesh = mesh_of(**axes)
   assert exchange_of(on_mesh(RINGS, mesh)).name == "ring"
+  monkeypatch.setattr(context, "EXCHANGES", EXCHANGES[1:])  # in the layers with a window, too
   assert_same(RINGS, make_batch(slots=slots), mesh)
 
 
@@ -185,8 +197,6 @@ GOLDEN = Path(__file__).parent / "golden" / "families"
 @pytest.mark.parametrize("family", sorted(x.name for x in GOLDEN.iterdir()))
 def test_families_give_the_numbers_of_one_device(family):
   config, params = model.load(GOLDEN / family)
-  if "delta" in config.mixers:
-    pytest.skip("refused")
   assert_same(config, make_batch(slots=14), mesh_of(context=2), params=params)
 
 
@@ -205,6 +215,64 @@ def test_experts_that_the_sampler_used_go_with_their_tokens(axes):
   given = dict(experts_PGTY=drawn(P, G, T), prompt_experts_PSY=drawn(P, S))
   assert_same(config, batch.replace(**given), mesh_of(**axes), params=params)
   assert_same(config, batch, mesh_of(**axes), params=params)
+
+
+DELTA = dataclasses.replace(
+  CONFIG,
+  mixers=("delta", "attention"),
+  delta=DeltaShape(key_heads=4, value_heads=8, key_dim=5, value_dim=3, width=4),
+)
+
+
+@pytest.mark.parametrize("slots", [slow(0), 14])
+@pytest.mark.parametrize(
+  "axes",
+  [dict(context=2), *map(slow, (dict(context=4), dict(fsdp=2, context=2, tensor=2)))],
+  ids=str,
+)
+def test_the_delta_rule_gives_the_numbers_of_one_device(axes, slots):
+  """Its convolution reaches over the ends of the tokens that a device has."""
+  assert_same(DELTA, make_batch(slots=slots), mesh_of(**axes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "axes", [dict(context=8), dict(context=3), dict(context=3, tensor=2)], ids=str
+)
+def test_heads_of_the_delta_rule_that_devices_do_not_divide_get_some_more(axes):
+  assert_same(DELTA, make_batch(slots=14), mesh_of(**axes))
+
+
+@pytest.mark.slow
+def test_long_rows_of_the_delta_rule_have_many_chunks():
+  batch = make_batch([[150, 70], [3, 129]], tokens=150, slots=280)
+  assert_same(DELTA, batch, mesh_of(context=4), chunk=64)
+
+
+# --- Images ---
+
+VISION = Path(__file__).parent / "golden" / "vision"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(x.name for x in VISION.iterdir()))
+def test_images_lie_in_prompts_that_are_split(name):
+  """Their tokens replace embeddings, have positions of their own and may see each other."""
+  config, params = model.load(VISION / name, vision=True)
+  expected = np.load(VISION / name / "expected.npz")
+  images = Images(
+    patches_PINC=jnp.asarray(expected["patches"]),
+    places_PIN2=jnp.asarray(expected["places"]),
+    seen_PS2=jnp.asarray(expected["seen"]),
+    positions_PS3=jnp.asarray(expected["positions"]) if "positions" in expected else None,
+    next_P=jnp.asarray(expected["next"]) if "next" in expected else None,
+  )
+  batch = make_batch([[5, 3], [1, 4], [2, 5]], tokens=5, slots=9).replace(
+    prompts_PS=jnp.asarray(expected["tokens"]),
+    prompt_lengths_P=jnp.asarray(expected["lengths"], jnp.int32),
+    images=images,
+  )
+  assert_same(config, batch, mesh_of(context=2), params=params)
 
 
 # --- The ring ---
@@ -288,7 +356,28 @@ def test_memory_falls_and_no_array_is_the_square_of_a_length(heads, monkeypatch)
   assert sizes[4] < sizes[1] / 2.5  # weights and scores do not fall
 
 
-# --- The mesh and what is refused ---
+@pytest.mark.slow
+def test_the_numbers_of_routers_stay_with_their_tokens(monkeypatch):
+  """No device has an array of the experts for the tokens of all."""
+  monkeypatch.setattr(chunked, "MAX_SCORES", 2**16)
+  tokens, experts = 4096, 11
+  config = dataclasses.replace(
+    CONFIG,
+    attention="chunked",
+    num_experts=experts,
+    experts_per_token=3,
+    expert_dim=20,
+    sparse_layers=(0, 1),
+  )
+  text = compiled_update(config, mesh_of(context=4), tokens).as_text()
+  shapes = {tuple(map(int, x.split(","))) for x in re.findall(r"[a-z]+\d*\[([\d,]+)\]", text)}
+  assert any(experts in shape for shape in shapes)
+  assert not [shape for shape in shapes if experts in shape and max(shape) >= tokens]
+  assert not [shape for shape in shapes if CONFIG.vocab_size in shape and max(shape) >= tokens // 4]
+  assert not [shape for shape in shapes if sum(size >= tokens // 4 for size in shape) > 1]
+
+
+# --- The mesh ---
 
 
 def test_the_axis_is_there_only_where_it_is_used():
@@ -325,23 +414,6 @@ def test_parameters_are_split_over_it_as_over_fsdp():
   assert specs["embed"]["embedding"].spec[1] == "context"
 
 
-@pytest.mark.parametrize(
-  "changes, why",
-  [
-    (
-      dict(mixers=("delta", "attention")),
-      "the model has layers whose state goes from token to token; set 1",
-    ),
-    (dict(vision=object()), "the model sees images; set 1, or model.vision=ignored"),
-  ],
-)
-def test_what_cannot_be_split_is_refused(changes, why):
-  shape = dataclasses.replace(on_mesh(CONFIG, mesh_of(context=2)), **changes)
-  with pytest.raises(ConfigError, match=f"config key mesh.context is 2: {why}"):
-    check_context(shape)
-  check_context(dataclasses.replace(CONFIG, **changes))
-
-
 def test_devices_share_rows_while_sampling_where_there_are_fewer_prompts_than_devices():
   config = with_section(small_config(), "mesh", context=4)
   config = with_section(with_section(config, "batch", prompts=2), "eval", every=0)
@@ -367,10 +439,42 @@ def test_the_estimate_of_activations_falls_with_the_axis():
 
 
 def test_a_plan_says_what_is_sent():
-  of_heads = exchange_in_words(on_mesh(CONFIG, mesh_of(context=2)))
+  of_heads = exchanges_in_words(on_mesh(CONFIG, mesh_of(context=2)))
   # Eight query heads with outputs, and two key heads with values, of which a half stays.
   assert f"all-to-all sends {2 * (8 + 2) / 2 * 6 * 4 / 1e3:.1f} KB for each token" in of_heads
-  assert "by ring sends" in exchange_in_words(on_mesh(RINGS, mesh_of(context=4)))
+  assert "by ring sends" in exchanges_in_words(on_mesh(RINGS, mesh_of(context=4)))
+
+
+def test_a_plan_says_what_each_kind_of_layer_sends():
+  lines = exchanges_in_words(on_mesh(DELTA, mesh_of(context=2))).splitlines()
+  # Queries, keys and values of two of four heads there, in float32, with decays and strengths, and
+  # what 8 values read back.
+  sent = (4 * (2 * 5) + 8 * 3 + 2 * 8 + 8 * 3) * 4 / 2
+  assert recurrence_bytes(on_mesh(DELTA, mesh_of(context=2))) == sent
+  by, token = "by all-to-all sends", "KB for each token of a device"
+  assert lines[1:] == [
+    f"  in 1 layers, the delta rule {by} {sent / 1e3:.1f} {token}",
+    f"  in 1 layers, attention {by} 0.2 {token}, which computes 8 heads and has 8",
+  ]
+
+
+def test_the_cheapest_exchange_is_taken():
+  """A kernel pays for more heads, until these are too many."""
+  qwen = SplitAttention(heads=28, key_heads=4, head_dim=128, item=2, devices=4, has_kernel=True)
+  assert cheapest(qwen).name == "all-to-all"
+  odd = dataclasses.replace(qwen, heads=9, key_heads=3, devices=8)
+  assert odd.divisible_heads == 24
+  assert cheapest(odd).name == "all-to-all"
+  assert cheapest(dataclasses.replace(odd, has_kernel=False)).name == "ring"
+  many = dataclasses.replace(qwen, heads=1, key_heads=1, devices=8)
+  assert cheapest(many).name == "ring"
+  assert cheapest(dataclasses.replace(many, has_pictures=True)).name == "all-to-all"
+  # 28 query heads with outputs and 4 key heads with values, of which a quarter stays; or all of
+  # them into pieces and back, and keys and values around 4 devices.
+  assert [x.bytes_sent(qwen) for x in EXCHANGES] == [
+    2 * 32 * 3 / 4 * 256,
+    (2 * 32 + 2 * 4 * 4) * 256,
+  ]
 
 
 @pytest.mark.slow
@@ -388,3 +492,40 @@ def test_a_run_that_resumes_on_another_mesh_is_that_without_the_axis(tmp_path):
   for ours, expected in zip(read_metrics(two), read_metrics(one), strict=True):
     for name in ("reward", "kl", "grad_norm", "entropy"):
       assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (ours["step"], name)
+
+
+def run_command(devices, program, *flags):
+  """The output of a command of the shell that has so many simulated devices."""
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": str(devices),
+  }
+  command = [sys.executable, "-m", f"grpo_jax.{program}", *flags]
+  done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+@pytest.mark.slow
+def test_the_quick_start_and_an_evaluation_have_the_numbers_of_one_device(tmp_path):
+  """Shortened, with a reward that differs between completions, and in float32."""
+  (tmp_path / "reward.py").write_text(REWARD)
+  keys = [
+    *("steps=3", "warm_start.steps=6", "eval.every=3", "eval.examples=64", "eval.batch=64"),
+    *("batch.prompts=8", "batch.micro_batch=4", "algo.kl_coef=0.1", "data.count_at_start=500"),
+    f"reward.functions=('{tmp_path}/reward.py:reward',)",
+  ]
+  flags = ["--config=configs/arithmetic.py", *(f"--config.{key}" for key in keys)]
+  for devices in (1, 2):
+    folder = f"--workdir={tmp_path}/{devices}"
+    run_command(devices, "train", folder, *flags, f"--config.mesh.context={devices}")
+  one, two = (read_metrics(tmp_path / str(devices)) for devices in (1, 2))
+  assert len(one) > 3
+  for ours, expected in zip(two, one, strict=True):
+    assert ours.keys() == expected.keys()
+    for name in expected:
+      if not name.startswith(("time/", "perf/", "memory/")):
+        assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+  found = [run_command(n, "evaluate", f"--workdir={tmp_path}/2", "--samples=2") for n in (1, 2)]
+  assert "64 test problems" in found[0]
+  assert found[0] == found[1]

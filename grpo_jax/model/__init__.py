@@ -12,7 +12,7 @@ from grpo_jax.model.attention import (
   Groups,
   Packing,
   attention_of,
-  exchange_in_words,
+  exchanges_in_words,
   make_packing,
   move,
   pack,
@@ -101,7 +101,7 @@ __all__ = [
   "score",
   "Routes",
   "attention_of",
-  "exchange_in_words",
+  "exchanges_in_words",
   # Where tokens lie.
   "Groups",
   "Packing",

@@ -99,7 +99,7 @@ def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) ->
   """
   P, G = cache.lengths_PG.shape
 
-  def recur(scan: Scan, inputs_BT: Any, empty: Any) -> tuple[Any, Any]:
+  def recur(scan: Scan, weights: Any, inputs_BT: Any, empty: Any) -> tuple[Any, Any]:
     del empty
     T = jax.tree.leaves(inputs_BT)[0].shape[1]
 
@@ -112,7 +112,7 @@ def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) ->
       return jax.lax.dynamic_update_index_in_dim(stack, layer, memory.place, 0)
 
     is_token_BT = jnp.arange(T) < lengths_B[:, None]
-    out, state_B = scan(inputs_BT, jax.tree.map(read, memory.stack), is_token_BT)
+    out, state_B = scan(weights, inputs_BT, jax.tree.map(read, memory.stack), is_token_BT)
     return out, jax.tree.map(write, memory.stack, state_B)
 
   return recur

@@ -56,7 +56,7 @@ class _Parts(nn.Module):
     x_11D, token_11 = jnp.zeros((1, 1, c.embed_dim), c.dtype), jnp.zeros((1, 1), jnp.int32)
     self.embed(token_11)
     groups = Groups(jnp.ones(1, jnp.int32), prompt_slots=1)
-    attend, recur = in_groups(c, groups), recur_in_groups(groups)(None)
+    attend, recur = in_groups(c, groups), recur_in_groups(c, groups)(None)
     per_layer_L11N = self.per_layer(token_11, x_11D) if c.per_layer_dim else None
     for number, layer in enumerate(self.layers):
       kind = c.kind(number)
@@ -142,7 +142,7 @@ def routed_features(
   groups = Groups(lengths_B, prompt_slots=T)
   attend = in_groups(c, groups, vision.pictures(c, visual, T), keep=True)
   angles = _angles(c, vision.positions(visual, positions_BT), c.length or T)
-  shared = Shared(*angles, attend, recur_in_groups(groups, keep=True))
+  shared = Shared(*angles, attend, recur_in_groups(c, groups, keep=True))
   out = _hidden(params, c, tokens_BT, shared, visual=visual)
   return out.x_BTD, cached_pass.of_rows(out.kept, T), _experts(c, out)
 
@@ -190,7 +190,7 @@ def group_features(
     positions = constrain(positions, c.rows)
   angles = _angles(c, positions, longest)
   attend = in_groups(c, groups, vision.pictures(c, visual, groups.prompt_slots))
-  shared = Shared(*angles, attend, recur_in_groups(groups), routes)
+  shared = Shared(*angles, attend, recur_in_groups(c, groups), routes)
   out = _hidden(params, c, tokens_PN, shared, remat, visual=visual)
   return out.x_BTD, out.routed and out.routed.sums
 

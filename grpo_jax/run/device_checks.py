@@ -34,21 +34,6 @@ def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> Non
       raise ConfigError(f"{key}: in a run of several processes, {why}; or set mesh.sampler=0")
 
 
-def check_context(shape: model.ModelConfig) -> None:
-  """Raises ConfigError for a model whose texts cannot be split over the devices of mesh.context."""
-  if shape.context == 1:
-    return
-  for holds, why in (
-    (
-      "delta" not in shape.mixers,
-      "the model has layers whose state goes from token to token; set 1",
-    ),
-    (shape.vision is None, "the model sees images; set 1, or model.vision=ignored"),
-  ):
-    if not holds:
-      raise ConfigError(f"config key mesh.context is {shape.context}: {why}")
-
-
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
   """Raises ConfigError if the parameters alone are larger than the memory that they would lie in.
 

@@ -30,7 +30,6 @@ from grpo_jax.run.checks import check_config, corrected
 from grpo_jax.run.compiled import Programs
 from grpo_jax.run.device_checks import (
   check_apart,
-  check_context,
   check_length,
   check_memory,
   check_stop_ids,
@@ -99,7 +98,6 @@ class Run:
     check_experts(config, shape, self.mesh.shape["expert"])
     with doing(f"laying out {shape.num_layers} layers"):
       self.parameters = Parameters(local, shape, self.mesh, apart)
-    check_context(self.parameters.model)
     check_memory(self.parameters.abstract_policy, self.mesh)
     remark = model.attention_of(self.parameters.model)[1]
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))

@@ -79,9 +79,7 @@ class RewardModel:
     shape = model.load_model_config(folder, model.REWARD_HEADS)
     tokens = tokenizer.load(folder, "reward.functions")
     self._tokens = tokens.for_model(shape.vocab_size, str(folder), "reward.functions")
-    # States go from token to token, so that texts with them lie whole on each device.
-    is_split = "delta" not in shape.mixers
-    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=is_split)
+    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=True)
     self._model = dataclasses.replace(shape, dtype=dtype, **shardings)
     self._make_texts = TEXTS_BY_LABELS[shape.labels]
     self._batch = config.batch

@@ -49,9 +49,7 @@ class Teacher:
         f"config key {_KEY}: the teacher has {shape.max_positions} positions, and"
         f" data.max_prompt_tokens + sampling.max_tokens are {longest} tokens"
       )
-    # States go from token to token, so that texts with them lie whole on each device.
-    is_split = "delta" not in shape.mixers
-    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=is_split)
+    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=True)
     own = config.model
     shape = dataclasses.replace(shape, dtype=own.dtype, attention=own.attention, **shardings)
     options = learner.StatsOptions(shape, config.learner)

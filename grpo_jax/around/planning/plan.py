@@ -85,7 +85,7 @@ def plan(run: Run, topology: str) -> None:
   print(f"mesh {sizes_of(run.mesh)}; sampling on mesh {sizes_of(run.parameters.sampling.mesh)}")
   shape = run.parameters.model
   if shape.context > 1:
-    print(model.exchange_in_words(shape))
+    print(model.exchanges_in_words(shape))
   estimate = sum(run.programs.estimate_of_update)
   print(
     f"an update computes {run.programs.micro_batch} prompts at once:"

@@ -7,9 +7,9 @@ The folder may import the config and the layers of the decoder.
 """
 
 from grpo_jax.model.attention.choose import ATTENTION, choose, implementation
-from grpo_jax.model.attention.context import exchange_in_words
 from grpo_jax.model.attention.groups import Groups, attention_of, in_groups, recur_in_groups
 from grpo_jax.model.attention.packing import Packing, make_packing, move, pack, unpack
+from grpo_jax.model.attention.sent import exchanges_in_words
 from grpo_jax.model.attention.view import View
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
   "View",
   "attention_of",
   "choose",
-  "exchange_in_words",
+  "exchanges_in_words",
   "implementation",
   "in_groups",
   "make_packing",

@@ -6,7 +6,7 @@ from grpo_jax.model.attention.view import AttendGroups
 
 # Modules of this folder. All compute the same, to rounding.
 ATTENTION = ("dense", "chunked", "splash", "cudnn")
-ONE_WAY = ("splash", "cudnn")  # do not read `View.pictures_PS`
+KERNELS = ("splash", "cudnn")  # They do not read `View.pictures_PS`.
 BEST = {"cpu": "dense", "tpu": "splash", "gpu": "cudnn"}
 
 _CUDNN_MAX_HEAD_DIM = 128  # of GPUs before Hopper

@@ -1,8 +1,12 @@
-"""Attention of groups whose tokens are split over the devices along the mesh's axis `context`."""
+"""Layers of groups whose tokens are split over the devices along the mesh's axis `context`.
+
+Only attention and recurrence need tokens of other devices. An `Exchange` is a way to get them.
+"""
 
 from collections.abc import Callable
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,7 @@ from grpo_jax.model.attention.packing import Packing
 from grpo_jax.model.attention.ring import attend_ring, slots_of
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.mixers.seen import Recur, Scan
 
 AXIS = "context"
 # attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view) -> out_PNHE: attention of groups
@@ -20,6 +25,46 @@ AttendStream = Callable[
   [jax.Array, jax.Array, jax.Array, jax.Array, Packing | None, View], jax.Array
 ]
 
+# The choice between exchanges is made for texts of this many tokens, and so is that of all batches
+# of a run. Texts that are split are long.
+_LONG = 32768
+# By the data sheets in parallel/chips.py, a chip does about so many operations while it sends a
+# byte over its links (770 to 2,300), and while it reads or writes one in its memory (170 to 560).
+_OPERATIONS_PER_BYTE_SENT, _OPERATIONS_PER_BYTE = 1000, 250
+# In plain JAX, a score is written and read in float32, and its weight in bfloat16.
+_BYTES_OF_SCORE = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitAttention:
+  """The attention of a layer, of which each device along `context` has some tokens.
+
+  Attributes:
+    heads: H, the query heads of a device.
+    key_heads: K, its key heads.
+    head_dim: E.
+    item: The bytes of a number.
+    devices: The devices along `context`.
+    window: As in `View`.
+    has_kernel: A kernel computes heads of which a device has all tokens.
+    has_pictures: The tokens of a picture see those after them.
+  """
+
+  heads: int
+  key_heads: int
+  head_dim: int
+  item: int
+  devices: int
+  window: int = 0
+  has_kernel: bool = False
+  has_pictures: bool = False
+
+  @property
+  def divisible_heads(self) -> int:
+    """The least heads, not below H, of which each key head and each device has as many."""
+    copies = math.lcm(self.key_heads, self.devices)
+    return copies * -(-self.heads // copies)
+
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
@@ -27,16 +72,33 @@ class Exchange:
 
   Attributes:
     name: Its name.
-    suits: (query heads of a device, its key heads, devices) -> whether to use it.
-    sent: The same -> how many vectors of a head a device sends for each of its tokens, in the
-      forward pass of a layer.
+    sent: How many vectors of a head a device sends for each of its tokens, in the forward pass.
+    heads: The heads that a device computes in place of the heads that it has.
+    slowness: The time of one of them, relative to plain JAX on a device that has all tokens.
+    uses_kernel: It can run a kernel.
+    sees_pictures: It can compute tokens that see those after them.
     make: (attention of all tokens) -> attention as it is computed on each device of the axis.
   """
 
   name: str
-  suits: Callable[[int, int, int], bool]
-  sent: Callable[[int, int, int], float]
+  sent: Callable[[SplitAttention], float]
+  heads: Callable[[SplitAttention], int]
+  slowness: float
+  uses_kernel: bool
+  sees_pictures: bool
   make: Callable[[AttendStream], AttendStream]
+
+  def bytes_sent(self, of: SplitAttention) -> float:
+    """The bytes that a device sends for each of its tokens, in the forward pass of a layer."""
+    return self.sent(of) * of.head_dim * of.item
+
+  def cost(self, of: SplitAttention) -> float:
+    """The time of messages and scores for a token of a device, as operations of a chip."""
+    of_score = 4.0 * of.head_dim
+    if not (self.uses_kernel and of.has_kernel):
+      of_score = (of_score + _BYTES_OF_SCORE * _OPERATIONS_PER_BYTE) * self.slowness
+    scores = self.heads(of) * min(of.window or _LONG, _LONG / 2)
+    return self.bytes_sent(of) * _OPERATIONS_PER_BYTE_SENT + scores * of_score
 
 
 def by_heads(attend: AttendStream) -> AttendStream:
@@ -58,7 +120,7 @@ def by_heads(attend: AttendStream) -> AttendStream:
   ) -> jax.Array:
     devices = jax.lax.axis_size(AXIS)
     (H, E), K = q_PNHE.shape[2:], k_PNKE.shape[2]
-    more = _divisible_heads(H, K, devices) // K - H // K
+    more = SplitAttention(H, K, E, 0, devices).divisible_heads // K - H // K
 
     def with_more(x: jax.Array, heads: int) -> jax.Array:
       """The query heads, on axis `heads`, with `more` of them for each key head."""
@@ -85,12 +147,6 @@ def by_heads(attend: AttendStream) -> AttendStream:
   return attend_here
 
 
-def _divisible_heads(H: int, K: int, devices: int) -> int:
-  """The least query heads, not below H, of which each key head has as many and a device as many."""
-  copies = math.lcm(K, devices) // K
-  return K * copies * -(-H // (K * copies))
-
-
 def by_ring(attend: AttendStream) -> AttendStream:
   """Passes keys and values around. Computes in plain JAX, whatever `attend` is."""
   del attend
@@ -109,49 +165,52 @@ def by_ring(attend: AttendStream) -> AttendStream:
   return attend_here
 
 
-# In the order of preference: with all tokens on a device, kernels compute attention. A quarter more
-# heads is a guess of what that is worth, not measured.
+def _sent_by_heads(of: SplitAttention) -> float:
+  """Queries, keys and values there, and outputs back. A part is here already."""
+  keys = math.lcm(of.key_heads, of.devices)
+  return 2 * (of.divisible_heads + keys) * (of.devices - 1) / of.devices
+
+
+def _sent_by_ring(of: SplitAttention) -> float:
+  """Queries, keys, values and outputs into pieces and back, and keys and values once around."""
+  return 2.0 * (of.heads + of.key_heads) + 2 * of.key_heads * of.devices
+
+
 EXCHANGES = (
   Exchange(
     "all-to-all",
-    suits=lambda H, K, n: _divisible_heads(H, K, n) <= 1.25 * H,
-    sent=lambda H, K, n: 2 * (_divisible_heads(H, K, n) + math.lcm(K, n)) * (n - 1) / n,
+    sent=_sent_by_heads,
+    heads=lambda of: of.divisible_heads,
+    slowness=1.0,
+    uses_kernel=True,
+    sees_pictures=True,
     make=by_heads,
   ),
   Exchange(
     "ring",
-    suits=lambda H, K, n: True,
-    sent=lambda H, K, n: 2.0 * (H + K) + 2 * K * n,  # into pieces and back, and once around
+    sent=_sent_by_ring,
+    heads=lambda of: of.heads,
+    slowness=1.25,  # 1.02 to 1.4 on a CPU (experiments/exchanges.py)
+    uses_kernel=False,
+    sees_pictures=False,
     make=by_ring,
   ),
 )
 
 
-def exchange_of(config: ModelConfig) -> Exchange:
-  """How the devices along `context` compute the attention of a model."""
-  heads = _heads_of_device(config)
-  return next(exchange for exchange in EXCHANGES if exchange.suits(*heads, config.context))
+def cheapest(of: SplitAttention) -> Exchange:
+  """The exchange that costs least."""
+  possible = [x for x in EXCHANGES if x.sees_pictures or not of.has_pictures]
+  return min(possible, key=lambda exchange: exchange.cost(of))
 
 
-def exchange_in_words(config: ModelConfig) -> str:
-  """A line that says how texts are split, and what that sends."""
-  exchange, devices = exchange_of(config), config.context
-  numbers = exchange.sent(*_heads_of_device(config), devices) * config.head_dim
-  kilobytes = numbers * jnp.dtype(config.dtype).itemsize / 1e3
-  return (
-    f"a text lies on {devices} devices. Attention by {exchange.name} sends {kilobytes:,.1f} KB for"
-    " each token, in the forward pass of a layer"
-  )
+def across(attend: AttendStream, has_kernel: bool) -> AttendStream:
+  """Attention of groups whose tokens are split over devices, with heads over `tensor`.
 
-
-def _heads_of_device(config: ModelConfig) -> tuple[int, int]:
-  """The query heads and the key heads that a device along `tensor` has."""
-  H, K, tensor = config.num_heads, config.num_kv_heads, config.rows.mesh.shape["tensor"]
-  return (H, K) if H % tensor else (H // tensor, math.lcm(K, tensor) // tensor)
-
-
-def across(exchange: Exchange, attend: AttendStream) -> AttendStream:
-  """Attention of groups whose tokens are split over devices, with heads over `tensor`."""
+  Args:
+    attend: Attention of all tokens.
+    has_kernel: It is a kernel.
+  """
 
   def attend_split(
     q_PNHE: jax.Array,
@@ -161,7 +220,7 @@ def across(exchange: Exchange, attend: AttendStream) -> AttendStream:
     packing: Packing | None,
     view: View,
   ) -> jax.Array:
-    mesh, row_axes = view.rows.mesh, view.rows.spec[0]
+    mesh, row_axes, pictures_PS = view.rows.mesh, view.rows.spec[0], view.pictures_PS
     head_axis = "tensor" if q_PNHE.shape[2] % mesh.shape["tensor"] == 0 else None
     if head_axis:
       k_PNKE, v_PNKE = (_divided(x, mesh.shape[head_axis]) for x in (k_PNKE, v_PNKE))
@@ -173,20 +232,85 @@ def across(exchange: Exchange, attend: AttendStream) -> AttendStream:
       lengths_P: jax.Array,
       packing: Packing | None,
       sinks_H: jax.Array | None,
+      pictures_PS: jax.Array | None,
     ) -> jax.Array:
-      of_device = dataclasses.replace(view, rows=None, sinks_H=sinks_H)
-      return exchange.make(attend)(q, k, v, lengths_P, packing, of_device)
+      (H, E), K, item = q.shape[2:], k.shape[2], q.dtype.itemsize
+      here = dataclasses.replace(view, rows=None, sinks_H=sinks_H, pictures_PS=pictures_PS)
+      sizes = H, K, E, item, mesh.shape[AXIS], view.window, has_kernel, pictures_PS is not None
+      exchange = cheapest(SplitAttention(*sizes))
+      return exchange.make(attend)(q, k, v, lengths_P, packing, here)
 
     tokens, rows = PartitionSpec(row_axes, AXIS, head_axis, None), PartitionSpec(row_axes)
     return jax.shard_map(
       attend_here,
       mesh=mesh,
-      in_specs=(tokens, tokens, tokens, rows, rows, PartitionSpec(head_axis)),
+      in_specs=(tokens, tokens, tokens, rows, rows, PartitionSpec(head_axis), rows),
       out_specs=tokens,
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
-    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view.sinks_H)
+    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view.sinks_H, pictures_PS)
 
   return attend_split
+
+
+def recur_by_heads(
+  config: ModelConfig,
+  recur_of: Callable[[jax.Array, Packing | None], Recur],
+  lengths_P: jax.Array,
+  packing: Packing | None,
+) -> Recur:
+  """Runs a recurrence over all tokens of a few heads on each device.
+
+  A state goes from token to token, so that devices with different tokens would wait for each other.
+  They exchange tokens for heads as in `by_heads`. If they do not divide the heads, these get some
+  more, whose numbers are 0.
+
+  Args:
+    config: The model.
+    recur_of: (lengths, packing) -> the recurrence of groups on a device that has their tokens.
+    lengths_P: int32, how many tokens each prompt has.
+    packing: Where the tokens of completions lie, or None.
+  """
+  mesh, row_axes = config.rows.mesh, config.rows.spec[0]
+  head_axes = ("tensor", AXIS)
+  rows, tokens = PartitionSpec(row_axes), PartitionSpec(row_axes, AXIS, "tensor")
+  second, first = PartitionSpec(None, head_axes), PartitionSpec(head_axes)
+
+  def recur(scan: Scan, weights: Any, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
+    J = jax.tree.leaves(empty)[0].shape[0]
+    more = -J % math.prod(mesh.shape[axis] for axis in head_axes)
+
+    def with_more(x: jax.Array, axis: int) -> jax.Array:
+      sides = [(0, 0)] * x.ndim
+      sides[axis] = (0, more)
+      return jnp.pad(x, sides) if more else x
+
+    def without_more(x: jax.Array, axis: int) -> jax.Array:
+      return jax.lax.slice_in_dim(x, 0, J, axis=axis) if more else x
+
+    def recur_here(
+      weights: Any, inputs_PN: Any, empty: Any, lengths_P: jax.Array, packing: Packing | None
+    ) -> tuple[Any, Any]:
+      inputs_PN = jax.tree.map(lambda x: jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True), inputs_PN)
+      out_PN, kept = recur_of(lengths_P, packing)(scan, weights, inputs_PN, empty)
+      return jax.tree.map(lambda x: jax.lax.all_to_all(x, AXIS, 1, 2, tiled=True), out_PN), kept
+
+    out_PN, kept = jax.shard_map(
+      recur_here,
+      mesh=mesh,
+      in_specs=(second, tokens, first, rows, rows),
+      out_specs=(tokens, PartitionSpec(row_axes, head_axes)),
+      check_vma=False,
+    )(
+      jax.tree.map(lambda x: with_more(x, 1), weights),
+      jax.tree.map(lambda x: with_more(x, 2), inputs_PN),
+      jax.tree.map(lambda x: with_more(x, 0), empty),
+      lengths_P,
+      packing,
+    )
+    out_PN = jax.tree.map(lambda x: without_more(x, 2), out_PN)
+    return out_PN, jax.tree.map(lambda x: without_more(x, 1), kept)
+
+  return recur
 
 
 def _divided(x_PNKE: jax.Array, devices: int) -> jax.Array:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.attention import dense
-from grpo_jax.model.attention.choose import BEST, ONE_WAY, choose, implementation
-from grpo_jax.model.attention.context import AttendStream, across, exchange_of
+from grpo_jax.model.attention.choose import BEST, KERNELS, choose, implementation
+from grpo_jax.model.attention.context import AttendStream, across, recur_by_heads
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
@@ -49,11 +49,26 @@ class Groups(NamedTuple):
     return jnp.concatenate([prompt_PS, first_P[:, None] + place_PC], 1)
 
 
-def recur_in_groups(groups: Groups, keep: bool = False) -> Callable[[Any], Recur]:
+def recur_in_groups(
+  config: ModelConfig, groups: Groups, keep: bool = False
+) -> Callable[[Any], Recur]:
   """The `recur` of `Shared` over groups: every completion begins with its prompt's memory.
 
   With `keep`, the memory of the prompts is returned too.
   """
+
+  def recur_of(lengths_P: jax.Array, packing: Packing | None) -> Recur:
+    return _recurrence(groups._replace(lengths_P=lengths_P, packing=packing), keep)
+
+  of_groups = groups.lengths_P, groups.packing
+  recur = recur_of(*of_groups)
+  if config.context > 1:
+    recur = recur_by_heads(config, recur_of, *of_groups)
+  return lambda memory: recur
+
+
+def _recurrence(groups: Groups, keep: bool) -> Recur:
+  """The recurrence of groups on a device that has all of their tokens."""
   P, S, G, T = len(groups.lengths_P), groups.prompt_slots, groups.completions, groups.slots
 
   def in_rows(x_PN: jax.Array) -> jax.Array:
@@ -68,19 +83,19 @@ def recur_in_groups(groups: Groups, keep: bool = False) -> Callable[[Any], Recur
     own_PC = x_BT.reshape(P, G * T, *x_BT.shape[2:])
     return own_PC if groups.packing is None else pack(own_PC, groups.packing)
 
-  def recur(scan: Scan, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
+  def recur(scan: Scan, weights: Any, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
     nothing_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), empty)
     is_token_PS = jnp.arange(S) < groups.lengths_P[:, None]
     prompts_PS = jax.tree.map(lambda x: x[:, :S], inputs_PN)
-    out_PS, memory_P = scan(prompts_PS, nothing_P, is_token_PS)
+    out_PS, memory_P = scan(weights, prompts_PS, nothing_P, is_token_PS)
     kept = memory_P if keep else None
     if not G:
       return out_PS, kept
     memory_B = jax.tree.map(lambda x: jnp.repeat(x, G, axis=0), memory_P)
-    out_BT, _ = scan(jax.tree.map(in_rows, inputs_PN), memory_B, None)
+    out_BT, _ = scan(weights, jax.tree.map(in_rows, inputs_PN), memory_B, None)
     return jax.tree.map(lambda x, y: jnp.concatenate([x, in_stream(y)], 1), out_PS, out_BT), kept
 
-  return lambda memory: recur
+  return recur
 
 
 def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
@@ -120,7 +135,9 @@ def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
     q, k, v = (rows_of(x, packing) for x in (q_PNHE, k_PNKE, v_PNKE))
     return stream_of(attend(q, k, v, lengths_P, view), packing)
 
-  return attend_stream if config.context == 1 else across(exchange_of(config), attend_stream)
+  if config.context == 1:
+    return attend_stream
+  return across(attend_stream, has_kernel=name in KERNELS)
 
 
 def in_groups(
@@ -167,7 +184,7 @@ def attention_of(config: ModelConfig) -> tuple[str, str]:
   if name == "auto" and config.context > 1 and BEST.get(platform) == "dense":
     name = "chunked"  # texts that are split are long, and whole scores are the square of that
   chosen, remark = choose(name, platform, config.dtype, head_dim, cap, sinks)
-  if chosen in ONE_WAY and config.vision and config.vision.both_ways:
+  if chosen in KERNELS and config.vision and config.vision.both_ways:
     reason = f"with {chosen}, tokens of a picture could not see those after them"
     return "chunked", f"attention is computed in chunks, without a kernel: {reason}"
   return chosen, remark

@@ -114,16 +114,10 @@ class GatedDelta(nn.Module):
     weights = Tails(
       *(self.param(f"conv_{x}", init, (width, *heads[x])).astype(jnp.float32) for x in "qkv")
     )
-
-    def scan(
-      tokens: Tokens, memory: Memory, is_token_BT: jax.Array | None
-    ) -> tuple[jax.Array, Memory]:
-      return scan_tokens(weights, tokens, memory, is_token_BT)
-
     J, R, N = heads["v"]
     tails = (jnp.zeros((J, width - 1, *heads[x][1:]), c.dtype) for x in "qkv")
     empty = Memory(jnp.zeros((J, R, c.delta.key_dim, N), jnp.float32), Tails(*tails))
-    out, kept = seen.recur(scan, tokens, empty)
+    out, kept = seen.recur(scan_tokens, weights, tokens, empty)
     scale = self.param("norm_scale", nn.initializers.ones, (N,))
     out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + c.norm_eps)
     out = ((out * scale).astype(c.dtype) * nn.silu(z.astype(jnp.float32))).astype(c.dtype)

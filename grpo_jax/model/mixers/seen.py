@@ -17,13 +17,14 @@ KeysAndValues = tuple[jax.Array, jax.Array]
 # as in `View`. The caller keeps keys and values, or else other ones, `kept`, whose values may be
 # None where the keys are the values, too.
 Attend = Callable[..., tuple[jax.Array, Any]]
-# scan(inputs_BT, memory_B, is_token_BT) -> (outputs_BT, memory_B): trees of arrays [B, T, ...] and
-# [B, ...]. Where is_token_BT is False, a row has ended: what follows does not change its memory.
-# None means that no token is padding.
-Scan = Callable[[Any, Any, jax.Array | None], tuple[Any, Any]]
-# recur(scan, inputs_BT, empty) -> (outputs_BT, what the caller keeps). `empty` is the memory of one
-# row that has no token yet.
-Recur = Callable[[Scan, Any, Any], tuple[Any, Any]]
+# scan(weights, inputs_BT, memory_B, is_token_BT) -> (outputs_BT, memory_B): trees of arrays
+# [W, J, ...] for J heads, [B, T, J, ...] and [B, J, ...]. Heads do not read each other. Where
+# is_token_BT is False, a row has ended: what follows does not change its memory. None means that no
+# token is padding.
+Scan = Callable[[Any, Any, Any, jax.Array | None], tuple[Any, Any]]
+# recur(scan, weights, inputs_BT, empty) -> (outputs_BT, what the caller keeps). `empty` is the
+# memory [J, ...] of one row that has no token yet.
+Recur = Callable[[Scan, Any, Any, Any], tuple[Any, Any]]
 
 
 class Kept(NamedTuple):

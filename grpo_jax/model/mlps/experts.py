@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import ACTIVATIONS, RMSNorm, einsum
 from grpo_jax.model.mlps.dense import MLP
-from grpo_jax.model.mlps.router import Routed, Routes, route, statistics
+from grpo_jax.model.mlps.router import Choice, Routed, Routes, route, statistics
 
 _LANES = 128  # of a TPU
 _MOST_INPUTS = 2048  # of a matrix, that a kernel holds at a time
@@ -126,7 +126,8 @@ class Experts(nn.Module):
       scale_D = self.param("router_scale", nn.initializers.ones, (c.embed_dim,))
       to_router_BTD = self._norm("", residual_BTD) * (scale_D * c.embed_dim**-0.5).astype(c.dtype)
     logits_BTX, balance_X = self._router(to_router_BTD)
-    choice = route(c, logits_BTX, balance_X, routes.given if routes.replays else None)
+    given_BTU = routes.given if routes.replays else None
+    choice = _route_on_mesh(c)(logits_BTX, balance_X, given_BTU)
     shares_BTU = choice.shares_BTU
     if c.expert_norms:
       scale_X = self.param("share_scale", nn.initializers.ones, (c.num_experts,))
@@ -190,6 +191,21 @@ class Experts(nn.Module):
     zeros = nn.initializers.zeros
     biases = (self.param(name, zeros, (c.num_experts, size)) for name, size in shapes.items())
     return ExpertBiases(*(bias.astype(c.dtype) for bias in biases))
+
+
+def _route_on_mesh(config: ModelConfig) -> Callable[..., Choice]:
+  """Returns `route` for tokens that are split over a mesh: each device chooses for its own.
+
+  Otherwise XLA's CPU compiler gathers the scores of all tokens, because it cannot split `top_k`.
+  """
+  route_here = functools.partial(route, config)
+  if config.context == 1:
+    return route_here
+  tokens: Any = config.rows.spec
+  in_specs = tokens, PartitionSpec(), tokens
+  return jax.shard_map(
+    route_here, mesh=config.rows.mesh, in_specs=in_specs, out_specs=tokens, check_vma=False
+  )
 
 
 def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:

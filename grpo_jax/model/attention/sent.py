@@ -1,0 +1,56 @@
+"""How the layers of a model exchange tokens along `context`, and the bytes of that, for a plan."""
+
+from collections import Counter
+import math
+
+import jax.numpy as jnp
+
+from grpo_jax.model.attention.choose import KERNELS
+from grpo_jax.model.attention.context import SplitAttention, cheapest
+from grpo_jax.model.attention.groups import attention_of
+from grpo_jax.model.config import LayerKind, ModelConfig
+
+
+def exchanges_in_words(config: ModelConfig) -> str:
+  """Lines that say on how many devices a text lies, and what each kind of layer sends for that."""
+  layers = Counter(_sent_by(config, config.kind(layer)) for layer in range(config.num_layers))
+  lines = [f"  in {number} layers, {words}" for words, number in layers.items()]
+  return "\n".join([f"a text lies on {config.context} devices. In a forward pass,", *lines])
+
+
+def _sent_by(config: ModelConfig, kind: LayerKind) -> str:
+  if kind.mixer == "delta":
+    sent = recurrence_bytes(config)
+    return f"the delta rule by all-to-all sends {sent / 1e3:,.1f} KB for each token of a device"
+  of = split_attention(config, kind)
+  exchange = cheapest(of)
+  window = f" of a window of {kind.window}" if kind.window else ""
+  return (
+    f"attention{window} by {exchange.name} sends {exchange.bytes_sent(of) / 1e3:,.1f} KB for each"
+    f" token of a device, which computes {exchange.heads(of)} heads and has {of.heads}"
+  )
+
+
+def split_attention(config: ModelConfig, kind: LayerKind) -> SplitAttention:
+  """The attention of a kind of layer."""
+  heads, keys, size = config.num_heads, kind.num_kv_heads, kind.head_dim
+  if kind.mixer == "latent":  # see `LatentAttention`
+    keys, size = heads, max(size, config.latent.value_dim)
+  if config.axis_of(heads):
+    tensor = config.rows.mesh.shape["tensor"]
+    heads, keys = heads // tensor, math.lcm(keys, tensor) // tensor
+  item = jnp.dtype(config.dtype).itemsize
+  is_both_ways = bool(config.vision) and bool(kind.window or config.vision.both_ways == "all")
+  pictures = is_both_ways and bool(config.vision.both_ways)
+  has_kernel = attention_of(config)[0] in KERNELS
+  return SplitAttention(heads, keys, size, item, config.context, kind.window, has_kernel, pictures)
+
+
+def recurrence_bytes(config: ModelConfig) -> float:
+  """The bytes that a device sends for each of its tokens, in the forward pass of `GatedDelta`."""
+  of, devices = config.delta, config.context
+  in_float32 = 2 * of.value_heads + of.value_heads * of.value_dim  # decay, strength and outputs
+  of_token = jnp.dtype(config.dtype).itemsize * of.channels + 4 * in_float32
+  tensor = config.rows.mesh.shape["tensor"]
+  divisible = -(-of.key_heads // (tensor * devices)) * tensor * devices
+  return of_token * divisible / of.key_heads / tensor * (devices - 1) / devices
