@@ -62,7 +62,7 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
   if not train_flags:
     raise ConfigError("write flags of grpo_jax.train after --: -- --config=configs/arithmetic.py")
   options = options_lib.options_of(values, values.on)
-  last_steps = [_checked_last_step(run) for run in runs]
+  last_steps = [_checked_last_step(run, options.engine_hosts > 0) for run in runs]
   is_settled = options.dry_run or launcher.settle(runs)
   todo = _to_start(runs, last_steps, launcher, options.dry_run)
   code = launcher.launch(todo, options) if todo else DONE
@@ -121,14 +121,22 @@ def _to_start(
   return todo
 
 
-def _checked_last_step(run: Unit) -> int:
+def _checked_last_step(run: Unit, gets_servers: bool) -> int:
   """The step at which a run is finished, by its flags.
+
+  Args:
+    run: The run.
+    gets_servers: Whether the launcher names the servers of its engine.
 
   Raises:
     ConfigError: The flags cannot be used, or are not those with which the run began.
   """
   try:
     config = cli.config_of(run.flags)
+    if gets_servers:
+      if not config.rollout.engine:
+        raise ConfigError("flag --engine_hosts needs --config.rollout.engine=vllm, or sglang")
+      config = config.replace({"rollout.engine_urls": ("http://HOST:8000",)})
     check_config(config)
     _check_folder(Path(run.workdir), config)
   except ConfigError as error:

@@ -40,7 +40,7 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.storage.reading import read_metrics
+from grpo_jax.storage.reading import read_completions, read_metrics
 from grpo_jax.training.loop import run_steps
 
 REWARD = """
@@ -75,9 +75,10 @@ def config_for(folder, *servers, steps=2, **rollout):
 
 
 def numbers(workdir):
-  """The rows of a run without times."""
+  """The rows of a run without what depends on time."""
+  of_time = ("time/", "perf/", "rollout/")
   return [
-    {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+    {name: value for name, value in row.items() if not name.startswith(of_time)}
     for row in read_metrics(workdir)
   ]
 
@@ -119,6 +120,29 @@ def test_batches_are_drawn_ahead(folder, server, tmp_path):
   run_steps(config, tmp_path)
   assert [row["staleness/max"] for row in read_metrics(tmp_path)] == [0, 1, 1]
   assert all(row["sampler/logprob_gap_max"] < 2 for row in read_metrics(tmp_path))
+
+
+@pytest.mark.slow
+def test_completions_metrics_and_the_record_agree_on_versions(folder, server, tmp_path):
+  config = config_for(folder, server, steps=4, max_staleness=2, weights="newest")
+  run_steps(with_reward(config, tmp_path, REWARD), tmp_path / "run")
+  lines = (tmp_path / "run" / "drawn.jsonl").read_text().splitlines()
+  drawn = [json.loads(line)["version"] for line in lines]
+
+  def versions(workdir):
+    return [[row["version"] for row in read_completions(workdir, step)] for step in range(1, 5)]
+
+  for step, of_rows in enumerate(versions(tmp_path / "run")):
+    of_groups = drawn[P * step : P * (step + 1)]  # batches are drawn one after the other
+    assert of_rows == sorted(of_groups * G)
+    age = read_metrics(tmp_path / "run")[step]["staleness/mean"]
+    assert {step - age} == {*of_groups}
+  server.stop()
+  replay = str(tmp_path / "run" / "drawn.jsonl")
+  again = with_section(config, "rollout", engine_urls=(), replay=replay)
+  run_steps(with_reward(again, tmp_path, REWARD), tmp_path / "again")
+  assert numbers(tmp_path / "again") == numbers(tmp_path / "run")
+  assert versions(tmp_path / "again") == versions(tmp_path / "run")
 
 
 @pytest.mark.slow

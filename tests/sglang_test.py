@@ -1,6 +1,15 @@
-"""SGLang draws: what it is asked, what is believed. A server of the tests stands for it."""
+"""SGLang draws: what it is asked, what is believed. A server of the tests stands for it.
 
-from engine_server import LENGTH, FakeSglang, Refusal, serving
+SGLANG_SOURCE=FOLDER names a folder of `pip install --no-deps --target=FOLDER sglang msgspec`. Then
+a test reads the requests with SGLang's own code.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+import sys
+
+from engine_server import LENGTH, SGLANG_SAMPLING, FakeSglang, Refusal, serving
 from lora_run_test import make_checkpoint
 import numpy as np
 import pytest
@@ -52,6 +61,31 @@ def test_a_server_is_asked_for_tokens_and_scores(server):
   assert seen[0]["lora_path"] is None and "ignore_eos" not in sampling  # it ignores all stops
   assert sglang.facts() == Facts("float32", LENGTH, "processed_logprobs", False, server.folder)
   assert sglang.text(5) == server.tokens.decode([5])
+
+
+def test_sglangs_own_code_knows_every_key_of_a_request(server, monkeypatch):
+  source = os.environ.get("SGLANG_SOURCE")
+  if not source:
+    pytest.skip("set SGLANG_SOURCE to the folder of SGLang's package and of msgspec")
+  monkeypatch.syspath_prepend(source)
+  file = Path(source, "sglang", "api", "v1", "api_types.py")  # of 0.5.23, without its other modules
+  spec = importlib.util.spec_from_file_location("sglang_api_types", file)
+  types = importlib.util.module_from_spec(spec)
+  monkeypatch.setitem(sys.modules, spec.name, types)
+  spec.loader.exec_module(types)
+  sglang, seen, answer = client_of(server), [], server.generate
+  monkeypatch.setattr(server, "generate", lambda body: seen.append(body) or answer(body))
+  for temperature in (0.0, 0.7):
+    sglang.draw(ASK._replace(temperature=temperature, stop=("x",)))
+  sglang.score([[3, 4, 5]])
+  seen.append(seen[0] | {"lora_path": "a"})
+  for body in seen:
+    request = types.GenerateRequest.from_json_value(body)  # refuses settings that it does not know
+    assert {*body} <= {*request.__struct_fields__}  # and passes over other keys
+  assert {*types.SamplingParams.__struct_fields__} >= SGLANG_SAMPLING
+  types.GenerateRequest.from_json_value({"odd": 1})
+  with pytest.raises(types.JsonContractError, match="unknown field `odd`"):
+    types.GenerateRequest.from_json_value({"sampling_params": {"odd": 1}})
 
 
 def test_a_row_goes_on_after_a_token_that_only_the_server_takes_for_an_end(server):

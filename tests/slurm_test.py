@@ -90,6 +90,46 @@ def test_the_script_trains_one_run_and_queues_only_a_saved_one_again(
     assert done.stdout == "job 12_1: stopped and saved, queued again\n"
 
 
+def test_nodes_of_a_job_serve_the_engine_of_its_run(tmp_path):
+  options = Options(engine_hosts=2, engine=("--program=/a b/vllm",))
+  (run,) = units(str(tmp_path / "run"), FLAGS)
+  programs(
+    tmp_path,
+    srun=f'printf "%s\\n" "$@" > "{tmp_path}/srun$3"',
+    squeue="",
+    scontrol='[ "$*" = "show hostnames n[1-3]" ] && printf "n1\\nn2\\nn3\\n"',
+  )
+  text = script([run], options, tmp_path / "slurm-1.sh")
+  assert "#SBATCH --nodes=3" in text.splitlines()
+  env = {"PATH": f"{tmp_path}/bin", "SLURM_JOB_ID": "70123", "SLURM_JOB_NODELIST": "n[1-3]"}
+  text = text.replace('exit "$code"', 'wait; exit "$code"')
+  done = subprocess.run(["/bin/bash", "-c", text], env=env, capture_output=True, text=True)
+  assert (done.returncode, done.stderr) == (0, "")
+  urls = "--config.rollout.engine_urls=('http://n2:20123','http://n3:20123',)"
+  of_run = (tmp_path / "srun--nodes=1").read_text().splitlines()
+  assert of_run[2:] == ["--nodes=1", "--ntasks=1", "--relative=0", *run.command(), urls]
+  for node in (1, 2):
+    served = (tmp_path / f"srun--relative={node}").read_text().splitlines()
+    url = f"--url=http://n{node + 1}:20123"
+    command = [sys.executable, "-m", "grpo_jax.engine", *FLAGS, urls, url, "--program=/a b/vllm"]
+    assert served == ["--nodes=1", "--ntasks=1", f"--relative={node}", *command]
+  with pytest.raises(ConfigError, match="--engine_hosts: a run of several processes samples it"):
+    script([run], Options(hosts=2, engine_hosts=1), tmp_path / "slurm-1.sh")
+  with pytest.raises(ConfigError, match="flag --engine: it needs --engine_hosts"):
+    script([run], Options(engine=("--cpu",)), tmp_path / "slurm-1.sh")
+
+
+def test_a_dry_run_with_servers_needs_an_engine(fake_slurm, capsys):
+  workdir = f"--workdir={fake_slurm / 'run'}"
+  words = ["--on=slurm", "--engine_hosts=1", "--dry_run", workdir, "--", *FLAGS[:1]]
+  with pytest.raises(ConfigError, match="--engine_hosts needs --config.rollout.engine=vllm"):
+    launch(*words)
+  engine = ("--config.rollout.engine=vllm", "--config.model.path=FOLDER")
+  assert launch(*words, *engine) == 0
+  assert "-m grpo_jax.engine " in capsys.readouterr().out
+  assert not (fake_slurm / "run").exists()
+
+
 @pytest.mark.parametrize(
   "text, wanted",
   [

@@ -224,7 +224,8 @@ def _check_engine(config: Config) -> None:
     rollout.weights != "in_flight",
     "rollout.weights",
     rollout.weights,
-    "with rollout.engine a row ends under the weights that began it; set 'fixed' or 'newest'",
+    "with rollout.engine one version of the weights draws a whole completion, because a server does"
+    " not say which of its tokens came before new weights; set 'fixed' or 'newest'",
   )
   _require(
     config.model.path, "model.path", "", "the servers of rollout.engine need a folder to start from"

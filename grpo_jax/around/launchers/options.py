@@ -54,6 +54,15 @@ class Options:
   sbatch: tuple[str, ...] = _option(
     (), "another option of sbatch, such as --sbatch=--gres=gpu:8; can be given repeatedly", "slurm"
   )
+  engine_hosts: int = _option(
+    0, "more hosts of each run, which serve rollout.engine and are named to the run", "slurm"
+  )
+  engine: tuple[str, ...] = _option(
+    (),
+    "with engine_hosts: a flag of grpo_jax.engine, such as --engine=--program=/venv/bin/vllm; can"
+    " be given repeatedly",
+    "slurm",
+  )
   ray_resources: str = _option(
     "", 'what a run reserves on each host beside a CPU, as JSON such as {"GPU": 8}', "ray"
   )

@@ -184,7 +184,7 @@ flags=(
 # Since version 22.05, srun does not read this option of sbatch.
 [ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 trap : TERM  # scancel sends it to this shell too, which then waits until the run has saved
-srun --wait={grace} --kill-on-bad-exit=0{label} \\
+{serves}srun --wait={grace} --kill-on-bad-exit=0{label}{place} \\
   {python} -m {train} "${{flags[@]}}"
 code=$?
 
@@ -198,17 +198,31 @@ fi
 exit "$code"
 """
 
+_SERVES = """\
+# All nodes but the first serve rollout.engine. They end with this script.
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+port=$((20000 + SLURM_JOB_ID % 10000))  # of this job, which may share a node
+printf -v urls "'http://%s:$port'," "${{nodes[@]:1}}"
+for node in "${{!nodes[@]}}"; do
+  [ "$node" = 0 ] || srun --nodes=1 --ntasks=1 --relative="$node" \\
+    {python} -m grpo_jax.engine "${{flags[@]::${{#flags[@]}}-1}}" \\
+    --config.rollout.engine_urls="($urls)" --url="http://${{nodes[node]}}:$port"{more} &
+done
+flags+=("--config.rollout.engine_urls=($urls)")
+"""
+
 
 def script(units: Sequence[Unit], options: Options, path: Path) -> str:
   """The script for these units, which is submitted as the file `path`.
 
   Args:
     units: The only run, or runs of a sweep.
-    options: Reads hosts, tasks_per_host, at_once, time_limit, stop_ahead, partition and sbatch.
+    options: Reads all options of Slurm.
     path: Its file. The comment of the job is this path, by which `queued` finds the job again.
 
   Raises:
-    ConfigError: The time limit is not one, or is too short for stop_ahead.
+    ConfigError: The time limit is not one, or is too short for stop_ahead, or the options of the
+      engine cannot be used.
   """
   _check_time_limit(options)
   is_sweep = bool(units[0].name)
@@ -218,6 +232,16 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
     contents = "\n".join([" Each task of the array trains one run of the sweep:", *names])
   common = os.path.commonprefix([unit.flags for unit in units])
   several = options.hosts * options.tasks_per_host > 1
+  if options.engine_hosts and several:
+    raise ConfigError(
+      "flag --engine_hosts: a run of several processes samples itself; leave out --hosts and"
+      " --tasks_per_host"
+    )
+  if options.engine and not options.engine_hosts:
+    raise ConfigError("flag --engine: it needs --engine_hosts above 0")
+  python = shlex.quote(sys.executable)
+  more = "".join(f" {shlex.quote(flag)}" for flag in options.engine)
+  serves = _SERVES.format(python=python, more=more)
   header = _HEADER.format(
     contents=contents,
     options="\n".join(f"#SBATCH {option}" for option in _options(units, options, path)),
@@ -229,7 +253,9 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
     choice=_choice(units, len(common)),
     grace=_GRACE_SECONDS,
     label=" --label" if several else "",
-    python=shlex.quote(sys.executable),
+    serves=serves if options.engine_hosts else "",
+    place=" --nodes=1 --ntasks=1 --relative=0" if options.engine_hosts else "",
+    python=python,
     train=TRAIN,
     stopped=STOPPED,
   )
@@ -288,7 +314,8 @@ def _options(units: Sequence[Unit], options: Options, path: Path) -> list[str]:
   if is_sweep:
     limit = f"%{options.at_once}" if options.at_once else ""
     lines.append(f"--array=0-{len(units) - 1}{limit}")
-  lines += [f"--nodes={options.hosts}", f"--ntasks-per-node={options.tasks_per_host}"]
+  nodes = options.hosts + options.engine_hosts
+  lines += [f"--nodes={nodes}", f"--ntasks-per-node={options.tasks_per_host}"]
   if options.time_limit:
     lines.append(f"--time={options.time_limit}")
   if options.partition:
