@@ -121,9 +121,10 @@ class Harness:
       np.full((P, S), self._run.tokenizer.pad_id, np.int32), np.zeros(P, np.int32)
     )
     for p in range(P):
-      own = [branch for at, one in played.items() if at[0] == p for branch in one.branches]
-      ids = shared_prompt([branch for branch in own if branch.tokens], S)
-      if not any(branch.tokens for branch in own):
+      of_group = [one for (prompt, _), one in played.items() if prompt == p]
+      branches = [branch for one in of_group for branch in one.branches if branch.tokens]
+      ids = shared_prompt(branches, S)
+      if not branches:
         ids = tuple(prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]].tolist())
       elif not ids:
         raise RunFailed(

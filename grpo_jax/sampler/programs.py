@@ -316,15 +316,18 @@ class FlightPrograms:
     return on_each_shard(self._config, move, flight, rows_NQ % shard.rows, places_N % shard.places)
 
   def _resume(self, flight: Flight, resumed: Resumed) -> Flight:
-    def resume(flight: Flight, *given: jax.Array) -> Flight:
-      rows, (is_resumed_R, kept_R, token_R, given_RT, limit_R) = flight.rows, given
-      # Its tokens lie before the rounds in which it was idle, and those that it drops come last.
+    """Lets rows go on after their first `kept_R` tokens, where each has a reply to read first."""
+
+    def resume(flight: Flight, *arrays: jax.Array) -> Flight:
+      rows, (is_resumed_R, kept_R, token_R, given_RT, limit_R) = flight.rows, arrays
+      # A row's tokens must lie in the slots written last. After them, slots were written in the
+      # rounds in which it was idle, and by the tokens that it drops.
       by_R = jnp.where(is_resumed_R, rows.idle_R + rows.drawn_R - kept_R, 0)
       cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid))
       settings = rows.settings
       if settings.max_tokens is not None:
-        own_R = jnp.where(is_resumed_R, limit_R, settings.max_tokens)
-        settings = settings.replace(max_tokens=own_R)
+        most_R = jnp.where(is_resumed_R, limit_R, settings.max_tokens)
+        settings = settings.replace(max_tokens=most_R)
       rows = rows.replace(
         settings=settings,
         token_R=jnp.where(is_resumed_R, token_R, rows.token_R),

@@ -310,14 +310,14 @@ class Scorer:
     scores = self._hosts.on_each(lambda: rewards_lib.scores_of(answers, self.weights))
     P, G = own.texts_PG.shape
     scores_PGJ = np.stack(list(scores.values()), -1).reshape(P, G, -1)
-    on_tokens = None, None
+    step_rewards = None, None  # and where the steps end, for rewards of steps within a completion
     if self._needs_steps:
       steps = [
         None if has_mark(function, "by_turn") else answer.steps
         for function, answer in zip(self._functions, answers.values(), strict=True)
       ]
-      on_tokens = steps_on_tokens(own, steps, self.weights, self._decode_text)
-    scores_PGJ, (rewards_PGT, ends_PGT) = self._hosts.join_rows((scores_PGJ, on_tokens))
+      step_rewards = steps_on_tokens(own, steps, self.weights, self._decode_text)
+    scores_PGJ, (rewards_PGT, ends_PGT) = self._hosts.join_rows((scores_PGJ, step_rewards))
     rewards = Rewards(
       scores_PGJ=scores_PGJ,
       weights=self.weights,

@@ -73,7 +73,7 @@ class Split:
 def simulate(
   job: Workload, round_seconds: float, update_seconds: float, bound: int, apart: bool = True
 ) -> Outcome:
-  """Simulates a run.
+  """Simulates a run: when each batch is drawn, and when the learner updates with it.
 
   Args:
     job: The work of the run.
@@ -94,11 +94,13 @@ def simulate(
     draws.append(_Span(begin, begin + batches[len(draws)].rounds * round_seconds))
 
   while len(updates) < job.steps:
-    step, last = len(updates), updates[-1].end if updates else 0.0
+    step, last_end = len(updates), updates[-1].end if updates else 0.0
     while len(draws) <= step + bound:
+      # Batch n may be drawn by the weights after n - bound updates.
       draw(updates[len(draws) - bound - 1].end if len(draws) > bound else 0.0)
-    free = last if apart else max(last, draws[-1].end)
-    begin = max(free, draws[step].end + job.reward_seconds)
+    is_free_at = last_end if apart else max(last_end, draws[-1].end)
+    is_scored_at = draws[step].end + job.reward_seconds
+    begin = max(is_free_at, is_scored_at)
     updates.append(_Span(begin, begin + update_seconds))
   window = _Span(updates[job.warm_up - 1].end, updates[-1].end)
   measured = batches[job.warm_up : job.steps]

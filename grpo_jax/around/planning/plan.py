@@ -187,6 +187,14 @@ def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, fl
 
 
 def _plan_apart_by_flags(config: Config, values: flags.FlagValues) -> None:
+  """Shows how to split devices into those that learn and those that sample, for --async.
+
+  The times of rounds and updates are measured ones, if flags give them. Otherwise they are counted
+  in the compiled programs.
+
+  Raises:
+    ConfigError: Flags do not fit each other, or there is only one device.
+  """
   job = split.job_of(config, values.workdir, values.reward_s)
   if bool(values.round_ms) != bool(values.update_s):
     raise ConfigError("flags --round_ms and --update_s are both measured times: give both, or none")

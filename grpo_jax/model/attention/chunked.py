@@ -28,15 +28,18 @@ def _attend_rows(
   """Attention of rows, as `rows.AttendRows` describes it."""
   B, T, H, _ = q_BTHE.shape
   C = k_BCKE.shape[1]
-  fitting = MAX_SCORES // (H * _keys_of_chunk(min(T, MAX_CHUNK), C, view))
-  chunk = min(T, MAX_CHUNK, max(8, fitting // 8 * 8))
-  fitting = MAX_SCORES // (H * chunk * _keys_of_chunk(chunk, C, view))
-  rows_at_a_time = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, fitting))
+  # The scores of one chunk of queries, [H, chunk, keys], are to have at most MAX_SCORES numbers. If
+  # a chunk of a whole row has fewer, several rows are computed together.
+  queries = MAX_SCORES // (H * _keys_of_chunk(min(T, MAX_CHUNK), C, view))
+  chunk = min(T, MAX_CHUNK, max(8, queries // 8 * 8))
+  rows = MAX_SCORES // (H * chunk * _keys_of_chunk(chunk, C, view))
+  rows_at_a_time = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, rows))
 
   def attend_row(row: tuple[jax.Array, ...]) -> jax.Array:
     q_THE, k_CKE, v_CKE, keys_C = row
     return _attend_row(q_THE, k_CKE, v_CKE, keys_C, chunk, view)
 
+  # What decides which keys a query sees: its picture, or else whether a key is a token.
   keys_BC = view.pictures_PS
   if keys_BC is None:
     keys_BC = jnp.ones((B, C), bool) if is_token_BC is None else is_token_BC
