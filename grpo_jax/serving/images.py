@@ -59,7 +59,7 @@ def image_of(part: Mapping[str, Any], where: str, limits: ImageLimits | None) ->
 
   Args:
     part: The part.
-    where: What errors call it.
+    where: Its name in errors.
     limits: The limits of images. None: the model sees none.
 
   Raises:
