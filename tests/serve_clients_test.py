@@ -135,10 +135,11 @@ def test_what_cannot_be_written_or_is_not_known_is_refused(body, param, address)
 
 
 def test_parts_of_other_types_are_no_texts(address):
-  message = {"role": "user", "content": [{"type": "image_url", "text": "x"}]}
-  data = request(json.dumps({"messages": [message]}).encode())
-  status, said = send(address, data.replace(b"/v1/completions", b"/v1/chat/completions"))
-  assert status == 400 and "parts of type text" in said["error"]["message"]
+  for kind, words in (("audio", "parts of type text"), ("image_url", "sees no images")):
+    message = {"role": "user", "content": [{"type": kind, "text": "x"}]}
+    data = request(json.dumps({"messages": [message]}).encode())
+    status, said = send(address, data.replace(b"/v1/completions", b"/v1/chat/completions"))
+    assert status == 400 and words in said["error"]["message"]
 
 
 def test_a_name_of_half_a_surrogate_behind_the_key_is_refused(address):

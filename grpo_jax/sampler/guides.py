@@ -1,4 +1,4 @@
-"""What a row may draw, token by token: the package llguidance says it, which is optional."""
+"""Guides say which tokens a row may draw next, by the package llguidance, which is optional."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -103,7 +103,7 @@ def _grammar(regex: str, banned: Sequence[str], special: Sequence[int]) -> str:
   """A grammar in Lark: texts that match, without those that are banned.
 
   Args:
-    regex: What the whole text matches. "" is anything.
+    regex: An expression that the whole text matches. "" is anything.
     banned: Texts that it does not hold.
     special: The ids of special tokens that may come between texts.
   """

@@ -53,7 +53,7 @@ def image_of(part: Mapping[str, Any], where: str, sees_images: bool) -> AnyImage
 
   Args:
     part: The part.
-    where: What errors call it.
+    where: Its name in errors.
     sees_images: Whether the model sees images.
 
   Raises:
