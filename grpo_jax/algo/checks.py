@@ -4,10 +4,10 @@ from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.corrections import CORRECTIONS, LEVELS, BoundSettings
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
-from grpo_jax.algo.record import require
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection import has_weights
+from grpo_jax.algo.variant import require
 
 
 def check_algo(
