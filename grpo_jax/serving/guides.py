@@ -72,6 +72,7 @@ class Guides:
 
   @functools.cached_property
   def _engine(self) -> Any:
+    """The tokenizer of llguidance. Raises RequestError where there is none for this model."""
     try:
       from llguidance import LLTokenizer
     except ImportError:

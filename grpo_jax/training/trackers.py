@@ -91,6 +91,7 @@ class Tracker(NamedTuple):
 
 
 def _open_wandb(start: Start) -> OpenTracker:
+  """Opens the run at Weights & Biases, or goes on with it."""
   import wandb  # these packages are optional
 
   run = wandb.init(
@@ -120,6 +121,7 @@ _LONGEST_PARAM = 6000  # characters
 
 
 def _open_mlflow(start: Start) -> OpenTracker:
+  """Opens the run at MLflow, or goes on with it."""
   from mlflow import MlflowClient
   from mlflow.entities import Metric, Param
 
@@ -159,6 +161,7 @@ def _open_trackio(start: Start) -> OpenTracker:
 
 
 def _open_swanlab(start: Start) -> OpenTracker:
+  """Opens the run at SwanLab, or goes on with it."""
   import swanlab
 
   run = swanlab.init(
