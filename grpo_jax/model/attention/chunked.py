@@ -110,6 +110,7 @@ def _chunk_attention(
     def seen(x: jax.Array) -> jax.Array:
       return jax.lax.dynamic_slice_in_dim(x, first_key, width)
 
+    # How far each key lies before the query. Later keys are hidden, but not those of its picture.
     back_QC = place_Q[:, None] - (first_key + jnp.arange(width))
     if view.pictures_PS is None:
       mask_QC = (back_QC >= 0) & seen(keys_C)
