@@ -169,6 +169,7 @@ class _Header:
     self._place = 0
 
   def read(self) -> GGUFFile:
+    """Reads the header. Raises ConfigError if the file is damaged or not a GGUF file."""
     if self._size < 24 or self._take(4) != _MAGIC:
       raise ConfigError(f"{self._file} is not a GGUF file: its first bytes are not GGUF")
     version = self._number("<u4")
@@ -235,6 +236,7 @@ class _Header:
       yield name, self._value(name, self._number("<u4"))
 
   def _value(self, name: str, kind: int) -> Any:
+    """Reads the value of a field of metadata, which is of one of the kinds of GGUF."""
     if kind == _STRING:
       return self._string()
     if kind in _NUMBERS:

@@ -14,6 +14,7 @@ def from_dict(values: Mapping[str, Any], section: type, saved: bool = False) -> 
 
 
 def _section(values: Mapping[str, Any], section: Any, saved: bool, prefix: str, root: type) -> Any:
+  """Makes one section. Keys in errors begin with `prefix`, and `root` is the whole config."""
   kinds = get_type_hints(section)
   for key in values:
     _check_is_text(key)

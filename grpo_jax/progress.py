@@ -113,6 +113,7 @@ class Lines:
     self._silent_since = self._ended_at = -float("inf")
 
   def show(self, works: Sequence[Work]) -> None:
+    """Prints a line about the works under way, if one is due."""
     now = time.monotonic()
     if not works:
       self._ended_at = now

@@ -53,6 +53,7 @@ def printable(text: str, on_terminal: bool) -> str:
 
 
 def _check_flags() -> None:
+  """Raises ConfigError for flags that do not say what to complete, or are out of range."""
   values = flags.FLAGS
   if not values.prompt and not values.question:
     raise ConfigError(

@@ -23,7 +23,7 @@ from grpo_jax.storage import write_errors
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.json_files import AppendedFile, replace_file
 from grpo_jax.storage.reading import read_metrics
-from grpo_jax.storage.rows import RowWriter
+from grpo_jax.storage.row_writer import RowWriter
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.train import train
 

@@ -17,7 +17,7 @@ from grpo_jax.config import TRACKERS as NAMES
 from grpo_jax.config import Config, Log, to_dict
 from grpo_jax.settings import ConfigError, check_ranges
 from grpo_jax.storage.reading import read_metrics
-from grpo_jax.storage.rows import RowWriter
+from grpo_jax.storage.row_writer import RowWriter
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.training import trackers
 from grpo_jax.training.reporter import Reporter

@@ -11,10 +11,10 @@ import pytest
 from grpo_jax.algo.advantages import ADVANTAGES, AdvantageSettings
 from grpo_jax.algo.aggregation import AGGREGATIONS, AggregationSettings
 from grpo_jax.algo.corrections import CORRECTIONS, CorrectionSettings
-from grpo_jax.algo.record import Record, check_settings
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES, SurrogateSettings
 from grpo_jax.algo.token_selection import TOKEN_WEIGHTS, SelectionSettings
+from grpo_jax.algo.variant import Record, check_settings
 from grpo_jax.settings import Settings, at_least, names_of, setting
 
 ROOT = Path(__file__).parents[1]
@@ -37,12 +37,12 @@ import dataclasses
 
 import jax
 
-from grpo_jax.algo.record import Records
+from grpo_jax.algo.variant import Records
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES, register_surrogate
 from grpo_jax.algo.surrogates.terms import Terms
 from grpo_jax.algo.surrogates.clipped import PpoSettings
-from grpo_jax.algo.surrogates.record import Surrogate
+from grpo_jax.algo.surrogates.surrogate import Surrogate
 from grpo_jax.settings import Settings, at_least, setting
 
 

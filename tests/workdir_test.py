@@ -13,7 +13,7 @@ import pytest
 
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
-from grpo_jax.storage.rows import RowWriter
+from grpo_jax.storage.row_writer import RowWriter
 from grpo_jax.storage.workdir import open_run
 
 CONFIG = {

@@ -12,7 +12,7 @@ import dataclasses
 from typing import TypeAlias
 
 from grpo_jax import masked
-from grpo_jax.algo.record import Example, Record, Records, S
+from grpo_jax.algo.variant import Example, Record, Records, S
 from grpo_jax.lazy import jax
 from grpo_jax.settings import Settings, at_least, one_of, setting
 

@@ -4,10 +4,10 @@ from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.corrections import CORRECTIONS, LEVELS, BoundSettings
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
-from grpo_jax.algo.record import require
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection import has_weights
+from grpo_jax.algo.variant import require
 
 
 def check_algo(
@@ -74,6 +74,7 @@ def _rows_are_uniform(algo: Algo) -> bool:
 
 
 def _check_batch(algo: Algo, prompts: int, group_size: int) -> None:
+  """Raises ConfigError for settings that do not fit the size of an update or of a group."""
   require(
     prompts % algo.minibatches == 0,
     algo,
@@ -96,6 +97,7 @@ def _check_batch(algo: Algo, prompts: int, group_size: int) -> None:
 
 
 def _check_overlong(algo: Algo, max_tokens: int) -> None:
+  """Raises ConfigError for a penalty for length that the advantage or the limit does not allow."""
   require(
     not algo.overlong or round(algo.overlong * max_tokens) >= 1,
     algo,
@@ -117,6 +119,7 @@ def _check_overlong(algo: Algo, max_tokens: int) -> None:
 
 
 def _check_variants(algo: Algo, group_size: int) -> None:
+  """Raises ConfigError for an advantage or a surrogate whose other settings do not fit it."""
   advantage, surrogate = ADVANTAGES[algo.advantage], SURROGATES[algo.surrogate]
   require(
     not algo.dynamic_sampling or not advantage.equal_rewards_teach,
@@ -146,6 +149,7 @@ def _check_variants(algo: Algo, group_size: int) -> None:
 
 
 def _check_correction(algo: Algo, sampler_filters: bool) -> None:
+  """Raises ConfigError for a correction that would change nothing, or undo the ratio."""
   row_levels = " or ".join(repr(name) for name, level in LEVELS.items() if level.shared_by_row)
   require(
     not RATIOS[algo.ratio].shared_by_row or LEVELS[algo.correction_level].shared_by_row,
@@ -176,6 +180,7 @@ def _check_correction(algo: Algo, sampler_filters: bool) -> None:
 
 
 def _check_kl(algo: Algo) -> None:
+  """Raises ConfigError for a KL term that its place, the loss or the reward, does not allow."""
   kl = KL[algo.kl]
   if algo.kl_in_reward:
     require(

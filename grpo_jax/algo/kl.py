@@ -10,7 +10,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import TypeAlias
 
-from grpo_jax.algo.record import Example
+from grpo_jax.algo.variant import Example
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.registry import register
 from grpo_jax.settings import Settings, above, at_least, fraction, one_of, setting

@@ -190,6 +190,7 @@ def _behavior_logprobs(terms: Terms, batch: Batch) -> jax.Array:
 
 
 def _metrics(terms: Terms, entropies_PGT: jax.Array, batch: Batch, algo: Algo) -> Metrics:
+  """The metrics of the loss over its tokens, as sums that the parts of a batch add up."""
   mask_PGT = terms.mask_PGT
   metrics = {
     "entropy": metrics_lib.mean(entropies_PGT, mask_PGT),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import dataclasses
 
 from grpo_jax import masked
-from grpo_jax.algo.record import Example
+from grpo_jax.algo.variant import Example
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, at_least, one_of, setting
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import dataclasses
 
 from grpo_jax import masked
-from grpo_jax.algo.record import Example, Record, Records, S
+from grpo_jax.algo.variant import Example, Record, Records, S
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Range, Settings, at_least, setting
 

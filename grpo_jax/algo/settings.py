@@ -7,10 +7,10 @@ from grpo_jax.algo.aggregation import AGGREGATIONS, AggregationSettings
 from grpo_jax.algo.corrections import CORRECTIONS, CorrectionSettings
 from grpo_jax.algo.kl import KL, KLSettings
 from grpo_jax.algo.ratios import RatioSettings
-from grpo_jax.algo.record import check_settings
 from grpo_jax.algo.rejections import REJECTIONS, RejectionSettings, rejects
 from grpo_jax.algo.surrogates import SURROGATES, SurrogateSettings
 from grpo_jax.algo.token_selection import TOKEN_WEIGHTS, SelectionSettings
+from grpo_jax.algo.variant import check_settings
 from grpo_jax.settings import Range, above, at_least, below_one, setting
 
 

@@ -255,6 +255,7 @@ class Beside(Ahead):
     self._idle = _Stopwatch()
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
+    """Gives the thread the weights of a step, and waits for the step's batch."""
     params = self._kept(params)
     clock.lap("weights")
     with self._changed:
@@ -283,6 +284,7 @@ class Beside(Ahead):
     return dataclasses.replace(collected, metrics=disjoint(collected.metrics, waited))
 
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
+    """Waits until the thread has drawn what a checkpoint needs, as `Ahead.saved` describes it."""
     if self._thread is not None:
       converted = self._kept(params()) if index in self._known_versions() else None
       with self._changed:

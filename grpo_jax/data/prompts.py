@@ -275,6 +275,7 @@ class PromptSet:
     return np.concatenate(counts)
 
   def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:
+    """Makes prompts, with others in the place of those that are too long or have a problem."""
     made = self._make(indices)
     for tried in range(_MOST_STAND_INS):
       unfit = [

@@ -79,6 +79,7 @@ class ExternalEngine:
       self._connect(workdir)
 
   def _connect(self, workdir: Path) -> None:
+    """Connects to the servers, checks them and sees how each gets new weights."""
     run = self._run
     config, shape = run.config, run.parameters.sampling.model
     rollout, longest = config.rollout, longest_row(config)
@@ -166,6 +167,7 @@ class Restarts:
     self._folder, self._seconds = folder, seconds
 
   def __call__(self, server: EngineServer, written: Written, before: Written | None) -> str:
+    """Names the folder to serve, and waits until the server was restarted with it."""
     serve_now(self._folder, written.folder)
     until, serves = time.monotonic() + self._seconds, ""
     while time.monotonic() < until:

@@ -298,6 +298,7 @@ class EngineGroups:
       self._finished.append(self._groups.pop(group.request.number))
 
   def _as_finished(self, groups: Sequence[_Group]) -> Finished:
+    """The completions of groups that have ended, as arrays."""
     shape = len(groups), self._members, self._rules.tokens
     tokens_PGT, sampled_PGT = np.zeros(shape, np.int32), np.zeros(shape, bool)
     logprobs_PGT, behavior_PGT = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

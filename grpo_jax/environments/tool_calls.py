@@ -178,6 +178,7 @@ def _properties(schema: Schema) -> Sequence[str]:
 
 
 def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
+  """A format for environment.calls as a regular expression. Raises ConfigError."""
   try:
     compiled = re.compile(pattern, re.DOTALL)
   except re.error as error:

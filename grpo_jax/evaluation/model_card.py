@@ -135,6 +135,7 @@ def _method(config: Config) -> str:
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str]]:
+  """The rows of the card's table of settings: names and values."""
   algo = config.algo
   yield "base model", _base_name(config)
   path = _short(config.data.path)

@@ -215,6 +215,7 @@ class Update:
   def __call__(
     self, state: TrainState, base: Any, reference: Any, batch: Batch
   ) -> tuple[TrainState, Metrics]:
+    """Makes an update. Each micro-batch takes the fewest slots that hold its tokens."""
     P, G, T = batch.completions_PGT.shape
     m = self._rule.micro_batch or P
     sizes = sizes_of(batch, self._platform)

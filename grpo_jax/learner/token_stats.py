@@ -174,6 +174,7 @@ def _stats_of_chunk(
   temperature_B: jax.Array,
   options: StatsOptions,
 ) -> Stats:
+  """The statistics of a chunk of tokens, from all their logits."""
   temperature_B11 = temperature_B[:, None, None]
   logits = model.unembed(params, options.model, chunk.hidden_BTD) / temperature_B11
   # The maximum cancels out of log-probs and entropies, so it needs no gradient.

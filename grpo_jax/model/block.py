@@ -103,7 +103,7 @@ class LayerInputs(NamedTuple):
   """
 
   params: Any
-  place: jax.Array
+  place: jax.Array | None = None
   prefix: Any = None
   embeddings_BTN: jax.Array | None = None
   experts_BTU: jax.Array | None = None

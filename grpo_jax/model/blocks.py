@@ -136,11 +136,14 @@ def _apply_segment(
     is_loop = segment.count > 1 and not unrolls
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=not is_loop, static_argnums=0)
 
-  def apply_pattern(state: State, layers: dict[str, LayerInputs]) -> tuple[State, LayerOutputs]:
-    if shared.cache:
+  def apply_pattern(
+    state: State, layers: dict[str, LayerInputs], place: jax.Array
+  ) -> tuple[State, LayerOutputs]:
+    layers = {name: layer._replace(place=place) for name, layer in layers.items()}
+    if shared.cache:  # a TPU's kernel may read experts in their stack, without a copy
       for name, layer in layers.items():
-        params_of_layer = in_stacks(config, layer.params, stacks[name].params, layer.place)
-        layers = layers | {name: layer._replace(params=params_of_layer)}
+        params_of_layer = in_stacks(config, layer.params, stacks[name].params, place)
+        layers[name] = layer._replace(params=params_of_layer)
     if shared.cache or segment.count == 1 or not _loops_over_runs(config):
       return apply_in_turn(apply, kinds, layers, state)
     outputs: LayerOutputs = {}
@@ -150,27 +153,28 @@ def _apply_segment(
       outputs.update(of_run)
     return state, outputs
 
+  patterns = stacks, jnp.arange(segment.count)
   if segment.count == 1:
-    state, outputs = apply_pattern(state, jax.tree.map(lambda x: x[0], stacks))
+    state, outputs = apply_pattern(state, *jax.tree.map(lambda x: x[0], patterns))
     return state, jax.tree.map(lambda x: x[None], outputs)
 
-  def body(carry: Any, layers: dict[str, LayerInputs]) -> tuple[Any, LayerOutputs]:
+  def body(carry: Any, pattern: Any) -> tuple[Any, LayerOutputs]:
     x_BTD, cache = carry
-    after, outputs = apply_pattern(State(x_BTD, cache, state.lent), layers)
+    after, outputs = apply_pattern(State(x_BTD, cache, state.lent), *pattern)
     return (after.x_BTD, after.cache), outputs
 
   cache = {name: state.cache[name] for name in stacks if name in state.cache}
   unroll = segment.count if unrolls else 1
-  (x_BTD, cache), outputs = jax.lax.scan(body, (state.x_BTD, cache), stacks, unroll=unroll)
+  (x_BTD, cache), outputs = jax.lax.scan(body, (state.x_BTD, cache), patterns, unroll=unroll)
   return State(x_BTD, state.cache | cache, state.lent), outputs
 
 
 def _stack(
   params: Any, config: ModelConfig, segment: Segment, number: int, shared: Shared
 ) -> LayerInputs:
-  """The inputs of all layers of the stack whose first layer has this number."""
-  name, levels, experts_LBTU = f"layers_{number}", shared.levels_KBSD, None
-  in_model = slice(number, segment.end, segment.period)
+  """The inputs of all layers of the stack whose first layer has this number, except `place`."""
+  name, in_model = f"layers_{number}", slice(number, segment.end, segment.period)
+  levels, embeddings_LBTN, experts_LBTU = shared.levels_KBSD, shared.embeddings_LBTN, None
   sparse = sparse_stacks(config)
   if shared.routes.given is not None and name in sparse:
     experts_BTY = shared.routes.given
@@ -179,12 +183,11 @@ def _stack(
   # Only the first layers have a level. The segments after them do not look for one.
   has_levels = levels is not None and segment.first < len(levels)
   return LayerInputs(
-    params[name],
-    jnp.arange(segment.count),
-    shared.prefix.get(name),
-    None if shared.embeddings_LBTN is None else shared.embeddings_LBTN[in_model],
-    experts_LBTU,
-    jnp.arange(config.num_layers)[in_model] if has_levels else None,
+    params=params[name],
+    prefix=shared.prefix.get(name),
+    embeddings_BTN=None if embeddings_LBTN is None else embeddings_LBTN[in_model],
+    experts_BTU=experts_LBTU,
+    number=jnp.arange(config.num_layers)[in_model] if has_levels else None,
   )
 
 

@@ -128,6 +128,7 @@ class Dense(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
+    """x W, plus the adapter and the bias if there are any. The last axes of x are the inputs."""
     c = self.config
     batch_shape = x.shape[: x.ndim - self.axes]
     inputs = x.shape[x.ndim - self.axes :]

@@ -131,6 +131,7 @@ class PolicyPlayer:
       self._talk = Talk(self._talkers, self._members)
 
   def _request(self, group: Opened) -> GroupRequest:
+    """The request to the sampler for a group. Groups of one batch share its prompts."""
     if self._latest is None or self._latest[0] is not group.prompts:
       self._latest = group.prompts, self._prompts_of(group.prompts)
     turn_tokens = 0

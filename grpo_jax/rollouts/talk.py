@@ -315,6 +315,7 @@ class Talk:
     return content, calls + [_Called("unknown", problem, "", {}) for problem in parsed.malformed]
 
   def _answer(self, one: _Asked, outcomes: Sequence[Outcome]) -> _Answer:
+    """The answer to a turn of the policy, from the outcomes of what the turn called."""
     if one.methods is not None:
       return self._answer_of_methods(one, one.methods, outcomes)
     if one.calls and one.is_last:

@@ -81,6 +81,7 @@ class Harness:
   def _play(
     self, params: Any, prompts: PromptBatch, members: int, how: tuple[Any, jax.Array]
   ) -> Rollouts:
+    """Plays all members of a batch's groups, and makes rollouts of their calls to the policy."""
     settings, key = how
     endpoint = self._serving(params)
     seed = "/".join(map(str, np.asarray(jax.random.key_data(key)).tolist()))

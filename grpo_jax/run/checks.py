@@ -279,6 +279,7 @@ def _require(holds: Any, key: str, value: Any, why: str) -> None:
 
 
 def _check_batch(config: Config) -> None:
+  """Raises ConfigError for sizes of batches, samples and data that do not fit each other."""
   batch, reward, data = config.batch, config.reward, config.data
   minibatches = max(1, config.algo.minibatches)
   part = batch.prompts // minibatches
@@ -335,6 +336,7 @@ def _check_batch(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
+  """Raises ConfigError for settings of adapters that a run cannot have."""
   lora, algo = config.lora, config.algo
   if not lora.rank:
     _require(not lora.path, "lora.path", lora.path, "set lora.rank to the rank of its adapters")

@@ -153,6 +153,7 @@ class PrefixPrograms(FlightPrograms):
     return jax.tree.map(lambda x: x.swapaxes(0, 1), by_place)
 
   def _go_on(self, flight: Flight, kept: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
+    """Computes the ends of prompts after their known beginnings, and puts them in their places."""
     tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
     (n, U), known = tokens_nU.shape, flight.cache.prefix
     config = dataclasses.replace(self._shaped(known.slots), cache_dtype="")

@@ -255,6 +255,7 @@ class FlightPrograms:
     prompt_N: jax.Array | None,
     settings: RowSettings,
   ) -> tuple[Flight, jax.Array | None]:
+    """Makes a flight whose places have prompts and whose rows have drawn nothing yet."""
     made = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
     prefix, last_nD, next_n = made.prefix, made.last_nD, made.next_n
     if prompt_N is not None:
@@ -352,6 +353,7 @@ class FlightPrograms:
     chunk: Chunk,
     extras: Extras | None = None,
   ) -> tuple[Flight, Drawn, jax.Array]:
+    """Lets new rows draw their first token, then all rows draw one token in each round."""
     cache, rows, (N, Q) = flight.cache, flight.rows, flight.grid
     config = self._shaped(cache.prefix.slots)
     T, V = self.decoding.max_tokens, config.vocab_size

@@ -287,6 +287,7 @@ class AnswerHead:
     return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
   def _choice(self, choice: AnswerChoice, is_stream: bool, is_first: bool = True) -> dict[str, Any]:
+    """A choice in OpenAI's shape: all of it, or what is new for a stream."""
     asked = self.request
     text, calls = choice.take_text()
     new = choice.take_tokens()

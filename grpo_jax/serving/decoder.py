@@ -202,20 +202,25 @@ class Decoder:
     self._counts.texts = 0
 
   def keep(self, ended: dict[int, EndedRow]) -> None:
-    """The texts of rows that have ended in the last chunk, by their places, are kept.
+    """Keeps the texts of rows that have ended in the last chunk: later prompts may begin with them.
 
-    A row whose prompt older weights have computed is left out.
+    The text of a row is its prompt and the tokens that it drew. A row whose prompt older weights
+    have computed is left out.
+
+    Args:
+      ended: The rows, by their places.
     """
-    whole_from, most = self._whole_from, self._sizes.prompt_tokens
-    kept: dict[int, tuple[int, int, int]] = {}  # by text: the row, its own tokens
+    is_int8, most = bool(self._config.cache_dtype), self._sizes.prompt_tokens
+    kept: dict[int, tuple[int, int, int]] = {}  # by the text's number: as `_keep` takes it
     for place, row in ended.items():
       prompt = self._known.prompt(place)
-      # What is drawn last has no keys. Own tokens in int8 are not those of a prompt.
-      own = 0 if self._config.cache_dtype else min(len(row.tokens) - 1, most - len(prompt))
+      # The token that was drawn last has no keys. Keys in int8 are not those of a prompt.
+      own = 0 if is_int8 else min(len(row.tokens) - 1, most - len(prompt))
       text = (*prompt, *row.tokens[:own])
-      # A state is that after all tokens which the row drew. Windows hold the newest ones.
-      has_others = own < len(row.tokens) - 1 or (row.is_cut and not whole_from)
-      if not prompt or (len(text) > whole_from and has_others and not self._config.cache_dtype):
+      # A state is that after all tokens which the row drew, and a window holds the newest ones. So
+      # a text that lacks some of them cannot be kept.
+      lacks_tokens = own < len(row.tokens) - 1 or (row.is_cut and not self._whole_from)
+      if not prompt or (len(text) > self._whole_from and lacks_tokens and not is_int8):
         continue
       number = self._known.room(text)
       if number is None:
@@ -350,7 +355,7 @@ class Decoder:
 
   @functools.cached_property
   def _whole_from(self) -> int:
-    """A prompt has all tokens of a longer text or none: layers have forgotten some of them."""
+    """A text of more tokens can only be used whole, because layers have forgotten some of them."""
     prefix = self._flight.cache.prefix
     slots = [keys.shape[3] for keys in prefix.keys.values()]
     return 0 if prefix.states else min(slots)

@@ -50,6 +50,7 @@ class Guides:
 
   @functools.cached_property
   def _engine(self) -> Any:
+    """The tokenizer of llguidance. Raises RequestError where there is none for this model."""
     try:
       return lexicon(self._tokenizer, self._vocabulary)
     except ConfigError as error:

@@ -325,6 +325,7 @@ def are_ids(values: list[Any]) -> bool:
 
 
 def _check_prompt(prompt: tuple[int, ...], limits: Limits, name: str, number: int) -> None:
+  """Raises RequestError for a prompt that is empty, too long or has unknown token ids."""
   if not prompt:
     raise RequestError(f"{name}: prompt {number} is empty; it must have a token", name)
   if len(prompt) > limits.prompt_tokens:

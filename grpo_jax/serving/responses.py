@@ -308,6 +308,7 @@ class ResponseHead:
     return self._event("error", **said)
 
   def _call(self, number: int, call: Call) -> Iterator[dict[str, Any]]:
+    """The events of a call, which becomes an item of the response."""
     item = {
       "type": "function_call",
       "id": f"fc_{self._number}_{number}",

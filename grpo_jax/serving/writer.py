@@ -251,6 +251,7 @@ class AnswerWriter:
     tools: list[dict[str, Any]] | None,
     options: dict[str, Any],
   ) -> str:
+    """A conversation as a text. If the template takes no calls as objects, they become texts."""
     given = {name: value for name, value in options.items() if name != GOES_ON}
     goes_on = GOES_ON in options
 

@@ -134,6 +134,7 @@ class WarmStep:
     self._prompts = prompts
 
   def __call__(self, state: RunState, step: int) -> StepResult:
+    """Learns from the solutions of some examples. Returns the state after it and its metrics."""
     run, config, clock = self._run, self._run.config, Clock()
     size = config.warm_start.batch
     indices = loader.step_indices(config.seed, step, size, len(self._prompts))

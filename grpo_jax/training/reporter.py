@@ -23,7 +23,7 @@ from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage.bucket_files import local_files
-from grpo_jax.storage.rows import RowWriter
+from grpo_jax.storage.row_writer import RowWriter
 from grpo_jax.timing import Clock
 from grpo_jax.training import trackers
 

@@ -89,6 +89,7 @@ class Tracker(NamedTuple):
 
 
 def _open_wandb(start: Start) -> OpenTracker:
+  """Opens the run at Weights & Biases, or goes on with it."""
   import wandb  # these packages are optional
 
   run = wandb.init(
@@ -118,6 +119,7 @@ _LONGEST_PARAM = 6000  # characters
 
 
 def _open_mlflow(start: Start) -> OpenTracker:
+  """Opens the run at MLflow, or goes on with it."""
   from mlflow import MlflowClient
   from mlflow.entities import Metric, Param
 
@@ -157,6 +159,7 @@ def _open_trackio(start: Start) -> OpenTracker:
 
 
 def _open_swanlab(start: Start) -> OpenTracker:
+  """Opens the run at SwanLab, or goes on with it."""
   import swanlab
 
   run = swanlab.init(

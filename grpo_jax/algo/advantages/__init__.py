@@ -10,7 +10,7 @@ from collections.abc import Callable
 import dataclasses
 
 from grpo_jax.algo.advantages import answers, batch, group, steps
-from grpo_jax.algo.advantages.record import Advantage
+from grpo_jax.algo.advantages.advantage import Advantage
 from grpo_jax.lazy import jax
 from grpo_jax.registry import register
 from grpo_jax.settings import Settings, one_of, setting

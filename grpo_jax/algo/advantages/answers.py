@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from grpo_jax import masked
-from grpo_jax.algo.advantages.record import Advantage, EpsSettings
-from grpo_jax.algo.record import Example, Records, require
+from grpo_jax.algo.advantages.advantage import Advantage, EpsSettings
+from grpo_jax.algo.variant import Example, Records, require
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import at_least, setting
 

@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from grpo_jax import masked
+from grpo_jax.algo.advantages.advantage import Advantage, StdSettings
 from grpo_jax.algo.advantages.group import sum_of_normalized
-from grpo_jax.algo.advantages.record import Advantage, StdSettings
-from grpo_jax.algo.record import Example, Records
+from grpo_jax.algo.variant import Example, Records
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import at_least, one_of, setting
 

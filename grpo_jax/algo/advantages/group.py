@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpo_jax import masked
-from grpo_jax.algo.advantages.record import Advantage, StdSettings
-from grpo_jax.algo.record import Example, Records
+from grpo_jax.algo.advantages.advantage import Advantage, StdSettings
+from grpo_jax.algo.variant import Example, Records
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings
 

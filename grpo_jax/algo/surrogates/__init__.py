@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from grpo_jax.algo.record import S
 from grpo_jax.algo.surrogates import averaged, clipped, covariance, divergence, weighted
-from grpo_jax.algo.surrogates.record import Loss, Surrogate
+from grpo_jax.algo.surrogates.surrogate import Loss, Surrogate
+from grpo_jax.algo.variant import S
 from grpo_jax.registry import register
 from grpo_jax.settings import Settings, one_of, setting
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from grpo_jax import masked
-from grpo_jax.algo.record import Example, Records
-from grpo_jax.algo.surrogates.record import ClipSettings, Surrogate
+from grpo_jax.algo.surrogates.surrogate import ClipSettings, Surrogate
+from grpo_jax.algo.variant import Example, Records
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, above, names_of, setting
 

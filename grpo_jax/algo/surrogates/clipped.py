@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from grpo_jax.algo.record import Example, Records
-from grpo_jax.algo.surrogates.record import ClipSettings, RatioMaxSettings, Surrogate
+from grpo_jax.algo.surrogates.surrogate import ClipSettings, RatioMaxSettings, Surrogate
+from grpo_jax.algo.variant import Example, Records
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, above, names_of, setting, zero_or_above
 

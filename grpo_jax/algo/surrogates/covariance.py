@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from grpo_jax import masked
 from grpo_jax.algo.kl import absolute
-from grpo_jax.algo.record import Example, Records, require
 from grpo_jax.algo.surrogates.clipped import PpoSettings, ppo_bounds, ppo_clip
-from grpo_jax.algo.surrogates.record import Surrogate
+from grpo_jax.algo.surrogates.surrogate import Surrogate
+from grpo_jax.algo.variant import Example, Records, require
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import ANY, Settings, above, at_least, names_of, setting
 

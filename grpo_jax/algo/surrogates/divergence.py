@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpo_jax.algo.record import Example, Records
-from grpo_jax.algo.surrogates.record import ClipSettings, RatioMaxSettings, Surrogate
+from grpo_jax.algo.surrogates.surrogate import ClipSettings, RatioMaxSettings, Surrogate
+from grpo_jax.algo.variant import Example, Records
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import names_of
 

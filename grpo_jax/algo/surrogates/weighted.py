@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from grpo_jax.algo.record import Example, Records
-from grpo_jax.algo.surrogates.record import Surrogate
+from grpo_jax.algo.surrogates.surrogate import Surrogate
+from grpo_jax.algo.variant import Example, Records
 from grpo_jax.lazy import jax
 from grpo_jax.settings import Settings, at_least, names_of, setting
 

@@ -7,8 +7,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from grpo_jax.algo.ratios import RatioSettings
-from grpo_jax.algo.record import Example, Record, Records, S
 from grpo_jax.algo.surrogates import SURROGATES, SurrogateSettings
+from grpo_jax.algo.variant import Example, Record, Records, S
 from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, at_least, fraction, setting
 

@@ -289,6 +289,7 @@ def seconds(time_limit: str) -> int | None:
 
 
 def _check_time_limit(options: Options) -> None:
+  """Raises ConfigError for a time limit that cannot be read, or that leaves no time to train."""
   limit = options.time_limit
   if not limit:
     return

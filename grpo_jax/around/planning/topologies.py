@@ -127,6 +127,7 @@ def _target(gpu: _Gpu) -> str:
 
 
 def _tpu_devices(topology: str) -> Sequence[Any]:
+  """The devices of a topology of TPUs, which need not be there. Raises ConfigError."""
   # Read by libtpu when it is loaded: it shall look for no TPU, and wait for no other process.
   settings = {
     "TPU_SKIP_MDS_QUERY": "1",

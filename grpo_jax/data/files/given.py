@@ -45,6 +45,7 @@ class OfProgram:
     return len(self._rows)
 
   def __getitem__(self, index: int) -> Row:
+    """Reads a row from the program's object, and checks it. Raises ConfigError."""
     where = self.where(index)
     try:
       row = self._rows[int(index)]

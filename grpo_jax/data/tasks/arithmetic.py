@@ -39,6 +39,7 @@ def split_of(question: str) -> str:
 
 
 def _example(split: str, operands: int, index: int) -> dict[str, str]:
+  """Example `index` of a split: a sum, whose solution shows the steps in some examples."""
   # Only random() is called on it, because Python promises that its numbers never change.
   name = f"{split}/{index}" if operands == OPERANDS else f"{split}/{operands}/{index}"
   rng = random.Random(name)

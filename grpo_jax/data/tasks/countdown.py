@@ -46,6 +46,7 @@ def split_of(numbers: Sequence[int], target: int) -> str:
 
 
 def _example(split: str, index: int) -> dict[str, Any]:
+  """Example `index` of a split: three numbers and a target, whose solution is wrong in some."""
   # Only random() is called on it, because Python promises that its numbers never change.
   rng = random.Random(f"countdown/{split}/{index}")
   while True:

@@ -26,6 +26,7 @@ class Products(Generated):
 
 
 def _example(split: str, index: int) -> dict[str, str]:
+  """Example `index` of a split: a product, whose solution calls the calculator in some examples."""
   # Only random() is called on it, because Python promises that its numbers never change.
   rng = random.Random(f"products/{split}/{index}")
   while True:

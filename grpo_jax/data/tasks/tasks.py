@@ -413,6 +413,7 @@ def _checked(task: Any, name: str) -> Task:
 
 
 def _examples(given: Any, where: str) -> Examples:
+  """The examples that a program gave, each of which is checked when it is read."""
   rows = OfProgram(given, where)
   if not len(rows):
     raise ConfigError(f"{where} has no examples")

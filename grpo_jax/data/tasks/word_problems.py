@@ -152,6 +152,7 @@ class WordProblems(Generated):
 
 
 def _example(split: str, numbers: Numbers, index: int) -> dict[str, Any]:
+  """Example `index` of a split: a story with two numbers and one operation."""
   # Only random() is called on it, because Python promises that its numbers never change.
   rng = random.Random(f"word_problems/{split}/{index}")
   operation = OPERATIONS[index % len(OPERATIONS)]

@@ -45,6 +45,7 @@ def make(alphabet: Sequence[str]) -> dict[str, bytes]:
 
 
 def _engine(alphabet: Sequence[str]) -> tokenizers.Tokenizer:
+  """A tokenizer with a token for each character. Merges make those of two bytes."""
   tokens = [PAD, EOS]
   merges = []
   added = []

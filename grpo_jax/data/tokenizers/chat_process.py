@@ -47,6 +47,7 @@ def main() -> None:
 def _answer(
   seconds: int, source: str, shared: dict[str, Any], conversations: list[list[dict[str, Any]]]
 ) -> dict[str, Any]:
+  """Renders conversations: {"texts": ...}, or {"error": ...} if the template fails."""
   texts = []
   try:
     # Nobody handles this signal, so it ends the process, even in the middle of an instruction.

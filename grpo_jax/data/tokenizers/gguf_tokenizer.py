@@ -97,6 +97,7 @@ class _Vocabulary:
 
   @classmethod
   def of(cls, file: GGUFFile) -> "_Vocabulary":
+    """Reads the vocabulary of a file. Raises ConfigError if there is none."""
     tokens = _get(file, "tokenizer.ggml.tokens", list, [])
     if not tokens or type(tokens[0]) is not str:
       file.refuse("it has no tokenizer (tokenizer.ggml.tokens): set data.tokenizer")

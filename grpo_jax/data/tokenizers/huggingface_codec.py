@@ -78,6 +78,7 @@ class HuggingFaceCodec:
     return self._engine_after.decode([int(i) for i in ids], skip_special_tokens=True)
 
   def _encode_batch(self, engine: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of texts. Raises ConfigError for a character that the tokenizer does not have."""
     if self._symbols is not None:
       self._check_characters(texts)
     try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.attention.rows import by_rows
+from grpo_jax.model.attention.by_rows import by_rows
 from grpo_jax.model.attention.softmax import Own, Scoring, softmax_attention
 from grpo_jax.model.attention.view import View
 
@@ -25,7 +25,7 @@ def _attend_rows(
   is_token_BC: jax.Array | None,
   view: View,
 ) -> jax.Array:
-  """Attention of rows, as `rows.AttendRows` describes it."""
+  """Attention of rows, as `by_rows.AttendRows` describes it."""
   B, T, H, _ = q_BTHE.shape
   C = k_BCKE.shape[1]
   # The scores of one chunk of queries, [H, chunk, keys], are to have at most MAX_SCORES numbers. If
@@ -110,6 +110,7 @@ def _chunk_attention(
     def seen(x: jax.Array) -> jax.Array:
       return jax.lax.dynamic_slice_in_dim(x, first_key, width)
 
+    # How far each key lies before the query. Later keys are hidden, but not those of its picture.
     back_QC = place_Q[:, None] - (first_key + jnp.arange(width))
     if view.pictures_PS is None:
       mask_QC = (back_QC >= 0) & seen(keys_C)

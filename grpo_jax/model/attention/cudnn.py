@@ -9,8 +9,8 @@ gradient.
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.model.attention.by_rows import on_mesh
 from grpo_jax.model.attention.packing import move
-from grpo_jax.model.attention.rows import on_mesh
 from grpo_jax.model.attention.view import AttendGroups, View
 
 

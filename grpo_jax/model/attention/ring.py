@@ -202,6 +202,7 @@ def _ring(
 def _forward(
   ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks_KR: jax.Array, of_pieces: Slots
 ) -> tuple[jax.Array, Any]:
+  """`_ring`, and the arrays that its backward pass needs. k and v go once around the devices."""
   _, chunks, P, Q, K, R, E = q.shape
   largest = jnp.broadcast_to(sinks_KR[..., None], (2, chunks, P, K, R, Q))
   read = _Read(largest, 1.0 * (largest > _LOWEST), jnp.zeros(q.shape, jnp.float32))
@@ -243,6 +244,7 @@ def _forward(
 
 
 def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
+  """The gradients of `_ring`. Those of k and v go around the devices with k and v."""
   q, k, v, sinks_KR, of_pieces, out, log_total = saved
   products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   products = jnp.moveaxis(products, 3, -1)

@@ -9,7 +9,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.model.attention.rows import by_rows
+from grpo_jax.model.attention.by_rows import by_rows
 from grpo_jax.model.attention.view import AttendGroups, View
 
 BLOCKS = (128, 256, 512)  # queries, and keys, that the kernel treats at a time

@@ -1,10 +1,10 @@
 """Vision towers: what makes visual tokens of the patches of pictures. Each has a file of its own.
 
-A tower is a record (`record.py`) of its parts, which are modules. `model/vision.py` connects them.
+A tower is a record (`tower.py`) of its parts, which are modules. `model/vision.py` connects them.
 """
 
 from grpo_jax.model.towers import gemma4, layers, qwen2_5_vl, qwen3_vl, siglip
-from grpo_jax.model.towers.record import Tower
+from grpo_jax.model.towers.tower import Tower
 
 TOWERS: dict[str, Tower] = {  # by VisionShape.tower
   "qwen2_5_vl": qwen2_5_vl.TOWER,

@@ -14,7 +14,7 @@ from grpo_jax.model.layers import Dense, RMSNorm
 from grpo_jax.model.rope import Rotation, rotate
 from grpo_jax.model.towers.attention import attend
 from grpo_jax.model.towers.layers import ACTIVATIONS, in_blocks, projected_patches, rms_norm
-from grpo_jax.model.towers.record import Tower
+from grpo_jax.model.towers.tower import Tower
 
 _NO_LIMIT = float(np.finfo(np.float32).max)
 _LIMITS = {  # of inputs and outputs, by which they are clipped

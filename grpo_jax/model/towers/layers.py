@@ -106,6 +106,7 @@ class TowerAttention(nn.Module):
 
   @nn.compact
   def __call__(self, x_BNW: jax.Array, rope: Rotation | None, seen_BN: jax.Array) -> jax.Array:
+    """Attention of the patches of each image to each other, [B, N, W]."""
     c, v = self.config, self.config.vision
     heads = v.num_heads, v.head_dim
     if self.joined:

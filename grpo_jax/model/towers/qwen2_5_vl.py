@@ -11,7 +11,7 @@ import jax
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.towers.layers import Merger, TowerLayer, projected_patches, rms_norm
-from grpo_jax.model.towers.record import Tower
+from grpo_jax.model.towers.tower import Tower
 
 
 class Qwen25VLEmbed(nn.Module):

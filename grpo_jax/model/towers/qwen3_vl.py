@@ -19,7 +19,7 @@ from grpo_jax.model.towers.layers import (
   projected_patches,
   sizes_of,
 )
-from grpo_jax.model.towers.record import Tower
+from grpo_jax.model.towers.tower import Tower
 
 
 class Qwen3VLEmbed(nn.Module):

@@ -22,7 +22,7 @@ from grpo_jax.model.towers.layers import (
   rms_norm,
   sizes_of,
 )
-from grpo_jax.model.towers.record import Tower
+from grpo_jax.model.towers.tower import Tower
 
 
 class SiglipEmbed(nn.Module):

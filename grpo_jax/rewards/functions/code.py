@@ -210,6 +210,7 @@ class _ProgramScorer:
   partial: bool
 
   def __call__(self, completion: str, problem: _Readable) -> float | NoReward | None:
+    """The score of a program by the tests of its problem, or None if no test counts."""
     if not isinstance(problem, _Problem):
       return problem
     place, tests, solution = problem

@@ -121,6 +121,7 @@ def _after_anchor(text: str) -> Value | None:
 
 
 def _last_number(text: str) -> Value | None:
+  """The last number of a text, or None if there is none that can be read."""
   last_match = collections.deque(_NUMBER.finditer(text), maxlen=1)
   if not last_match or last_match[0]["exponent"]:
     return None

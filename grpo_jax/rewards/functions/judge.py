@@ -64,6 +64,7 @@ def _prepare() -> None:
 
 
 def _check_options(where: str, options: dict[str, Any]) -> None:
+  """Raises ConfigError for options with which the judge could not be asked."""
   parts = urllib.parse.urlsplit(options["url"])
   if parts.scheme not in ("http", "https") or not parts.hostname:
     raise ConfigError(

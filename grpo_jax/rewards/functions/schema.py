@@ -81,6 +81,7 @@ def _refuse(constant: str) -> None:
 
 
 def _validator(text: str, where: str) -> Any:
+  """The validator of a JSON Schema, given as a text. Raises ConfigError."""
   try:
     # Imported here because it is an optional package.
     import jsonschema

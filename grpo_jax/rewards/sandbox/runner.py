@@ -204,6 +204,7 @@ def _problem(kind: str) -> str:
 
 
 def _bwrap(command: list[str], limits: SandboxLimits) -> list[str]:
+  """The command line that runs a command in a sandbox of bubblewrap."""
   wrapped = [_tool("bwrap"), "--die-with-parent", "--new-session", "--clearenv"]
   wrapped += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
   if os.geteuid():

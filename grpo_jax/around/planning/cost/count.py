@@ -129,6 +129,7 @@ class _Counter:
     return self._known[name]
 
   def _instruction(self, instruction: Instruction, computation: Computation) -> Cost:
+    """The cost of an instruction, with that of the computations that it calls."""
     opcode, called = instruction.opcode, instruction.called
     if opcode == "while":
       return self._loop(instruction, computation)

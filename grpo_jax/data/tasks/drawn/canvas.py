@@ -116,6 +116,7 @@ def _example(
   draw: Callable[[Any], np.ndarray],
   index: int,
 ) -> dict[str, Any]:
+  """Example `index` of a split: a drawn problem. The arguments are those of `examples`."""
   rng = random.Random(f"{task}/{split}/{index}")
   problem = make(rng)
   while _split_of(problem) != split:

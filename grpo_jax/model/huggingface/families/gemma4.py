@@ -33,6 +33,7 @@ _SWITCHES = {"keys_as_values": "attention_k_eq_v", "wide_borrowers": "use_double
 
 
 def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
+  """The fields of the config in which Gemma 4 differs, from the text part of config.json."""
   types = read_types(values, (FULL, SLIDING), refuse)
   if types is None:
     types = [FULL if i % 6 == 5 else SLIDING for i in range(values["num_hidden_layers"])]

@@ -4,7 +4,7 @@ A model is a record (`VisionFamily`) in one of these files. It drives both loadi
 """
 
 from grpo_jax.model.huggingface.vision import gemma4, qwen, siglip
-from grpo_jax.model.huggingface.vision.record import VisionFamily
+from grpo_jax.model.huggingface.vision.vision_family import VisionFamily
 
 VISION: dict[str, VisionFamily] = {
   family.model_type: family for family in (*qwen.FAMILIES, *siglip.FAMILIES, *gemma4.FAMILIES)

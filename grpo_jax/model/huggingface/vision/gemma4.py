@@ -6,7 +6,7 @@ from typing import Any
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
 from grpo_jax.model.huggingface.tensor_spec import TensorSpec
-from grpo_jax.model.huggingface.vision.record import VisionFamily, layer, rms_norm
+from grpo_jax.model.huggingface.vision.vision_family import VisionFamily, layer, rms_norm
 from grpo_jax.settings import shown
 
 _BOTH_WAYS = "use_bidirectional_attention"

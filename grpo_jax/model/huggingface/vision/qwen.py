@@ -7,7 +7,7 @@ from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
 from grpo_jax.model.huggingface.families import FAMILIES as TEXTS
 from grpo_jax.model.huggingface.families import tensors
 from grpo_jax.model.huggingface.families.tensors import joined
-from grpo_jax.model.huggingface.vision.record import (
+from grpo_jax.model.huggingface.vision.vision_family import (
   VisionFamily,
   dense,
   layer,

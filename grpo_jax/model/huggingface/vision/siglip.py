@@ -6,7 +6,7 @@ from typing import Any
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field, read_quotient
 from grpo_jax.model.huggingface.tensor_spec import TensorSpec
-from grpo_jax.model.huggingface.vision.record import VisionFamily, dense, layer, layer_norm
+from grpo_jax.model.huggingface.vision.vision_family import VisionFamily, dense, layer, layer_norm
 
 _FIELDS = {
   "dim": "hidden_size",

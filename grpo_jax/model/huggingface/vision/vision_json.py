@@ -11,7 +11,7 @@ from grpo_jax.model.huggingface.config_fields import (
   check_fields,
   read_field,
 )
-from grpo_jax.model.huggingface.vision.record import VisionFamily
+from grpo_jax.model.huggingface.vision.vision_family import VisionFamily
 from grpo_jax.model.vision_shape import VisionShape
 from grpo_jax.settings import shown
 

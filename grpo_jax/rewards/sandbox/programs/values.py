@@ -99,6 +99,7 @@ def _is_builtin(kind: type) -> bool:
 
 
 def _encode_rare(value: Any, number_of: Any) -> Any:
+  """Encodes a value that JSON has no kind for, as a list that begins with its type."""
   # A module that the program did not import is missing here, and no value is of its types.
   decimal, fractions, numpy = map(sys.modules.get, ("decimal", "fractions", "numpy"))
   if decimal and isinstance(value, decimal.Decimal):

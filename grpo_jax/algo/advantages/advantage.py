@@ -6,7 +6,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import TYPE_CHECKING
 
-from grpo_jax.algo.record import Record, S
+from grpo_jax.algo.variant import Record, S
 from grpo_jax.lazy import jax
 from grpo_jax.settings import Settings, at_least, setting
 
