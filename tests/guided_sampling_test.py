@@ -2,16 +2,20 @@
 
 import dataclasses
 import re
+import threading
 
 from flight_test import G, P, T, prompts, tiny
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_run import small_config, with_reward, with_section
+from remote_test import a_draw
+from small_run import small_config, small_run, with_reward, with_section
 
 import grpo_jax
 from grpo_jax import model
+from grpo_jax.asynchronous.messages import Message
+from grpo_jax.asynchronous.sampler import Drawer
 from grpo_jax.config import Sampling
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.run.checks import check_config
@@ -248,8 +252,33 @@ def test_a_run_learns_from_completions_that_match(correction, tmp_path):
     texts = {row["completion"] for row in rows}
     assert len(texts) > 2
     assert all(re.fullmatch(r"[0-9]{1,3}|-[0-9]", text) and "7" not in text for text in texts)
-  for row in read_metrics(tmp_path / "run"):
+  for row in read_metrics(tmp_path / "run")[1:]:
     assert row["sampler/filter_gap_mean"] > 0.1 and row["sampler/logprob_gap_max"] < 1e-4
   policy = grpo_jax.load_policy(tmp_path / "run")
   for one in policy.sample("1+1=", n=4):
     assert re.fullmatch(r"[0-9]{1,3}|-[0-9]", one.text)
+
+
+@pytest.mark.slow
+def test_a_sampler_process_draws_what_a_run_draws_in_turn():
+  pytest.importorskip("llguidance", reason="pip install -e '.[guides]'")
+  run = small_run(with_section(small_config(), "sampling", regex="[0-9]{1,3}"))
+  params = run.parameters.for_sampling(run.initial_params())
+  weights = {str(place): np.asarray(x) for place, x in enumerate(jax.tree.leaves(params))}
+  drawer, (fields, arrays) = Drawer(run), a_draw()
+  drawer.weights.take({"version": 7, "leaves": [*range(len(weights))], "keep": [7]}, weights)
+  found = whole(drawer.draw(Message("draw", fields, arrays), threading.Event()))
+  draws = Draws(
+    jax.random.wrap_key_data(arrays["key"]),
+    RowSettings(**fields["settings"]),
+    first_prompt=fields["first_prompt"],
+  )
+  given = arrays["prompts_PS"], arrays["prompt_lengths_P"]
+  own = whole(run.programs.sampler()(params, *given, fields["members"], draws))
+  np.testing.assert_array_equal(found.tokens_PGT, own.tokens_PGT)
+  np.testing.assert_array_equal(found.behavior_logprobs_PGT, own.behavior_logprobs_PGT)
+  assert (found.behavior_logprobs_PGT - found.logprobs_PGT).max() > 0.1
+  for tokens_T, length in zip(
+    found.tokens_PGT.reshape(len(found.lengths_PG.ravel()), -1), found.lengths_PG.ravel()
+  ):
+    assert re.fullmatch("[0-9]{1,3}", run.tokenizer.decode(tokens_T[:length].tolist()))

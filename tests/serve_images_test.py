@@ -117,7 +117,8 @@ def test_an_image_is_answered_as_by_the_policy(family, tmp_path):
     third = served.asked([{"role": "user", "content": said}, *rest], logprobs=True)
     served.assert_same([{"role": "user", "content": place}, *rest], [picture()], third)
     new, whole = served.engine.counts.computed_tokens - before, len(third.prompt_token_ids)
-    assert new <= whole - (len(first.prompt_token_ids) - 8 if family.startswith("qwen") else 0)
+    if family.startswith("qwen"):  # the windows of others have forgotten the beginning
+      assert new <= whole - len(first.prompt_token_ids) + 8
     two = [shown(picture(2, 30, 12)), text("and"), shown(picture(3))]
     places = [{"type": "image"}, text("and"), {"type": "image"}]
     both = served.asked([{"role": "user", "content": two}], logprobs=True)
