@@ -244,6 +244,19 @@ def test_heads_of_the_delta_rule_that_devices_do_not_divide_get_some_more(axes):
 
 
 @pytest.mark.slow
+def test_states_of_rows_are_those_of_one_device():
+  """The pass of reward models, which returns a cache too."""
+  params, rng = params_of(DELTA), np.random.default_rng(4)
+  tokens_BT = jnp.asarray(rng.integers(0, 31, (2, 12)), jnp.int32)
+  places_BT = jnp.broadcast_to(jnp.arange(12), tokens_BT.shape)
+  features = jax.jit(model.features, static_argnums=1)
+  one = features(params, DELTA, tokens_BT, places_BT)
+  for axes in (dict(context=2), dict(context=3)):  # which does not divide the heads
+    split = features(params, on_mesh(DELTA, mesh_of(**axes)), tokens_BT, places_BT)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), split, one)
+
+
+@pytest.mark.slow
 def test_long_rows_of_the_delta_rule_have_many_chunks():
   batch = make_batch([[150, 70], [3, 129]], tokens=150, slots=280)
   assert_same(DELTA, batch, mesh_of(context=4), chunk=64)

@@ -176,7 +176,7 @@ def _sent_by_ring(of: SplitAttention) -> float:
   return 2.0 * (of.heads + of.key_heads) + 2 * of.key_heads * of.devices
 
 
-EXCHANGES = (
+EXCHANGES: tuple[Exchange, ...] = (
   Exchange(
     "all-to-all",
     sent=_sent_by_heads,
