@@ -81,13 +81,15 @@ def image_of(part: Mapping[str, Any], where: str, limits: ImageLimits | None) ->
 
 
 def taken_out(messages: Messages, limits: ImageLimits | None) -> tuple[Messages, list[AnyImage]]:
-  """A conversation with places for its images, and the images. As in training.
+  """A conversation with places for its images, and the images.
+
+  As in training, all contents are lists of parts then, also without an image: some templates read
+  nothing else. Where the model sees no images, the messages stay as they are.
 
   Raises:
     ConfigError: There are too many.
   """
-  contents = [message["content"] for message in messages]
-  if limits is None or not any(isinstance(content, list) for content in contents):
+  if limits is None:
     return messages, []
   placed, images = place_images(messages, (), "messages")
   check_count(len(images), "messages", limits)
