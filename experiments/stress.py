@@ -153,7 +153,7 @@ class SharedPrograms(Programs):
 _kept: dict[str, Programs] = {}  # of this process, by what they read of a config
 
 
-def shared_programs(config: Config, mesh: Mesh, parameters: Parameters) -> Programs:
+def shared_programs(config: Config, mesh: Mesh, parameters: Parameters, *rest: Any) -> Programs:
   """The programs of a config: those of an earlier run here that differs in nothing they read.
 
   To trace them takes longer than most cells take to run. They hold no parameters and no state.
@@ -169,7 +169,7 @@ def shared_programs(config: Config, mesh: Mesh, parameters: Parameters) -> Progr
   )
   key = repr(read)
   if key not in _kept:
-    _kept[key] = SharedPrograms(config, mesh, parameters)
+    _kept[key] = SharedPrograms(config, mesh, parameters, *rest)
   return _kept[key]
 
 

@@ -148,6 +148,9 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
   monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
   with pytest.raises(ConfigError, match=r"sampling.regex is 'a': .*pip install -e '.\[guides\]'"):
     guides.guides_of(Sampling(regex="a"), tokenizer.characters("ab"), 4)
+  run = small_run(with_section(small_config(), "sampling", regex="a"))  # to export, none is needed
+  with pytest.raises(ConfigError, match="sampling.regex"):
+    run.programs.sampler()
 
 
 @pytest.fixture(scope="module")

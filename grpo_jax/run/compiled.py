@@ -13,13 +13,14 @@ from grpo_jax.algo import batch as batch_lib
 from grpo_jax.algo.settings import Algo
 from grpo_jax.compiling import Jitted
 from grpo_jax.config import Config, Optimizer
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.chips import memory_of
 from grpo_jax.run import fitting
 from grpo_jax.run.memory import Held, activation_bytes, sampler_bytes
 from grpo_jax.run.parameters import Parameters, count
-from grpo_jax.sampler.guides import Guided
+from grpo_jax.sampler.guides import Guided, guides_of
 from grpo_jax.sampler.sampling import Sampler, decoding_of
 from grpo_jax.types import Batch, TrainState
 
@@ -38,10 +39,10 @@ class Programs:
     config: Config,
     mesh: Mesh,
     parameters: Parameters,
-    guide: Callable[[], Guided] | None = None,
+    tokenizer: Tokenizer | None = None,
   ):
-    """`guide` makes what says which tokens a new row may draw. None: all of them."""
-    self._config, self._guide = config, guide
+    """Compiles nothing yet. Where no row is bound to texts, no tokenizer is needed."""
+    self._config, self._tokenizer = config, tokenizer
     self._mesh = mesh
     self._parameters = parameters
     self._model = parameters.model
@@ -114,6 +115,12 @@ class Programs:
       weights = count(self._parameters.abstract_policy)
       self._samplers[kind] = Sampler(config, decoding, weights, self._rows_in_flight, self._guide)
     return self._samplers[kind]
+
+  @functools.cached_property
+  def _guide(self) -> Callable[[], Guided] | None:
+    if self._tokenizer is None:
+      return None
+    return guides_of(self._config.sampling, self._tokenizer, self._model.vocab_size)
 
   @functools.cached_property
   def to_batch(self) -> Callable[..., Batch]:

@@ -35,7 +35,6 @@ from grpo_jax.run.device_checks import (
   check_stop_ids,
 )
 from grpo_jax.run.parameters import Parameters
-from grpo_jax.sampler.guides import guides_of
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Images, Visual
 
@@ -108,7 +107,7 @@ class Run:
     self.hosts = Hosts(self.mesh, sampler_shards, is_apart=bool(apart))
     check_length(config, shape)
     check_stop_ids(config, shape)
-    self.programs = self._programs()
+    self.programs = Programs(config, self.mesh, self.parameters, self.tokenizer)
 
   @property
   def processes(self) -> int:
@@ -215,7 +214,7 @@ class Run:
       raise ConfigError(f"{where}: {str(error).removeprefix('data.path: ')}") from None
     data = dataclasses.replace(run.config.data, max_prompt_tokens=prompts.max_tokens)
     run.config = dataclasses.replace(run.config, data=data)
-    run.programs = run._programs()
+    run.programs = Programs(run.config, run.mesh, run.parameters, run.tokenizer)
     return run, prompts
 
   def initial_params(self) -> Any:
@@ -229,11 +228,6 @@ class Run:
   def key(self, stream: str) -> jax.Array:
     """The root of one of the run's `STREAMS` of random numbers."""
     return jax.random.fold_in(jax.random.key(self.config.seed), STREAMS.index(stream))
-
-  def _programs(self) -> Programs:
-    vocabulary = self.parameters.model.vocab_size
-    guide = guides_of(self.config.sampling, self.tokenizer, vocabulary)
-    return Programs(self.config, self.mesh, self.parameters, guide)
 
   def _load_tokenizer(
     self, config: Config, loaded: model.ModelConfig | None

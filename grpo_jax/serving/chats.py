@@ -45,7 +45,7 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
   tools = tools if tools and choice != "none" else None
   try:
     messages = tools_lib.messages_for_template(body.get("messages"), limits.sees_images)
-    messages, images = taken_out(messages)
+    messages, images = taken_out(messages, limits.sees_images)
   except ValueError as error:
     raise RequestError(str(error), "messages") from None
   try:

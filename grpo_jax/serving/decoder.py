@@ -415,7 +415,7 @@ class Decoder:
     return later
 
   def _see(self, place: int, params: model.Params) -> None:
-    """Computes a whole prompt with images. Each size of images is compiled when it comes first."""
+    """Computes a whole prompt with images. Other numbers and sizes of them are compiled first."""
     images, shards = self._images[place], self._shards
     length = _holding(self._lengths, len(images.ids))
     arrays = jax.tree.map(lambda x: np.repeat(x, shards, 0), images.up_to(length))

@@ -74,14 +74,16 @@ def image_of(part: Mapping[str, Any], where: str, sees_images: bool) -> AnyImage
     raise ConfigError(" ".join(str(error).split())) from None
 
 
-def taken_out(messages: Messages) -> tuple[Messages, list[AnyImage]]:
-  """A conversation with places for its images, and the images. As in training.
+def taken_out(messages: Messages, sees_images: bool) -> tuple[Messages, list[AnyImage]]:
+  """A conversation with places for its images, and the images.
+
+  As in training, all contents are lists of parts then, also without an image: some templates read
+  nothing else. Where the model sees no images, the messages stay as they are.
 
   Raises:
     ConfigError: There are too many.
   """
-  contents = [message["content"] for message in messages]
-  if not any(isinstance(content, list) for content in contents):
+  if not sees_images:
     return messages, []
   placed, images = place_images(messages, (), "messages")
   check_count(len(images), "messages")
