@@ -466,8 +466,8 @@ def test_a_plan_says_what_each_kind_of_layer_sends():
   assert recurrence_bytes(on_mesh(DELTA, mesh_of(context=2))) == sent
   by, token = "by all-to-all sends", "KB for each token of a device"
   assert lines[1:] == [
-    f"  in 1 layers, the delta rule {by} {sent / 1e3:.1f} {token}",
-    f"  in 1 layers, attention {by} 0.2 {token}, which computes 8 heads and has 8",
+    f"  1 of the layers: the delta rule {by} {sent / 1e3:.1f} {token}",
+    f"  1 of the layers: attention {by} 0.2 {token}, which computes 8 heads and has 8",
   ]
 
 
@@ -479,7 +479,7 @@ def test_the_cheapest_exchange_is_taken():
   assert odd.divisible_heads == 24
   assert cheapest(odd).name == "all-to-all"
   assert cheapest(dataclasses.replace(odd, has_kernel=False)).name == "ring"
-  many = dataclasses.replace(qwen, heads=1, key_heads=1, devices=8)
+  many = dataclasses.replace(qwen, heads=1, key_heads=1, devices=16)
   assert cheapest(many).name == "ring"
   assert cheapest(dataclasses.replace(many, has_pictures=True)).name == "all-to-all"
   # 28 query heads with outputs and 4 key heads with values, of which a quarter stays; or all of

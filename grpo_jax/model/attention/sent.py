@@ -14,7 +14,7 @@ from grpo_jax.model.config import LayerKind, ModelConfig
 def exchanges_in_words(config: ModelConfig) -> str:
   """Lines that say on how many devices a text lies, and what each kind of layer sends for that."""
   layers = Counter(_sent_by(config, config.kind(layer)) for layer in range(config.num_layers))
-  lines = [f"  in {number} layers, {words}" for words, number in layers.items()]
+  lines = [f"  {number} of the layers: {words}" for words, number in layers.items()]
   return "\n".join([f"a text lies on {config.context} devices. In a forward pass,", *lines])
 
 
