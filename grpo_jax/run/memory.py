@@ -18,7 +18,7 @@ from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
-from grpo_jax.sampler.filters import has_filters
+from grpo_jax.sampler.filters import changes_draws
 from grpo_jax.sampler.programs import most_rewound
 from grpo_jax.sampler.sampling import longest_chunk, sizes_up_to
 from grpo_jax.sampler.seats import first_grid
@@ -161,7 +161,7 @@ def sampler_bytes(
   cache = model.cache_bytes(shape, S, slots, rewind)
   is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
   of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _GROWN) if is_copied else (1.0, 0.0)
-  copies = _LOGITS_COPIES_OF_FILTERS if has_filters(config.sampling) else _LOGITS_COPIES
+  copies = _LOGITS_COPIES_OF_FILTERS if changes_draws(config.sampling) else _LOGITS_COPIES
   logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
   rows = config.sampling.rows if rows is None else rows
   calls = sampler_calls(config) if call is None else [call]

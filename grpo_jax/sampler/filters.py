@@ -146,8 +146,12 @@ def values_of(sampling: Sampling) -> dict[str, float]:
 
 def has_filters(sampling: Sampling) -> bool:
   """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
-  guided = sampling.regex or sampling.banned
-  return bool(values_of(sampling) or sampling.min_tokens or guided)
+  return bool(changes_draws(sampling) or sampling.min_tokens)
+
+
+def changes_draws(sampling: Sampling) -> bool:
+  """Whether a copy of the logits is changed before each draw. `min_tokens` needs none."""
+  return bool(values_of(sampling) or sampling.regex or sampling.banned)
 
 
 def own_values(filters: Sequence[str]) -> dict[str, float]:

@@ -105,7 +105,8 @@ class Numbers(NamedTuple):
   """The numbers of the stories.
 
   Attributes:
-    largest: The largest number of a sum or difference. With several, each problem draws one.
+    largest: The largest number of a sum or difference. With several, each problem draws one. Where
+      the numbers of a difference are drawn equal, its first is one more.
     largest_factor: The largest factor of a product, and the largest divisor and quotient.
   """
 
