@@ -8,9 +8,9 @@ pass the dataclasses on, so that no other code knows `ml_collections`.
 This file is longer than the others because it is one table: nothing here computes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_jax import plain_values
 from grpo_jax.algo.settings import Algo
@@ -42,18 +42,42 @@ TOKENS = at_least(1, at_most=2**24)
 WIDTH = at_least(1, at_most=2**17)
 NOT_EMPTY = Range(bool, "it must not be empty")
 
-# Keys of earlier versions: what to write or what holds now, and the value that computes the same as
-# today. None means that any value does.
-REMOVED: dict[str, tuple[str, Any]] = {
-  "sampling.parts": ("sampling.rows says how many rows are decoded together", None),
-  "sampling.layout": ("sampling.tensor says how devices share a row", None),
-  "algo.keep_surplus": ("groups flow, so that no surplus is drawn", False),
-  "data.max_images": ("a prompt may have 4,096 images", None),
-  "data.max_image_pixels": ("an image may have 50,000,000 pixels", None),
-  "learner.max_skipped_updates": ("a run stops after 5 skipped updates in a row", None),
-  "log.wandb": ("write log.trackers=('wandb',) and log.project", None),
-  "reward.dtype": ("reward models and the teacher compute in model.dtype", ""),
-  "warm_start.warmup_steps": ("the warm start warms up for 10 steps", 10),
+
+class Removed(NamedTuple):
+  """A key of earlier versions.
+
+  Attributes:
+    instead: What to write, or what holds now.
+    is_same: (its value, all values of the run by key) -> whether the run computes today what it
+      computed then.
+  """
+
+  instead: str
+  is_same: Callable[[Any, Mapping[str, Any]], bool] = lambda value, values: True
+
+
+REMOVED = {
+  "sampling.parts": Removed("sampling.rows says how many rows are decoded together"),
+  "sampling.layout": Removed("sampling.tensor says how devices share a row"),
+  "algo.keep_surplus": Removed(
+    "groups flow, so that no surplus is drawn", lambda value, values: not value
+  ),
+  "data.max_images": Removed("a prompt may have 4,096 images"),
+  "data.max_image_pixels": Removed(
+    "an image may have 50,000,000 pixels", lambda value, values: value <= 50_000_000
+  ),
+  "learner.max_skipped_updates": Removed(
+    "a run stops after 5 skipped updates in a row", lambda value, values: 0 < value <= 5
+  ),
+  "log.wandb": Removed("write log.trackers=('wandb',) and log.project"),
+  "reward.dtype": Removed(
+    "reward models and the teacher compute in model.dtype",
+    lambda value, values: value in ("", values["model.dtype"]),
+  ),
+  "warm_start.warmup_steps": Removed(
+    "the warm start warms up for 10 steps",
+    lambda value, values: value == 10 or not values["warm_start.steps"],
+  ),
 }
 
 

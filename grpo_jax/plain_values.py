@@ -113,7 +113,7 @@ def _check_is_text(key: Any) -> None:
 def _unknown_key(name: str, root: Any) -> ConfigError:
   """The error for a key that does not exist, with the key that was probably meant."""
   if name in getattr(root, "removed", {}):
-    return ConfigError(f"config key {name} is gone: {root.removed[name][0]}")
+    return ConfigError(f"config key {name} is gone: {root.removed[name].instead}")
   all_keys = list(keys(root))
   section, _, last = name.rpartition(".")
   siblings = [key.rpartition(".")[2] for key in all_keys if key.rpartition(".")[0] == section]

@@ -395,7 +395,7 @@ def test_the_command_of_an_older_run_goes_on_with_it(older_folder, tmp_path_fact
 
 @pytest.mark.parametrize("key", config_lib.REMOVED)
 def test_a_key_of_earlier_versions_says_what_replaces_it(key, tmp_path):
-  line = f"config key {key} is gone: {config_lib.REMOVED[key][0]}"
+  line = f"config key {key} is gone: {config_lib.REMOVED[key].instead}"
   section, _, name = key.partition(".")
   for give in (
     lambda: check_key(key),
@@ -420,22 +420,32 @@ def test_a_run_with_a_key_of_earlier_versions_goes_on_where_nothing_changes(tmp_
   old = {
     **new,
     "log": new["log"] | {"wandb": "sums"},
-    "learner": new["learner"] | {"max_skipped_updates": 9},
+    "learner": new["learner"] | {"max_skipped_updates": 3},
     "reward": new["reward"] | {"dtype": ""},
     "warm_start": new["warm_start"] | {"warmup_steps": 10},
     "sampling": new["sampling"] | {"parts": 2, "layout": "rows"},
   }
   assert from_dict(old, saved=True) == Config()
   check_same_run(tmp_path / "config.json", completed(old), new)
-  for key, value in (("warm_start.warmup_steps", 5), ("reward.dtype", "bfloat16")):
+  without_warm_start = old | {"warm_start": new["warm_start"] | {"warmup_steps": 5, "steps": 0}}
+  check_same_run(tmp_path / "config.json", completed(without_warm_start), new)
+  warm = old | {"warm_start": new["warm_start"] | {"warmup_steps": 10, "steps": 7}}
+  own_dtype = old | {"reward": new["reward"] | {"dtype": new["model"]["dtype"]}}
+  check_same_run(tmp_path / "config.json", completed(own_dtype), new)
+  for key, value in (
+    ("warm_start.warmup_steps", 5),
+    ("reward.dtype", "bfloat16"),
+    ("learner.max_skipped_updates", 0),
+    ("data.max_image_pixels", 80_000_000),
+  ):
     section, _, name = key.partition(".")
-    other = old | {section: old[section] | {name: value}}
-    assert from_dict(other, saved=True) == Config()  # it can still be evaluated
+    other = warm | {section: warm[section] | {name: value}}
+    same = from_dict(other, saved=True)  # it can still be evaluated
     with pytest.raises(ConfigError) as error:
-      check_same_run(tmp_path / "config.json", completed(other), new)
+      check_same_run(tmp_path / "config.json", completed(other), to_dict(same))
     assert str(error.value) == (
       f"{tmp_path}/config.json has {key} = {value!r}, this run no such key:"
-      f" {config_lib.REMOVED[key][0]}; name another --workdir"
+      f" {config_lib.REMOVED[key].instead}; name another --workdir"
     )
 
 

@@ -20,6 +20,7 @@ from grpo_jax.config import Sampling
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.run.checks import check_config
 from grpo_jax.sampler import guides
+from grpo_jax.sampler.filters import has_filters
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.settings import ConfigError
@@ -130,7 +131,7 @@ def test_what_cannot_be_is_refused_by_name(changes, words):
 
 def test_constraints_are_a_filter():
   """So a correction may weigh with the share of the allowed tokens, and old log-probs are known."""
-  assert Sampling(regex="a").has_filters and Sampling(banned=("a",)).has_filters
+  assert has_filters(Sampling(regex="a")) and has_filters(Sampling(banned=("a",)))
   check_config(
     small_config().replace(
       {

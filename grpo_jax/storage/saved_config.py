@@ -75,10 +75,9 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
       continue
     advice = "name another --workdir, or keep the old value"
     if key in REMOVED and key not in new:
-      instead, same = REMOVED[key]
-      if same in (None, old[key]):
+      if REMOVED[key].is_same(old[key], old):
         continue
-      advice = f"{instead}; name another --workdir"
+      advice = f"{REMOVED[key].instead}; name another --workdir"
     if key == "steps":
       decaying = _decaying(old) or _decaying(new)
       if not decaying:
