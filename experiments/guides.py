@@ -213,6 +213,7 @@ def main() -> None:
   for name, default in (("schemas", 200), ("layers", 4), ("width", 256)):
     parser.add_argument(f"--{name}", type=int, default=default)
   arguments = parser.parse_args()
+  print(jax.devices()[0].device_kind)
   rng = random.Random(0)
   schemas = [random_schema(rng) for _ in range(arguments.schemas)]
   with tempfile.TemporaryDirectory() as folder:
@@ -239,5 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  print(jax.devices()[0].device_kind)
   main()
