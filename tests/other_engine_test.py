@@ -185,11 +185,9 @@ def test_each_new_version_of_the_weights_restarts_a_server(folder, server, tmp_p
 
   thread = threading.Thread(target=restart)
   thread.start()
-  changes = {"engine_restart": True, "engine_folder": str(weights)}
+  config = config_for(folder, server, engine_restart=True, engine_folder=str(weights))
   try:
-    run_steps(
-      with_reward(config_for(folder, server, **changes), tmp_path, REWARD), tmp_path / "run"
-    )
+    run_steps(with_reward(config, tmp_path, REWARD), tmp_path / "run")
   finally:
     is_over.set()
     thread.join()
