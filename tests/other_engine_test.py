@@ -169,6 +169,35 @@ def test_a_server_that_lies_is_noticed_before_it_draws(folder, server, tmp_path)
 
 
 @pytest.mark.slow
+@of_each_engine
+def test_each_new_version_of_the_weights_restarts_a_server(folder, server, tmp_path):
+  """A thread stands for `keep`, which restarts a server with the folder that a run names."""
+  weights, is_over, served = tmp_path / "weights", threading.Event(), []
+
+  def restart():
+    while not is_over.wait(0.05):
+      named = keep.served(weights)
+      if named and named not in served:
+        server.stop()
+        server.folder = server.loaded = named
+        served.append(named)
+        server.start()
+
+  thread = threading.Thread(target=restart)
+  thread.start()
+  config = config_for(folder, server, engine_restart=True, engine_folder=str(weights))
+  try:
+    run_steps(with_reward(config, tmp_path, REWARD), tmp_path / "run")
+  finally:
+    is_over.set()
+    thread.join()
+  assert len(served) == 3  # a rehearsal and two steps
+  rows = read_metrics(tmp_path / "run")
+  assert len(rows) == 2 and all(row["sampler/logprob_gap_max"] < 1e-4 for row in rows)
+  assert not {"/collective_rpc", "/update_weights_from_disk"} & {*paths(server)}
+
+
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(folder, server, tmp_path, monkeypatch):
   def full(*arguments):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -898,7 +927,9 @@ def test_a_server_is_started_again_for_new_weights(tmp_path):
       until = time.monotonic() + 20
       while (not said.exists() or said.read_text().count(";") < count) and time.monotonic() < until:
         time.sleep(0.05)
+    folders[1].rmdir()  # as a run does at its end
+    time.sleep(1.0)
   finally:
     process.terminate()
     assert process.wait(20) == 0
-  assert said.read_text() == f";{folders[0]};{folders[1]};"
+  assert said.read_text() == f";{folders[0]};{folders[1]};"  # and nothing since

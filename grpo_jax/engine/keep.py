@@ -50,7 +50,8 @@ def keep(
     while True:
       weights = served(folder) if folder is not None else ""
       process, began = _start(command(weights), environment), time.monotonic()
-      while process.poll() is None and (folder is None or served(folder) == weights):
+      # A run that has ended leaves no weights. Its server goes on until another run names some.
+      while process.poll() is None and (folder is None or served(folder) in ("", weights)):
         time.sleep(_LOOK)
       has_ended = process.poll() is not None
       _end(process)  # with all its processes: one that is left would keep the port and the memory

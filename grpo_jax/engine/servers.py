@@ -19,6 +19,7 @@ from grpo_jax.engine.client import ServerGone, ServerRefused
 from grpo_jax.engine.proof import Probe, mismatch
 from grpo_jax.engine.server import Ask, DrawnTokens, EngineServer
 from grpo_jax.engine.weights import Written
+from grpo_jax.progress import doing
 from grpo_jax.settings import RunFailed
 
 _LOOK = 0.5  # seconds between two looks at a server that is not there
@@ -142,7 +143,8 @@ class Servers:
       self._wanted = weights
       self._homes.clear()
       self._changed.notify_all()
-      self._wait("a server", self._are_ready)
+      with doing("bringing the weights to the engine", is_routine=True):
+        self._wait("a server", self._are_ready)
 
   def wait_for_one(self) -> None:
     """Waits for a server whose settings fit the run. Raises the same errors as `use`."""
