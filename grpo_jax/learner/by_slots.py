@@ -84,16 +84,20 @@ class MicroBatchPass:
     self._function, self._micro_batch, self._platform = function, micro_batch, platform
     self.whole = Jitted(self._plain, out_shardings=places.rows)
     self._of_parts = Parts(places.parts, places.everywhere, places.everywhere)
+    # batch -> its micro-batches
     split = functools.partial(in_parts, micro_batch=micro_batch)
     self._split = Jitted(split, out_shardings=None if places.rows is None else self._of_parts)
-    self._zeros = Jitted(self._nothing, out_shardings=places.parts)
-    self._add = Jitted(
-      self._segment,
+    # (parameters, micro-batches) -> results of zeros, to be filled
+    self._zeros = Jitted(self._zero_results, out_shardings=places.parts)
+    # Fills in the results of the micro-batches from the first to the end, in so many slots.
+    self._fill = Jitted(
+      self._fill_results,
       _slots,
       static_argnames="slots",
       donate_argnames="found",
       out_shardings=places.parts,
     )
+    # (results of micro-batches, order_P) -> results in the order of the batch
     self._in_order = Jitted(_in_order, out_shardings=places.rows)
 
   def __call__(self, params: Any, batch: Batch) -> Any:
@@ -103,7 +107,7 @@ class MicroBatchPass:
     parts = self._split(batch)
     found = self._zeros(params, parts)
     for slots, first, end in segments(np.asarray(parts.needed_M), sizes):
-      found = self._add(params, parts, found, first, end, slots=slots)
+      found = self._fill(params, parts, found, first, end, slots=slots)
     return self._in_order(found, parts.order_P)
 
   def compile_ahead(self, compiler: Compiler, params: Any, batch: Batch) -> None:
@@ -123,18 +127,19 @@ class MicroBatchPass:
     self._zeros.compile_ahead(compiler, params, parts)
     found = placed(self._zeros.eval_shape(params, parts), self._of_parts.batch)
     for slots in _likely(sizes, self._platform):
-      self._add.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
+      self._fill.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
     self._in_order.compile_ahead(compiler, found, parts.order_P)
 
   def _plain(self, params: Any, batch: Batch) -> Any:
     return in_micro_batches(functools.partial(self._function, params), batch, self._micro_batch)
 
-  def _nothing(self, params: Any, parts: Parts) -> Any:
+  def _zero_results(self, params: Any, parts: Parts) -> Any:
+    """Zeros [M, m, ...], where the results of micro-batches without a token in the loss stay."""
     part = jax.tree.map(lambda x: x[0], parts.batch)
     found, M = jax.eval_shape(self._function, params, part), len(parts.needed_M)
     return jax.tree.map(lambda x: jnp.zeros((M, *x.shape), x.dtype), found)
 
-  def _segment(
+  def _fill_results(
     self, params: Any, parts: Parts, found: Any, first: jax.Array, end: jax.Array, slots: int
   ) -> Any:
     """Computes the parts from the first to the end, and puts their results into `found`."""
@@ -283,7 +288,7 @@ class Update:
 
 
 def sizes_of(batch: Batch, platform: str) -> list[int]:
-  """`slot_sizes` of the completions of a batch."""
+  """The numbers of slots that the completions of a batch can be computed in, ascending."""
   _, G, T = batch.completions_PGT.shape
   return slot_sizes(G, T, platform)
 
