@@ -152,10 +152,11 @@ class Collector:
       host: The host state before the step.
       clock: Counts the time of sampling and of rewards.
     """
+    # Groups that were opened before this call were drawn by other policies.
     self.restart(index, host)
     pending = self.draw(VersionedParams(params, index), clock)
     with doing("scoring"):
-      collected = self.put(pending.result())
+      collected = self.put_on_mesh(pending.result())
     clock.lap("reward")
     return collected
 
@@ -271,10 +272,10 @@ class Collector:
     self._curriculum.check(memory)
     return memory
 
-  def put(self, scored: Scored) -> Collected:
-    """Puts a batch onto the mesh. A teacher sees it there."""
+  def put_on_mesh(self, scored: Scored) -> Collected:
+    """Puts a batch onto the mesh, and lets the teacher score it there."""
     prompts = scored.prompts or self._prompts(scored.indices_P)
-    batch, rewards = self._put(scored, prompts)
+    batch, rewards = self._arrays_on_mesh(scored, prompts)
     if self._teacher is not None:
       batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
     return Collected(batch, rewards, scored.rows, scored.metrics, scored.host, scored.why_unscored)
@@ -443,7 +444,7 @@ class Collector:
 
     return add
 
-  def _put(self, scored: Scored, prompts: loader.PromptBatch) -> tuple[Batch, Rewards]:
+  def _arrays_on_mesh(self, scored: Scored, prompts: loader.PromptBatch) -> tuple[Batch, Rewards]:
     """The batch and its rewards on the mesh.
 
     Groups that only fill up the batch count as not scored, so that they stay out of every mean.

@@ -374,7 +374,7 @@ class PromptSet:
     """The token ids of texts. Of one that is far too long, only those of its beginning.
 
     A text is far too long if its beginning has more than twice as many tokens as a prompt may have.
-    It is then too long, whatever follows: of the tokens of a beginning, those of its last word alone
+    It is then too long, whatever follows: of the tokens of a beginning, only those of its last word
     can differ from the text's.
     """
     most = _CHARACTERS_PER_TOKEN * self._far_too_long

@@ -134,9 +134,12 @@ class Stream:
   def _forget(self) -> None:
     """Drops all groups and their arrays."""
     members = self._members
+    # Who sits where, and which rows and prompts wait.
     self._seats = seats_lib.no_one(0, members, self._pace.grid, self._pace.shards)
-    self._flight: Flight | None = None
-    self._has_rolled = True  # the tokens of rows that pause lie in the slots written last
+    self._flight: Flight | None = None  # the rows and their cache on the devices, once some began
+    # Whether the tokens of rows that pause lie in the slots written last, where they must lie when
+    # a row goes on. A chunk writes further slots, so the cache of such rows is rolled after it.
+    self._has_rolled = True
     self._rounds = 0  # since the cache counted from 0
     self._requests: dict[int, GroupRequest] = {}  # by their place x
     self._place_of: dict[int, int] = {}  # the other way round
@@ -146,12 +149,13 @@ class Stream:
     self._ready = list[int]()  # places of finished groups that `advance` has not returned yet
     self._paused: dict[int, int] = {}  # the seats of rows that pause, by their numbers
     self._guides: dict[int, Guided] = {}  # of the rows in flight, by their numbers
+    # (number of a row, tokens that it goes on with, or None to end it), for the next `advance`
     self._replies: list[tuple[int, Sequence[int] | None]] = []
     self._drawn: Completions | None = None  # made for the first group
-    self._settings: RowSettings
-    self._keys_X2 = np.zeros((0, 0), np.uint32)
-    self._first_X = np.zeros(0, np.int32)
-    self._limits_XG = np.zeros((0, members), int)
+    self._settings: RowSettings  # of all rows, made with `_drawn`
+    self._keys_X2 = np.zeros((0, 0), np.uint32)  # `GroupRequest.key` of each group
+    self._first_X = np.zeros(0, np.int32)  # `GroupRequest.first_row` of each group
+    self._limits_XG = np.zeros((0, members), int)  # the most tokens of each row
     self._is_given = np.zeros((0, 0, 0), bool)  # tokens of replies
     self._turn_XG = np.zeros((0, members), int)  # where the tokens after the last reply begin
 

@@ -1,7 +1,7 @@
 """Rows that a program gives: lists of dicts, Datasets, and anything that has rows by number.
 
-They are read by number, when they are needed. `keep_rows` keeps them in this process under a name that a
-config can hold, in the place of a path.
+They are read by number, when they are needed. `keep_rows` keeps them in this process under a name
+that a config can hold, in the place of a path.
 """
 
 from collections.abc import Mapping

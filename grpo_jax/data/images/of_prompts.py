@@ -186,7 +186,9 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def has_images(example: Mapping[str, Any]) -> bool:
   """Whether an example has a column of images, or a conversation with images in its messages."""
-  if any(isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in IMAGE_COLUMNS):
+  if any(
+    isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in IMAGE_COLUMNS
+  ):
     return True
   conversations = [value for value in example.values() if isinstance(value, (list, tuple))]
   messages = [message for one in conversations for message in one if isinstance(message, Mapping)]

@@ -104,6 +104,7 @@ def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> li
         walk(x.called["body"][0], times * rounds_of_loop)
       elif x.opcode == "conditional":
         names = x.called.get("branch_computations") or _two_branches(x)
+        # The larger branches of our programs are the rare ones, such as the draw of a greedy row.
         walk(min(names, key=lambda branch: counter.computation(branch).memory_bytes), times)
       elif x.opcode in ("call", "async-start"):
         walk(x.called["to_apply" if x.opcode == "call" else "calls"][0], times)
