@@ -92,13 +92,13 @@ class MicroBatchPass:
     # Fills in the results of the micro-batches from the first to the end, in so many slots.
     self._fill = Jitted(
       self._fill_results,
-      _slots,
+      _slots_of_call,
       static_argnames="slots",
       donate_argnames="found",
       out_shardings=places.parts,
     )
     # (results of micro-batches, order_P) -> results in the order of the batch
-    self._in_order = Jitted(_in_order, out_shardings=places.rows)
+    self._in_batch_order = Jitted(_in_batch_order, out_shardings=places.rows)
 
   def __call__(self, params: Any, batch: Batch) -> Any:
     sizes = sizes_of(batch, self._platform)
@@ -108,7 +108,7 @@ class MicroBatchPass:
     found = self._zeros(params, parts)
     for slots, first, end in segments(np.asarray(parts.needed_M), sizes):
       found = self._fill(params, parts, found, first, end, slots=slots)
-    return self._in_order(found, parts.order_P)
+    return self._in_batch_order(found, parts.order_P)
 
   def compile_ahead(self, compiler: Compiler, params: Any, batch: Batch) -> None:
     """Has compiled what every call needs, and what calls may need if these are few programs.
@@ -123,12 +123,12 @@ class MicroBatchPass:
       self.whole.compile_ahead(compiler, params, batch)
       return
     self._split.compile_ahead(compiler, batch)
-    parts = placed(self._split.eval_shape(batch), self._of_parts)
+    parts = with_places(self._split.eval_shape(batch), self._of_parts)
     self._zeros.compile_ahead(compiler, params, parts)
-    found = placed(self._zeros.eval_shape(params, parts), self._of_parts.batch)
-    for slots in _likely(sizes, self._platform):
+    found = with_places(self._zeros.eval_shape(params, parts), self._of_parts.batch)
+    for slots in _sizes_compiled_ahead(sizes, self._platform):
       self._fill.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
-    self._in_order.compile_ahead(compiler, found, parts.order_P)
+    self._in_batch_order.compile_ahead(compiler, found, parts.order_P)
 
   def _plain(self, params: Any, batch: Batch) -> Any:
     return in_micro_batches(functools.partial(self._function, params), batch, self._micro_batch)
@@ -200,7 +200,7 @@ class Update:
     self._zeros = Jitted(zeros, out_shardings=sums)
     self._add = Jitted(
       self._add_gradients,
-      _slots,
+      _slots_of_call,
       static_argnames="slots",
       donate_argnames="sums",
       out_shardings=sums,
@@ -264,12 +264,12 @@ class Update:
       return  # what it sees has no places yet
     begin = state.coefs, batch, None
     self._begin.compile_ahead(compiler, *begin)
-    begun = placed(self._begin.eval_shape(*begin), self._begun_places)
+    begun = with_places(self._begin.eval_shape(*begin), self._begun_places)
     given = Given(state.params, base, reference, begun)
-    sums = placed(self._zeros.eval_shape(given), self._sums_places)
+    sums = with_places(self._zeros.eval_shape(given), self._sums_places)
     if m < P:
       self._zeros.compile_ahead(compiler, given)
-    for slots in _likely(sizes, self._platform):
+    for slots in _sizes_compiled_ahead(sizes, self._platform):
       self._add.compile_ahead(compiler, given, None if m == P else sums, 0, 1, slots=slots)
     self._finish.compile_ahead(compiler, state, begun, sums, 0.0)
 
@@ -293,7 +293,7 @@ def sizes_of(batch: Batch, platform: str) -> list[int]:
   return slot_sizes(G, T, platform)
 
 
-def placed(shapes: Any, places: Any) -> Any:
+def with_places(shapes: Any, places: Any) -> Any:
   """Shapes with places, which are those of the arrays or of whole parts of the tree. None: any."""
   if places is None:
     return shapes
@@ -306,11 +306,11 @@ def placed(shapes: Any, places: Any) -> Any:
   return jax.tree.map(place, places, shapes, is_leaf=lambda x: x is None)
 
 
-def _slots(*args: Any, slots: int) -> int:
+def _slots_of_call(*args: Any, slots: int) -> int:
   return slots
 
 
-def _likely(sizes: list[int], platform: str) -> list[int]:
+def _sizes_compiled_ahead(sizes: list[int], platform: str) -> list[int]:
   """The sizes that are compiled before anybody knows which will occur, the largest first.
 
   Beside an accelerator, the cores of the host have nothing else to do. On a CPU they sample, and
@@ -319,6 +319,6 @@ def _likely(sizes: list[int], platform: str) -> list[int]:
   return [] if platform == "cpu" else sizes[::-1]
 
 
-def _in_order(found: Any, order_P: jax.Array) -> Any:
+def _in_batch_order(found: Any, order_P: jax.Array) -> Any:
   """The results of micro-batches as those of the batch."""
   return jax.tree.map(lambda x: joined(x)[jnp.argsort(order_P)], found)
