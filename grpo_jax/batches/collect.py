@@ -78,10 +78,10 @@ class Collected:
   Attributes:
     batch: The batch on the mesh, without advantages and reference log-probs.
     rewards: The rewards on the mesh, with the penalty for length where that is on.
-    rows: `Scored.rows`.
-    metrics: `Scored.metrics`.
+    rows: One object per completion of the batch, for completions/ and for the terminal, or None.
+    metrics: The metrics of everything that was sampled.
     host: The host state after the step.
-    why_unscored: `Scored.why_unscored`.
+    why_unscored: Why no completion has a reward and a token in the loss. "" if one has.
   """
 
   batch: Batch

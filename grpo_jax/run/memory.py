@@ -159,7 +159,7 @@ def sampler_bytes(
   dtype, cache_dtype = config.sampling.dtype or shape.dtype, config.sampling.cache_dtype
   shape = dataclasses.replace(shape, dtype=dtype, cache_dtype=cache_dtype)
   slots = sizes_up_to(T, model.slots_step(shape))[-1]
-  # Layers with a window keep as many slots more as a row that is resumed may have drawn in vain.
+  # A row that goes on may be moved back by so many slots, which layers with a window keep besides.
   rewind = most_rewound(longest_chunk(T))
   # `place` is what a place for a prompt holds, and `row` what a row holds besides.
   cache = model.cache_bytes(shape, S, slots, rewind)

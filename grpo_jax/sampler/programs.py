@@ -64,7 +64,7 @@ class Prefilled(NamedTuple):
   Attributes:
     prefix: The keys and values, or states, of the prompts' tokens in all layers.
     last_nD: The features of their last tokens.
-    next_n: `Flight.next_N` of them.
+    next_n: int32, the position of the first token after each prompt, or None (see `Flight.next_N`).
     experts_nSY: The experts of their tokens with `keeps_experts`, otherwise None.
     hidden_nTD: The features of the tokens after those that all prompts share.
   """

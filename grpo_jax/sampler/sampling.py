@@ -56,7 +56,7 @@ class Draws(NamedTuple):
     key: The root of the random numbers.
     settings: Temperature, filters and limits: numbers, or arrays that broadcast to [P, G].
     first_prompt: The number of the first prompt.
-    end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
+    end: Finds how many tokens a row keeps where a text ends it. None: no text ends rows.
     reply: Says how rows that have ended go on: with the tokens of an environment, for example. It
       is asked between two chunks, for all rows at once that have just ended. A row whose reply
       leaves no room for another token has ended. None means that none goes on.

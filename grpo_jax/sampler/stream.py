@@ -121,7 +121,7 @@ class Stream:
       feed: The weights of each chunk.
       pace: How rows are decoded.
       members: G, of every group.
-      end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
+      end: Finds how many tokens a row keeps where a text ends it. None: no text ends rows.
       keeps_versions: Whether completions have the version of the weights of each token.
       guide: Makes what says which tokens a new row may draw, or None. No row may pause then.
     """

@@ -117,7 +117,8 @@ class StepResult(NamedTuple):
     state: The state after the step.
     metrics: A row of metrics.jsonl.
     rows: One object per completion, or None if completions are not logged at this step.
-    why_unscored: `Scored.why_unscored`, or that all tokens were rejected.
+    why_unscored: Why the step had nothing to learn from: no completion has a reward and a token in
+      the loss, or all tokens were rejected. "" if it had.
   """
 
   state: RunState
