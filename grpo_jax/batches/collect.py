@@ -261,9 +261,8 @@ class Collector:
     memory = self._curriculum_memory(self._hosts[max(step - self._curriculum_lag, oldest)].result())
     latest = max((one for one in self._positions if one <= step), default=None)
     if latest is None:
-      memory |= {
-        "position": self._curriculum_memory(self._hosts[max(self._hosts)].result())["position"]
-      }
+      newest = self._curriculum_memory(self._hosts[max(self._hosts)].result())
+      memory |= {"position": newest["position"]}
     else:
       memory |= {"position": self._positions[latest]}
     indices_P, after = self._curriculum.draw(memory, step, count)

@@ -105,7 +105,7 @@ class Flow:
     self.restart(0, 0)
 
   def _policy_that_draws(self) -> VersionedParams:
-    """The feed of the player: the policy given to `advance`, which notes that it was used."""
+    """Feeds the player with the policy that `advance` was given, and notes that it was used."""
     self._is_used = True
     return self._policy
 
