@@ -58,9 +58,7 @@ def completion_features(
   hidden_PND, routing = model.group_features(
     params, config, tokens_PN, groups, routes, remat, visual=visual
   )
-  if (
-    config.context > 1
-  ):  # no hidden state moves to another device: `targets_of` says where they are
+  if config.context > 1:  # no hidden state may move to another device
     return _first_in_place(hidden_PND, batch.prompt_lengths_P, G), routing
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
