@@ -116,7 +116,7 @@ def tail(folder: Path) -> None:
 
 def _sleep_where_devices_would_compute() -> None:
   """Makes each round of decoding and each update take a certain time."""
-  keep, update = Stream._keep, loop.GrpoStep._update
+  keep, update = Stream._append_drawn, loop.GrpoStep._update
 
   def keep_later(self: Any, row_R: Any, drawn: Any, is_new_R: Any, version: int) -> None:
     time.sleep(ROUND_SECONDS * int(drawn.is_drawn_RN.any(0).sum()))
@@ -128,7 +128,7 @@ def _sleep_where_devices_would_compute() -> None:
     time.sleep(max(0.0, UPDATE_SECONDS - (time.perf_counter() - began)))
     return result
 
-  Stream._keep, loop.GrpoStep._update = keep_later, update_later  # type: ignore[method-assign]
+  Stream._append_drawn, loop.GrpoStep._update = keep_later, update_later  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ have the one that it asks for and a wrong result. `calls` is the share that call
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import re
 from typing import Any
@@ -21,7 +21,7 @@ _EXPRESSION = re.compile(r"(\d[\d,]*)\s*([-+*/x×÷])\s*(\d[\d,]*)")
 _SIGNS = {"x": "*", "×": "*", "÷": "/"}
 
 
-def error_of(texts: Sequence[str], example: dict[str, Any]) -> str:
+def error_of(texts: Sequence[str], example: Mapping[str, Any]) -> str:
   """What is wrong in an answer, or "right".
 
   Args:

@@ -47,7 +47,7 @@ class Removed(NamedTuple):
   """A key of earlier versions.
 
   Attributes:
-    instead: What to write, or what holds now.
+    instead: The replacement to write, or the fact that holds now.
     is_same: (its value, all values of the run by key) -> whether the run computes today what it
       computed then.
   """

@@ -102,7 +102,7 @@ class Draws:
   def forget(self, index):
     pass
 
-  def put(self, scored):
+  def put_on_mesh(self, scored):
     return Collected(scored.indices_P[0], None, scored.rows, scored.metrics, scored.host)
 
 
@@ -583,11 +583,11 @@ def test_so_many_versions_of_the_weights_are_held(weights, bound, slow, tmp_path
   held = []
 
   class Counts(Draws):
-    def put(self, scored):
+    def put_on_mesh(self, scored):
       if slow == "learner":
         time.sleep(0.02)
       held.append(len(ahead._weights))
-      return super().put(scored)
+      return super().put_on_mesh(scored)
 
   config = with_section(config_of(bound, weights), "mesh", sampler=1)
   schedule = WeightSchedule(tmp_path, in_flight=False) if weights == "newest" else None

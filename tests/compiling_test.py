@@ -153,7 +153,8 @@ def test_the_steps_of_a_run_call_what_was_compiled_ahead(
 
   real = trainer.compile_ahead
   monkeypatch.setattr(trainer, "compile_ahead", compile_ahead)
-  monkeypatch.setattr(by_slots, "_likely", lambda sizes, platform: sizes)  # as on accelerators
+  # As on accelerators.
+  monkeypatch.setattr(by_slots, "_sizes_compiled_ahead", lambda sizes, platform: sizes)
   monkeypatch.setattr("os.cpu_count", lambda: 2)  # one thread, which does all in its order
   config = dataclasses.replace(small_config(), steps=1)
   config = with_section(config, "sampling", max_tokens=tokens)

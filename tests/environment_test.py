@@ -104,7 +104,7 @@ class Small:
     self.collector = Collector(self.run, Scorers(self.run))
     flow = self.collector.flow
     rollout = whole_batches(two_turns, self.run.tokenizer.decode)
-    flow._player = rollout.player(flow._use, P)
+    flow._player = rollout.player(flow._policy_that_draws, P)
     self.params = self.run.initial_params()
     host = self.collector.initial_host_state()
     self.found = self.collector(self.params, 0, host, Clock())

@@ -94,7 +94,7 @@ def drawn_anyhow(collector, monkeypatch, seed, differs, steps, ahead):
       # Never more than the steps that are begun may have.
       assert flow.next - flow.first <= (1 + ROUNDS) * P * (1 + ahead)
     groups = flow.take().result()
-    choice = collector._choice(groups._replace(prompts=object()))
+    choice = collector._groups_to_learn(groups._replace(prompts=object()))
     drawn.append(groups.groups.indices_P.tolist())
     learned.append(choice.groups.indices_P[choice.live_P > 0].tolist())
     assert flow.first == groups.after

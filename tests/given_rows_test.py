@@ -9,7 +9,7 @@ from small_run import small_config, with_section
 
 import grpo_jax
 from grpo_jax.config import Data
-from grpo_jax.data.files.given import give
+from grpo_jax.data.files.given import keep_rows
 from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers.tokenizer import characters
@@ -116,13 +116,13 @@ def test_rows_go_into_train(data, sizes, trained, tmp_path):
 
 
 def test_other_rows_have_another_name(trained, tmp_path):
-  assert give(ROWS) != give(ROWS[:-1]) != give({"train": ROWS, "test": ROWS})
-  assert give(ROWS) == give([dict(row) for row in ROWS])
-  assert give(ROWS) == give([dict(reversed(row.items())) for row in ROWS])
+  assert keep_rows(ROWS) != keep_rows(ROWS[:-1]) != keep_rows({"train": ROWS, "test": ROWS})
+  assert keep_rows(ROWS) == keep_rows([dict(row) for row in ROWS])
+  assert keep_rows(ROWS) == keep_rows([dict(reversed(row.items())) for row in ROWS])
   other = [*ROWS[:2], {**ROWS[2], "who": "you"}, *ROWS[3:]]
-  assert give(ROWS) != give(other)
-  assert make_task(of_columns(path=give(ROWS)).data).train[2]["who"] == "me"
-  assert give(ROWS) != give([{**row, "who": {1: 2, "b": [b"3"]}} for row in ROWS])
+  assert keep_rows(ROWS) != keep_rows(other)
+  assert make_task(of_columns(path=keep_rows(ROWS)).data).train[2]["who"] == "me"
+  assert keep_rows(ROWS) != keep_rows([{**row, "who": {1: 2, "b": [b"3"]}} for row in ROWS])
 
 
 class Odd(ByNumber):
@@ -134,11 +134,11 @@ class Odd(ByNumber):
 
 def test_a_name_stands_for_the_same_rows_as_before():
   first, second = ByNumber(5000), Odd(5000)
-  name = give(first)
-  assert give(first) == name == give(ByNumber(5000))
-  assert give(second) != name and give(second) == give(Odd(5000))
+  name = keep_rows(first)
+  assert keep_rows(first) == name == keep_rows(ByNumber(5000))
+  assert keep_rows(second) != name and keep_rows(second) == keep_rows(Odd(5000))
   assert make_task(of_columns(path=name).data).train[1002]["answer"] == "4"
-  assert make_task(of_columns(path=give(second)).data).train[1002]["answer"] == "odd"
+  assert make_task(of_columns(path=keep_rows(second)).data).train[1002]["answer"] == "odd"
 
 
 class Broken(ByNumber):
@@ -187,7 +187,7 @@ class LikeDataset(ByNumber):
 
 
 def test_nulls_that_arrow_added_are_left_out_of_messages():
-  (row,) = make_task(Data(task="columns", chat=True, path=give(LikeDataset(1)))).train
+  (row,) = make_task(Data(task="columns", chat=True, path=keep_rows(LikeDataset(1)))).train
   assert row["question"] == [{"role": "user", "content": "1"}] and row["note"] == {"a": None}
 
 
@@ -200,9 +200,9 @@ def test_rows_of_the_package_datasets():
   rows = datasets.Dataset.from_list([{"question": m, "answer": str(len(m))} for m in messages])
   whole = datasets.DatasetDict(train=rows, test=rows)
   for data in (rows, whole):
-    task = make_task(Data(task="columns", prompt="{question}", chat=True, path=give(data)))
+    task = make_task(Data(task="columns", prompt="{question}", chat=True, path=keep_rows(data)))
     assert [row["question"] for row in task.train] == messages
-  assert give(rows) == give(rows.select(range(2)))
+  assert keep_rows(rows) == keep_rows(rows.select(range(2)))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from grpo_jax.config import Mesh
 from grpo_jax.model.layouts import in_order
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding
-from grpo_jax.sampler.logits import _rows_fastest
+from grpo_jax.sampler.logits import _with_rows_varying_fastest as rows_fastest
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def test_each_device_fixes_the_order_of_its_part(rows):
 def test_logits_stay_where_they_are(rows):
   """With fewer than 64 rows on a device, or none of several devices, nothing is fixed."""
   x = jnp.zeros((256, 34))
-  assert shapes_with_an_order(lambda x: _rows_fastest(x, rows), x) == ["128x17"]
-  assert shapes_with_an_order(lambda x: _rows_fastest(x, rows), x[:, :33]) == ["128x33"]
-  assert shapes_with_an_order(lambda x: _rows_fastest(x, rows), x[:64]) == []
-  assert shapes_with_an_order(lambda x: _rows_fastest(x, None), x) == ["256x34"]
-  np.testing.assert_array_equal(_rows_fastest(x, rows), x)
+  assert shapes_with_an_order(lambda x: rows_fastest(x, rows), x) == ["128x17"]
+  assert shapes_with_an_order(lambda x: rows_fastest(x, rows), x[:, :33]) == ["128x33"]
+  assert shapes_with_an_order(lambda x: rows_fastest(x, rows), x[:64]) == []
+  assert shapes_with_an_order(lambda x: rows_fastest(x, None), x) == ["256x34"]
+  np.testing.assert_array_equal(rows_fastest(x, rows), x)

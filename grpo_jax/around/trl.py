@@ -9,7 +9,7 @@ from typing import Any
 from grpo_jax.algo import presets
 from grpo_jax.around.trl_fields import EARLIER, FIELDS, OF_PROGRAMS, Changes, Port, Refused
 from grpo_jax.config import PROJECTIONS, Config, changed, from_dict, to_dict
-from grpo_jax.data.files.given import give
+from grpo_jax.data.files.given import keep_rows
 from grpo_jax.data.files.splits import rows_of
 from grpo_jax.environments.names import register_tool
 from grpo_jax.rewards.names import name_of, register_reward
@@ -160,7 +160,7 @@ def _data(train: Any, test: Any) -> tuple[Changes, int | None]:
     train = rows_of(train, "train")
   if isinstance(test, str):
     test = rows_of(test, "train")
-  path = train if is_path else give(train, test, key="from_trl: train_dataset")
+  path = train if is_path else keep_rows(train, test, key="from_trl: train_dataset")
   rows = rows_of(path, "train")
   first = rows[0]
   if "prompt" not in first:

@@ -139,7 +139,7 @@ class Ahead:
         f"a token of batch {index} is {ages['staleness/max']:.0f} steps old, and"
         f" rollout.max_staleness is {self._bound}"
       )
-    collected = self._collector.put(scored)
+    collected = self._collector.put_on_mesh(scored)
     self._collector.forget(index)
     del self._drawn[index]  # and with it what its prompts see
     clock.lap("put")

@@ -115,16 +115,25 @@ def paused(
   part: PartRequest,
   limits: CompletionLimits,
 ) -> list[StoppedRow]:
-  """The rows that pause, whose shapes `check_paused` has looked at. Raises BadMessage."""
+  """The rows that pause: each has ended a turn, and keeps its seat until it gets a reply.
+
+  `check_paused` has looked at their shapes.
+
+  Raises:
+    BadMessage: They cannot be rows of the request. It says why.
+  """
   found = []
   for (prompt, member, length, stopped_by), tokens_T in zip(fields["rows"], arrays["tokens_RT"]):
     if prompt >= part.prompts or member >= part.members or not 1 <= length <= part.longest:
-      raise BadMessage("it sent rows that pause, and did not get them")
+      raise BadMessage("it sent rows that pause, and did not get them, or not at this length")
     _check_range("tokens_RT", tokens_T, 0, limits.vocabulary - 1)
     tokens = tokens_T[:length].tolist()
-    if stopped_by not in (-1, tokens[-1]):
+    if stopped_by not in (-1, tokens[-1]):  # -1: a limit ended the turn
       raise BadMessage("it sent a row that pauses after another token than its last one")
-    found.append(StoppedRow(prompt, member, tokens, stopped_by, part.longest - length))
+    room = part.longest - length
+    found.append(
+      StoppedRow(prompt=prompt, member=member, tokens=tokens, stopped_by=stopped_by, room=room)
+    )
   return found
 
 
@@ -149,7 +158,8 @@ def check_replies(fields: Mapping[str, Any], part: PartRequest, limits: Completi
       raise BadMessage("it sent a reply that is no list of tokens")
 
 
-Replies = list[tuple[int, list[int] | None]]  # of a row: its length before, and the tokens
+# The replies to a row, each as its length when it paused, and the tokens, or None to end it.
+Replies = list[tuple[int, list[int] | None]]
 
 
 def completions(
@@ -159,6 +169,12 @@ def completions(
   replies: Sequence[Sequence[Replies]] = (),
 ) -> Completions:
   """The completions of some groups of a part, whose shapes `check_answer` has looked at.
+
+  Args:
+    arrays: The arrays of the message, by the names of the fields of `Completions`.
+    part: The request that they answer.
+    limits: The sizes that completions of the run can have.
+    replies: For each group and member, the replies that the row was sent while it paused.
 
   Raises:
     BadMessage: They cannot be what the weights of the run draw. It names the array.
@@ -174,6 +190,7 @@ def completions(
         raise BadMessage("it sent a row that was not told to end")
       for length, tokens in of_row:
         after = slice(length, length + len(tokens or ()))
+        # A reply that leaves no room to draw ends the row, and is not added.
         if tokens and after.stop < part.longest:
           is_given_PGT[p, g, after] = True
           if tokens_PGT[p, g, after].tolist() != tokens:
@@ -189,6 +206,7 @@ def completions(
     if wrong.any():
       raise BadMessage(f"it sent {name} with {arrays[name][wrong][0]}, which is no log-prob")
   last_PG = np.take_along_axis(tokens_PGT, lengths_PG[..., None] - 1, -1)[..., 0]
+  # -1: a limit ended the row. Rows that pause have one for a turn, others only the longest length.
   is_cut_PG = (made.stopped_by_PG == -1) & (part.pauses | (lengths_PG == part.longest))
   if not (is_cut_PG | (made.stopped_by_PG == last_PG)).all():
     raise BadMessage("it sent stopped_by_PG that is not the last token of each row that has ended")

@@ -78,10 +78,10 @@ class Collected:
   Attributes:
     batch: The batch on the mesh, without advantages and reference log-probs.
     rewards: The rewards on the mesh, with the penalty for length where that is on.
-    rows: `Scored.rows`.
-    metrics: `Scored.metrics`.
+    rows: One object per completion of the batch, for completions/ and for the terminal, or None.
+    metrics: The metrics of everything that was sampled.
     host: The host state after the step.
-    why_unscored: `Scored.why_unscored`.
+    why_unscored: Why no completion has a reward and a token in the loss. "" if one has.
   """
 
   batch: Batch
@@ -152,10 +152,11 @@ class Collector:
       host: The host state before the step.
       clock: Counts the time of sampling and of rewards.
     """
+    # Groups that were opened before this call were drawn by other policies.
     self.restart(index, host)
     pending = self.draw(VersionedParams(params, index), clock)
     with doing("scoring"):
-      collected = self.put(pending.result())
+      collected = self.put_on_mesh(pending.result())
     clock.lap("reward")
     return collected
 
@@ -211,7 +212,7 @@ class Collector:
     """
     if self._config.curriculum.chooses and self._config.algo.dynamic_sampling:
       until = self.flow.step  # it chooses by what earlier steps have drawn
-    return self.flow.advance(policy, until, self._choose, limit)
+    return self.flow.advance(policy, until, self._choose_prompts, limit)
 
   def take(self, policy: VersionedParams, clock: Clock) -> Pending[Scored]:
     """The batch of the next GRPO step, whose groups are drawn.
@@ -225,20 +226,22 @@ class Collector:
     idle = self.flow.seats_idle()
     greedy: Callable[[Rewards], Rewards] | None = None
     if self._greedy_rollout is not None:
-      prompts = self._choice(drawn.result()).prompts
+      prompts = self._groups_to_learn(drawn.result()).prompts
       greedy = self._begin_greedy(policy, prompts, index, clock)
 
     def scored() -> Scored:
       clock.restart()
       groups = drawn.result()
       clock.lap("reward")
-      found = self._scored(self._choice(groups), groups, index, before.result(), greedy)
+      found = self._scored_batch(
+        self._groups_to_learn(groups), groups, index, before.result(), greedy
+      )
       seats = {} if np.isnan(idle) else {"rollout/seats_idle": idle}
       return dataclasses.replace(found, metrics=found.metrics | seats)
 
     pending = Pending(scored, drawn.futures)
     self._hosts[index] = pending.then(lambda scored: scored.host)
-    for step in [step for step in self._hosts if step < index - self._lag]:
+    for step in [step for step in self._hosts if step < index - self._curriculum_lag]:
       del self._hosts[step]
     return pending
 
@@ -248,39 +251,40 @@ class Collector:
       self._hosts[index].result()
 
   @property
-  def _lag(self) -> int:
-    """A curriculum chooses the prompts of a step by the scores of steps so many before it."""
+  def _curriculum_lag(self) -> int:
+    """How many steps before a step the scores are by which a curriculum chooses its prompts."""
     return 1 + self._config.rollout.max_staleness
 
-  def _choose(self, count: int, step: int) -> np.ndarray:
+  def _choose_prompts(self, count: int, step: int) -> np.ndarray:
     """The prompts of groups that are opened for a GRPO step, int64 [count]."""
     oldest = min(self._hosts)
-    memory = self._memory(self._hosts[max(step - self._lag, oldest)].result())
+    memory = self._curriculum_memory(self._hosts[max(step - self._curriculum_lag, oldest)].result())
     latest = max((one for one in self._positions if one <= step), default=None)
     if latest is None:
-      memory |= {"position": self._memory(self._hosts[max(self._hosts)].result())["position"]}
+      newest = self._curriculum_memory(self._hosts[max(self._hosts)].result())
+      memory |= {"position": newest["position"]}
     else:
       memory |= {"position": self._positions[latest]}
     indices_P, after = self._curriculum.draw(memory, step, count)
     self._positions[step] = after["position"]
     return indices_P
 
-  def _memory(self, host: HostState) -> dict[str, Any]:
+  def _curriculum_memory(self, host: HostState) -> dict[str, Any]:
     """Reads the curriculum's memory. A run of an earlier version may lack some of it."""
     memory = {**self._curriculum.initial(), **host.get(_MEMORY, {})}
     self._curriculum.check(memory)
     return memory
 
-  def put(self, scored: Scored) -> Collected:
-    """Puts a batch onto the mesh. A teacher sees it there."""
+  def put_on_mesh(self, scored: Scored) -> Collected:
+    """Puts a batch onto the mesh, and lets the teacher score it there."""
     prompts = scored.prompts or self._prompts(scored.indices_P)
-    batch, rewards = self._put(scored, prompts)
+    batch, rewards = self._arrays_on_mesh(scored, prompts)
     if self._teacher is not None:
       batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
     return Collected(batch, rewards, scored.rows, scored.metrics, scored.host, scored.why_unscored)
 
-  def _choice(self, drawn: DrawnGroups) -> "_LearnedGroups":
-    """The groups that a step learns from, of those that were drawn for it."""
+  def _groups_to_learn(self, drawn: DrawnGroups) -> "_LearnedGroups":
+    """Chooses the groups that a step learns from, of those that were drawn for it."""
     P, chosen = self._config.batch.prompts, drawn.groups
     live_P, prompts = np.ones(P, np.float32), drawn.prompts
     if self._config.algo.dynamic_sampling:
@@ -289,7 +293,7 @@ class Collector:
         prompts = None
     return _LearnedGroups(chosen, live_P, prompts or self._prompts(chosen.indices_P))
 
-  def _scored(
+  def _scored_batch(
     self,
     choice: "_LearnedGroups",
     drawn: DrawnGroups,
@@ -307,13 +311,13 @@ class Collector:
       add_greedy: Adds the scores of greedy completions to rewards, where the advantage needs them.
     """
     chosen, sampled = choice.groups, drawn.groups
-    rewards = self._shaped(chosen.rewards, chosen.rollouts)
+    rewards = self._with_length_penalty(chosen.rewards, chosen.rollouts)
     if ADVANTAGES[self._config.algo.advantage].refuses_negative:
       check_not_negative(rewards)
     if add_greedy is not None:
       rewards = add_greedy(rewards)
 
-    scores_PG, known = host_scores(sampled.rewards), self._memory(before)
+    scores_PG, known = host_scores(sampled.rewards), self._curriculum_memory(before)
     memory = {**self._curriculum.learn(known, index, sampled.indices_P, scores_PG)}
     if index in self._positions:
       memory |= {"position": self._positions[index]}
@@ -323,9 +327,9 @@ class Collector:
     if every and (index + 1) % every == 0:
       # With the pass rates that were known before the step.
       rates_P = known["pass_rate"][chosen.indices_P]
-      rows = self._rows(chosen, rewards, rates_P) if self._run.hosts.is_first else []
+      rows = self._rows_for_log(chosen, rewards, rates_P) if self._run.hosts.is_first else []
 
-    metrics = self._metrics(sampled)
+    metrics = self._batch_metrics(sampled)
     if self._config.sampling.temperature_schedule != "constant":
       metrics["sampling/temperature"] = float(sampled.temperature_P[0])
     metrics["prompts/tokens"] = self._prompt_tokens(choice, sampled)
@@ -338,7 +342,7 @@ class Collector:
       host[_NEXT] = np.int64(drawn.after)
       metrics = disjoint(metrics, _dynamic_metrics(sampled, choice.live_P))
 
-    completions, rollout_PB = _learned(chosen.rollouts)
+    completions, rollout_PB = _learned_rows(chosen.rollouts)
     # A teacher teaches without rewards, and nobody teaches without tokens.
     is_unscored = np.isnan(scores_PG).all() and not self._teacher
     why_unscored = "; ".join(drawn.report.unscored.values()) if is_unscored else ""
@@ -388,12 +392,12 @@ class Collector:
     return int(prompts.prompt_lengths_P.sum()) * self._config.batch.group_size
 
   @property
-  def _names(self) -> list[str]:
+  def _score_names(self) -> list[str]:
     """The names of the scores in `Rewards`."""
     penalty = [OVERLONG] if self._config.algo.overlong else []
     return [*self._score.names, *penalty]
 
-  def _rows(
+  def _rows_for_log(
     self, groups: ScoredGroups, rewards: Rewards, rates_P: np.ndarray
   ) -> list[dict[str, Any]]:
     """One object per completion, with the texts of all processes and the prompts' pass rates."""
@@ -409,14 +413,14 @@ class Collector:
       prompts,
       host_scores(groups.rewards),
       rewards.scores_PGJ,
-      self._names,
+      self._score_names,
       groups.extras_PG,
     )
     rows = with_judgements(rows, rates_P, groups.checks_PG)
     versions = groups.version_P.repeat(self._config.batch.group_size).tolist()
     return [row | {"version": version} for row, version in zip(rows, versions, strict=True)]
 
-  def _shaped(self, rewards: Rewards, rollouts: Rollouts) -> Rewards:
+  def _with_length_penalty(self, rewards: Rewards, rollouts: Rollouts) -> Rewards:
     """The rewards with the penalty for length where that is on."""
     fraction = self._config.algo.overlong
     if not fraction:
@@ -438,12 +442,12 @@ class Collector:
     scores = self._score.start(rollouts, prompts)
 
     def add(rewards: Rewards) -> Rewards:
-      greedy = self._shaped(scores.result().rewards, rollouts)
+      greedy = self._with_length_penalty(scores.result().rewards, rollouts)
       return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
 
     return add
 
-  def _put(self, scored: Scored, prompts: loader.PromptBatch) -> tuple[Batch, Rewards]:
+  def _arrays_on_mesh(self, scored: Scored, prompts: loader.PromptBatch) -> tuple[Batch, Rewards]:
     """The batch and its rewards on the mesh.
 
     Groups that only fill up the batch count as not scored, so that they stay out of every mean.
@@ -475,15 +479,15 @@ class Collector:
     batch = batch.replace(rollout_PG=rollout_PG)
     return with_images(self._run, batch, prompts), rewards
 
-  def _metrics(self, sampled: ScoredGroups) -> dict[str, float]:
+  def _batch_metrics(self, sampled: ScoredGroups) -> dict[str, float]:
     completions = sampled.rollouts.completions
     metrics = rollout_metrics(completions, sampled.rewards, self._score.names)
     metrics |= check_metrics(host_scores(sampled.rewards), sampled.checks_PG)
     if sampled.rollouts.turns_PG is not None:
       metrics |= turn_metrics(sampled.rollouts.turns_PG)
     if self._config.algo.overlong:
-      shaped = self._shaped(sampled.rewards, sampled.rollouts)
-      metrics |= score_metrics(shaped, self._names)
+      shaped = self._with_length_penalty(sampled.rewards, sampled.rollouts)
+      metrics |= score_metrics(shaped, self._score_names)
     if not OWN_METRICS:
       return metrics
     rollouts = self._with_all_texts(sampled.rollouts)
@@ -511,7 +515,7 @@ class _LearnedGroups(NamedTuple):
   prompts: loader.PromptBatch
 
 
-def _learned(rollouts: Rollouts) -> tuple[Completions, np.ndarray | None]:
+def _learned_rows(rollouts: Rollouts) -> tuple[Completions, np.ndarray | None]:
   """The rows that an update learns from, and the rollout of each where they are branches.
 
   A program that calls the policy may make several branches of a rollout, which are learned in its

@@ -98,11 +98,14 @@ class Flow:
     config = run.config
     changes = config.rollout.weights == "in_flight"
     self._policy, self._is_used = VersionedParams(None, 0), False
-    self._player = self._rollout.player(self._use, config.batch.prompts, changes=changes)
+    self._player = self._rollout.player(
+      self._policy_that_draws, config.batch.prompts, changes=changes
+    )
     self._seat_rounds = SeatRounds()
     self.restart(0, 0)
 
-  def _use(self) -> VersionedParams:
+  def _policy_that_draws(self) -> VersionedParams:
+    """Feeds the player with the policy that `advance` was given, and notes that it was used."""
     self._is_used = True
     return self._policy
 
@@ -122,7 +125,7 @@ class Flow:
   @property
   def is_drawn(self) -> bool:
     """Whether all groups of the next step have ended. With dynamic sampling, they have scores."""
-    return self._end() is not None
+    return self._end_of_step() is not None
 
   def advance(
     self, policy: VersionedParams, until: int, choose: Choose, limit: int | None = None
@@ -139,21 +142,21 @@ class Flow:
       Whether the policy was used.
     """
     self._policy, self._is_used = policy, False
-    count = self._how_many(until)
+    count = self._count_to_open(until)
     if limit is not None:
       count = min(count, limit - self.next)
-    self._open(count, until, choose)
+    self._open_groups(count, until, choose)
     for played in self._player.advance():
       self._begin_scores(played)
     # Without the weights, so that a copy of them can be freed.
     self._policy = VersionedParams(None, policy.version)
     if self._config.algo.dynamic_sampling and self._lots:
-      self._see_which_differ()
+      self._see_whose_rewards_differ()
     return self._is_used
 
   def take(self) -> Pending[DrawnGroups]:
     """Takes the groups of the next step, all of which have ended. Their scores may come later."""
-    end = self._end()
+    end = self._end_of_step()
     of_step = range(self.first, end)
     # Groups of several steps may be in one lot, so a step takes places of it.
     lots = [lot for lot in self._lots if any(n in of_step for n in lot.numbers)]
@@ -189,27 +192,27 @@ class Flow:
     scored = {number for lot in self._lots for number in lot.numbers}
     return not self._playing.keys() - scored
 
-  def _end(self) -> int | None:
+  def _end_of_step(self) -> int | None:
     """The number after the last group of the next step. None as long as it is not known."""
     P = self._config.batch.prompts
     if not self._config.algo.dynamic_sampling:
       ended = {number for lot in self._lots for number in lot.numbers}
       return self.first + P if ended.issuperset(range(self.first, self.first + P)) else None
     found = 0
-    for number in range(self.first, self.first + self._most):
+    for number in range(self.first, self.first + self._most_groups_of_step):
       if number not in self._differ:
         return None
       found += self._differ[number]
       if found == P:
         return number + 1
-    return self.first + self._most
+    return self.first + self._most_groups_of_step
 
   @property
-  def _most(self) -> int:
+  def _most_groups_of_step(self) -> int:
     """The most groups that a step with dynamic sampling draws."""
     return (1 + self._config.algo.max_resample_rounds) * self._config.batch.prompts
 
-  def _how_many(self, until: int) -> int:
+  def _count_to_open(self, until: int) -> int:
     """How many groups can be opened for the steps up to `until`."""
     P, steps = self._config.batch.prompts, until + 1 - self.step
     if not self._config.algo.dynamic_sampling:
@@ -217,9 +220,9 @@ class Flow:
     # As long as it is not known that a group's rewards are equal, it counts.
     opened = range(self.first, self.next)
     wanted = P * steps - sum(self._differ.get(number, True) for number in opened)
-    return min(wanted, self.first + self._most * steps - self.next)
+    return min(wanted, self.first + self._most_groups_of_step * steps - self.next)
 
-  def _open(self, count: int, until: int, choose: Choose) -> None:
+  def _open_groups(self, count: int, until: int, choose: Choose) -> None:
     """Opens the next groups: those of a step together, others as they are needed."""
     P, config = self._config.batch.prompts, self._config
     while count > 0:
@@ -232,7 +235,7 @@ class Flow:
       prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
       if some == P:
         prompts = encoded_first(self._run, prompts)
-      self._look_ahead(self.next + some)
+      self._decode_images_ahead(self.next + some)
       step = min(until, self.step_of(self.next))
       temperature = temperature_at(config.sampling, step, config.steps)
       opened = [
@@ -256,7 +259,7 @@ class Flow:
     """The step that is expected to learn from a group."""
     return self.step + (number - self.first) // self._config.batch.prompts
 
-  def _look_ahead(self, first: int) -> None:
+  def _decode_images_ahead(self, first: int) -> None:
     """Images of the next groups are decoded while these are computed."""
     if self.prompts.images is None or self._config.curriculum.chooses:
       return
@@ -297,8 +300,11 @@ class Flow:
     futures = [*scores.futures, *(checks.futures if checks is not None else ())]
     self._lots.append(_Lot(list(played.numbers), Pending(scored, futures)))
 
-  def _see_which_differ(self) -> None:
-    """Looks at the scores that are there, and waits for them where nothing else is to be done."""
+  def _see_whose_rewards_differ(self) -> None:
+    """Notes in which groups with scores the rewards differ.
+
+    It waits for scores where nothing else is to be done.
+    """
     hosts = self._run.hosts
     waiting = [lot for lot in self._lots if lot.numbers[0] not in self._differ]
     # In turn, the clock must not decide which groups are opened, nor under which weights they draw.

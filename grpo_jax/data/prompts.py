@@ -32,7 +32,7 @@ _SAMPLED = 256  # prompts that are made at the start where not all of them are
 _STEP = 16  # S is a multiple of it, so that a few other rows seldom make other compiled programs
 _MOST_STAND_INS = 4096  # that are tried for a prompt that is too long, and at the start if none fit
 _MARGIN = 64  # tokens by which cutting a text can change how many its beginning has, and more
-_CHARACTERS = 8  # of a token, in most texts fewer: see PromptSet._encode
+_CHARACTERS_PER_TOKEN = 8  # more than most texts have, so that a beginning decides in most cases
 _UNOPENED = 2**31 - 1  # stands for the length of a prompt whose environment cannot begin
 
 
@@ -168,7 +168,7 @@ class PromptSet:
     """
     self._split, self._tokenizer, self._data = split, tokenizer, data
     self._environment = environment
-    self._why = ""  # an environment could not begin
+    self._why_no_prompt = ""  # what first kept an environment from beginning
     # A text whose beginning has more tokens than this is too long for a prompt.
     self._far_too_long = 2 * data.max_prompt_tokens + _MARGIN
     self.images = PromptImages(processor, data) if processor is not None else None
@@ -288,7 +288,7 @@ class PromptSet:
       others = self._make([self._stand_in(indices[place], tried) for place in unfit])
       for place, prompt in zip(unfit, others):
         made[place] = prompt
-    or_why = f", or have none: {self._why}" if self._why else ""
+    or_why = f", or cannot be made: {self._why_no_prompt}" if self._why_no_prompt else ""
     raise ConfigError(
       f"data.max_prompt_tokens={self.max_tokens}: {_MOST_STAND_INS} prompts in a row are longer"
       f"{or_why}"
@@ -319,7 +319,7 @@ class PromptSet:
     prompts = []
     for example, opening in zip(examples, openings):
       if isinstance(opening, str):
-        self._why = self._why or opening
+        self._why_no_prompt = self._why_no_prompt or opening
         prompts.append(Prompt(example, "", [], None, problem=opening))
       else:
         prompts.append(next(made))
@@ -373,11 +373,13 @@ class PromptSet:
   def _encode(self, texts: Sequence[str]) -> list[list[int]]:
     """The token ids of texts. Of one that is far too long, only those of its beginning.
 
-    Of the tokens of a beginning, those of its last word alone can differ from the text's. So a text
-    whose beginning has twice as many tokens as a prompt may have is too long, whatever follows.
+    A text is far too long if its beginning has more than twice as many tokens as a prompt may have.
+    It is then too long, whatever follows: of the tokens of a beginning, only those of its last word
+    can differ from the text's.
     """
-    most = _CHARACTERS * self._far_too_long
+    most = _CHARACTERS_PER_TOKEN * self._far_too_long
     text_ids = self._tokenizer.encode_batch([text[:most] for text in texts])
+    # The beginnings of these have few tokens, so the whole text decides whether it fits.
     unsure = [
       place
       for place, text in enumerate(texts)
@@ -392,7 +394,7 @@ class PromptSet:
     size, most = len(self._split), self._data.max_prompt_tokens
     some = f"all {size}" if len(lengths) == size else f"each of {len(lengths)} drawn"
     if (lengths == _UNOPENED).all() and len(lengths):
-      return ConfigError(f"{self._why}; it can begin with no other of {some} examples")
+      return ConfigError(f"{self._why_no_prompt}; it can begin with no other of {some} examples")
     return ConfigError(
       f"data.max_prompt_tokens={most} drops {some} prompts; the shortest one has"
       f" {self._shortest(places, lengths)} tokens"

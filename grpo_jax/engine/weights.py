@@ -68,7 +68,9 @@ class Folders:
     self._run, self._folder, self._probe = run, folder.expanduser().absolute(), probe
     self.is_untied = False
     self._prefix = f"weights-{secrets.token_hex(8)}"
-    self._count, self._removals = 0, list[weakref.finalize]()
+    self._count = 0
+    self._removals = list[weakref.finalize]()  # each removes the folder of a `Written` that lives
+    # The arrays that were written last, and their folder. Neither is kept alive.
     self._last: tuple[list[weakref.ref], weakref.ref[Written]] | None = None
     try:
       self._folder.mkdir(parents=True, exist_ok=True)

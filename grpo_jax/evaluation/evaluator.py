@@ -280,7 +280,7 @@ class Evaluators:
       scorers: Its reward functions.
       only_exams: Whether to leave out the test split. It is left out, too, where there are exams
         and the data has no test split.
-      remote: As in `Evaluator`.
+      remote: Makes a sampler in other processes. None means that the run samples.
 
     Raises:
       ConfigError: An evaluation cannot be run.

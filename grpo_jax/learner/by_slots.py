@@ -84,17 +84,21 @@ class MicroBatchPass:
     self._function, self._micro_batch, self._platform = function, micro_batch, platform
     self.whole = Jitted(self._plain, out_shardings=places.rows)
     self._of_parts = Parts(places.parts, places.everywhere, places.everywhere)
+    # batch -> its micro-batches
     split = functools.partial(in_parts, micro_batch=micro_batch)
     self._split = Jitted(split, out_shardings=None if places.rows is None else self._of_parts)
-    self._zeros = Jitted(self._nothing, out_shardings=places.parts)
-    self._add = Jitted(
-      self._segment,
-      _slots,
+    # (parameters, micro-batches) -> results of zeros, to be filled
+    self._zeros = Jitted(self._zero_results, out_shardings=places.parts)
+    # Fills in the results of the micro-batches from the first to the end, in so many slots.
+    self._fill = Jitted(
+      self._fill_results,
+      _slots_of_call,
       static_argnames="slots",
       donate_argnames="found",
       out_shardings=places.parts,
     )
-    self._in_order = Jitted(_in_order, out_shardings=places.rows)
+    # (results of micro-batches, order_P) -> results in the order of the batch
+    self._in_batch_order = Jitted(_in_batch_order, out_shardings=places.rows)
 
   def __call__(self, params: Any, batch: Batch) -> Any:
     sizes = sizes_of(batch, self._platform)
@@ -103,8 +107,8 @@ class MicroBatchPass:
     parts = self._split(batch)
     found = self._zeros(params, parts)
     for slots, first, end in segments(np.asarray(parts.needed_M), sizes):
-      found = self._add(params, parts, found, first, end, slots=slots)
-    return self._in_order(found, parts.order_P)
+      found = self._fill(params, parts, found, first, end, slots=slots)
+    return self._in_batch_order(found, parts.order_P)
 
   def compile_ahead(self, compiler: Compiler, params: Any, batch: Batch) -> None:
     """Has compiled what every call needs, and what calls may need if these are few programs.
@@ -119,22 +123,23 @@ class MicroBatchPass:
       self.whole.compile_ahead(compiler, params, batch)
       return
     self._split.compile_ahead(compiler, batch)
-    parts = placed(self._split.eval_shape(batch), self._of_parts)
+    parts = with_places(self._split.eval_shape(batch), self._of_parts)
     self._zeros.compile_ahead(compiler, params, parts)
-    found = placed(self._zeros.eval_shape(params, parts), self._of_parts.batch)
-    for slots in _likely(sizes, self._platform):
-      self._add.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
-    self._in_order.compile_ahead(compiler, found, parts.order_P)
+    found = with_places(self._zeros.eval_shape(params, parts), self._of_parts.batch)
+    for slots in _sizes_compiled_ahead(sizes, self._platform):
+      self._fill.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
+    self._in_batch_order.compile_ahead(compiler, found, parts.order_P)
 
   def _plain(self, params: Any, batch: Batch) -> Any:
     return in_micro_batches(functools.partial(self._function, params), batch, self._micro_batch)
 
-  def _nothing(self, params: Any, parts: Parts) -> Any:
+  def _zero_results(self, params: Any, parts: Parts) -> Any:
+    """Zeros [M, m, ...], where the results of micro-batches without a token in the loss stay."""
     part = jax.tree.map(lambda x: x[0], parts.batch)
     found, M = jax.eval_shape(self._function, params, part), len(parts.needed_M)
     return jax.tree.map(lambda x: jnp.zeros((M, *x.shape), x.dtype), found)
 
-  def _segment(
+  def _fill_results(
     self, params: Any, parts: Parts, found: Any, first: jax.Array, end: jax.Array, slots: int
   ) -> Any:
     """Computes the parts from the first to the end, and puts their results into `found`."""
@@ -195,7 +200,7 @@ class Update:
     self._zeros = Jitted(zeros, out_shardings=sums)
     self._add = Jitted(
       self._add_gradients,
-      _slots,
+      _slots_of_call,
       static_argnames="slots",
       donate_argnames="sums",
       out_shardings=sums,
@@ -259,12 +264,12 @@ class Update:
       return  # what it sees has no places yet
     begin = state.coefs, batch, None
     self._begin.compile_ahead(compiler, *begin)
-    begun = placed(self._begin.eval_shape(*begin), self._begun_places)
+    begun = with_places(self._begin.eval_shape(*begin), self._begun_places)
     given = Given(state.params, base, reference, begun)
-    sums = placed(self._zeros.eval_shape(given), self._sums_places)
+    sums = with_places(self._zeros.eval_shape(given), self._sums_places)
     if m < P:
       self._zeros.compile_ahead(compiler, given)
-    for slots in _likely(sizes, self._platform):
+    for slots in _sizes_compiled_ahead(sizes, self._platform):
       self._add.compile_ahead(compiler, given, None if m == P else sums, 0, 1, slots=slots)
     self._finish.compile_ahead(compiler, state, begun, sums, 0.0)
 
@@ -283,12 +288,12 @@ class Update:
 
 
 def sizes_of(batch: Batch, platform: str) -> list[int]:
-  """`slot_sizes` of the completions of a batch."""
+  """The numbers of slots that the completions of a batch can be computed in, ascending."""
   _, G, T = batch.completions_PGT.shape
   return slot_sizes(G, T, platform)
 
 
-def placed(shapes: Any, places: Any) -> Any:
+def with_places(shapes: Any, places: Any) -> Any:
   """Shapes with places, which are those of the arrays or of whole parts of the tree. None: any."""
   if places is None:
     return shapes
@@ -301,11 +306,11 @@ def placed(shapes: Any, places: Any) -> Any:
   return jax.tree.map(place, places, shapes, is_leaf=lambda x: x is None)
 
 
-def _slots(*args: Any, slots: int) -> int:
+def _slots_of_call(*args: Any, slots: int) -> int:
   return slots
 
 
-def _likely(sizes: list[int], platform: str) -> list[int]:
+def _sizes_compiled_ahead(sizes: list[int], platform: str) -> list[int]:
   """The sizes that are compiled before anybody knows which will occur, the largest first.
 
   Beside an accelerator, the cores of the host have nothing else to do. On a CPU they sample, and
@@ -314,6 +319,6 @@ def _likely(sizes: list[int], platform: str) -> list[int]:
   return [] if platform == "cpu" else sizes[::-1]
 
 
-def _in_order(found: Any, order_P: jax.Array) -> Any:
+def _in_batch_order(found: Any, order_P: jax.Array) -> Any:
   """The results of micro-batches as those of the batch."""
   return jax.tree.map(lambda x: joined(x)[jnp.argsort(order_P)], found)

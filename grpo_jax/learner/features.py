@@ -39,22 +39,26 @@ def completion_features(
   """
   P, G, T = batch.completions_PGT.shape
   length = batch.prompts_PS.shape[1] + T
-  batch = divisible(batch, config)
+  batch = pad_to_split_evenly(batch, config)
   S = batch.prompts_PS.shape[1]
+  # Scalings of rope depend on the longest text, so padding must not change it. But there must be an
+  # angle for each slot of a prompt, and padded prompts may have more slots than texts have tokens.
   config = dataclasses.replace(config, length=max(length, S))
   in_row, inputs, targets = row_slots(T, config.platform), None, None
   if batch.slots:
     inputs, targets = input_packing(batch, in_row), target_packing(batch)
-  groups = model.Groups(batch.prompt_lengths_P, S, G if T > 1 else 0, in_row, inputs)
+  # With T = 1, all targets are predicted at the prompt's last token, and no completion is computed.
+  computed = G if T > 1 else 0
+  groups = model.Groups(batch.prompt_lengths_P, S, computed, in_row, inputs)
 
-  tokens_PN = _join(batch.prompts_PS, batch.completions_PGT, in_row, inputs)
+  tokens_PN = _prompts_then_completions(batch.prompts_PS, batch.completions_PGT, in_row, inputs)
   routes, visual = _routes(batch, in_row, inputs, replays), batch.visual
   if batch.images is not None:
     visual = model.encode(params, config, batch.images, remat)
   hidden_PND, routing = model.group_features(
     params, config, tokens_PN, groups, routes, remat, visual=visual
   )
-  if config.context > 1:
+  if config.context > 1:  # no hidden state may move to another device
     return _first_in_place(hidden_PND, batch.prompt_lengths_P, G), routing
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
@@ -66,10 +70,20 @@ def completion_features(
   return jnp.concatenate([first_PG1D, rest], axis=2).reshape(P, G * T, D), routing
 
 
-def _join(
+def _prompts_then_completions(
   of_prompts: jax.Array, of_completions: jax.Array, in_row: int, inputs: model.Packing | None
 ) -> jax.Array:
-  """[P, S, ...] and [P, G, T, ...] -> [P, N, ...] of the tokens that the layers compute."""
+  """Joins arrays of tokens along the axis N of the tokens that the layers compute.
+
+  Args:
+    of_prompts: [P, S, ...].
+    of_completions: [P, G, T, ...].
+    in_row: The slots in which the layers compute a completion: its tokens after these are left out.
+    inputs: Where the tokens of completions lie when they are packed. None: in G rows.
+
+  Returns:
+    [P, N, ...]: the S slots of the prompt, then those of its completions.
+  """
   P, G, _, *rest = of_completions.shape
   in_rows = of_completions[:, :, :in_row].reshape(P, G * in_row, *rest)
   if inputs is not None:
@@ -78,20 +92,30 @@ def _join(
 
 
 def _routes(batch: Batch, in_row: int, inputs: model.Packing | None, replays: bool) -> model.Routes:
-  """Tells routers which tokens to count, and which experts the sampler's tokens went through."""
+  """Tells routers which tokens to count, and which experts the sampler's tokens went through.
+
+  Args:
+    batch: The batch.
+    in_row: The slots in which the layers compute a completion.
+    inputs: Where the tokens of completions lie when they are packed. None: in G rows.
+    replays: Tokens go through the experts that the sampler's tokens went through. False only
+      compares these with those that the routers choose.
+  """
   (_, S), T = batch.prompts_PS.shape, batch.completions_PGT.shape[2]
   learns_P = (batch.mask_PGT != 0).any((1, 2))
   is_prompt_PS = jnp.arange(S) < batch.prompt_lengths_P[:, None]
   # The last token of a row predicts nothing that is in the loss.
   predicts_PGT = jnp.arange(T) < lengths(batch.mask_PGT)[..., None] - 1
   counts_PGT = (batch.mask_PGT != 0) & predicts_PGT
-  counted_PN = _join(is_prompt_PS & learns_P[:, None], counts_PGT, in_row, inputs)
+  counted_PN = _prompts_then_completions(
+    is_prompt_PS & learns_P[:, None], counts_PGT, in_row, inputs
+  )
   if inputs is not None:
     # Free slots of the packing hold copies of other tokens, which are counted where they belong.
     counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
   if batch.experts_PGTY is None:
     return model.Routes(counted_PN)
-  given = _join(batch.prompt_experts_PSY, batch.experts_PGTY, in_row, inputs)
+  given = _prompts_then_completions(batch.prompt_experts_PSY, batch.experts_PGTY, in_row, inputs)
   # Statistics compare the experts of completions alone, though the sampler keeps a prompt's, too.
   of_completions_PN = counted_PN.at[:, :S].set(False)
   return model.Routes(counted_PN, given, of_completions_PN, replays)
@@ -107,7 +131,7 @@ def targets_of(batch: Batch, config: model.ModelConfig) -> model.Packing | None:
   """Where the tokens lie that are predicted. None means in rows of T."""
   if config.context > 1:
     in_row = row_slots(batch.completions_PGT.shape[2], config.platform)
-    return _targets_in_place(divisible(batch, config), in_row)
+    return _targets_in_place(pad_to_split_evenly(batch, config), in_row)
   return target_packing(batch) if batch.slots else None
 
 
@@ -145,7 +169,7 @@ def _shifted(
   return jnp.where((time_PW == 0)[..., None], last_P1D, rest_PWD)
 
 
-def divisible(batch: Batch, config: model.ModelConfig) -> Batch:
+def pad_to_split_evenly(batch: Batch, config: model.ModelConfig) -> Batch:
   """Pads the prompts, so that devices which share the tokens of a group have equally many each.
 
   The prompts get at least G slots, because `_first_in_place` uses the first G. Where each device

@@ -41,7 +41,7 @@ class PackedSegment(NamedTuple):
   """Micro-batches that follow each other and are computed in equally many slots.
 
   Attributes:
-    slots: `Batch.slots`.
+    slots: The slots of a group's completions in the stream. 0 means rows of T.
     first: The number of the first one.
     end: The number of the last one, plus 1.
   """

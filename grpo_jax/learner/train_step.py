@@ -95,7 +95,7 @@ class Begun(struct.PyTreeNode):
 
   Attributes:
     parts: Its micro-batches.
-    of_batch: `Objective.totals`.
+    of_batch: What its micro-batches share: the divisors of means and the coefficients.
     tokens: int32 scalar, how many tokens there are in the loss.
   """
 
@@ -109,8 +109,8 @@ class Given(NamedTuple):
 
   Attributes:
     params: The trained parameters.
-    base: As in `train_step`.
-    reference: As in `train_step`.
+    base: The frozen parameters that are joined with those that are trained, or None.
+    reference: All parameters of the reference policy, or None where the objective reads none.
     begun: The batch.
   """
 
@@ -151,7 +151,7 @@ def begin(coefs: Coefficients, batch: Batch, rule: UpdateRule) -> Begun:
 
 def no_gradients(given: Given, rule: UpdateRule) -> Sums:
   """The sums before the first micro-batch."""
-  loss, report = jax.eval_shape(_loss_of(given, rule), given.params, _part(given.begun, 0))
+  loss, report = jax.eval_shape(_loss_of(given, rule), given.params, _micro_batch(given.begun, 0))
   grads, loss, routing = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype), (given.params, loss, report.routing)
   )
@@ -180,7 +180,7 @@ def add_gradients(
     return Sums(grads, loss, report)
 
   if sums is None:
-    return part_sums(_part(begun, 0))
+    return part_sums(_micro_batch(begun, 0))
 
   def goes_on(loop: tuple[jax.Array, Sums]) -> jax.Array:
     i, _ = loop
@@ -188,7 +188,7 @@ def add_gradients(
 
   def add(loop: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
     i, before = loop
-    return i + 1, _added(before, part_sums(_part(begun, i)))
+    return i + 1, _add_sums(before, part_sums(_micro_batch(begun, i)))
 
   return jax.lax.while_loop(goes_on, add, (jnp.int32(segment.first), sums))[1]
 
@@ -208,8 +208,9 @@ def finish(
   tokens, batch = begun.tokens, begun.parts.batch
   grad_norm = optax.tree.norm(sums.grads)
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
-  next_state = _apply(state, sums, batch, rule)
-  next_state = _where(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
+  next_state = _apply_gradient(state, sums, batch, rule)
+  # Without tokens or with a gradient that is not finite, all but the number of the step stays.
+  next_state = _select(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
   measured = _metrics(sums, grad_norm, is_finite, tokens)
   kept, real = masked.count(batch.mask_PGT), jax.vmap(real_tokens)(batch).sum()
   measured["update/token_share"] = metrics.weighted(masked.divide(kept, tokens), tokens)
@@ -242,19 +243,21 @@ def _loss_of(
   return loss_of
 
 
-def _part(begun: Begun, number: jax.Array | int) -> Batch:
+def _micro_batch(begun: Begun, number: jax.Array | int) -> Batch:
+  """The micro-batch of this number."""
   return jax.tree.map(lambda x: x[number], begun.parts.batch)
 
 
-def _added(before: Sums, of_part: Sums) -> Sums:
-  """Both sums together."""
+def _add_sums(before: Sums, of_part: Sums) -> Sums:
+  """The sums with those of one more micro-batch."""
   own, new = ((x.grads, x.loss, x.report.routing) for x in (before, of_part))
   grads, loss, routing = jax.tree.map(jnp.add, own, new)
   merged = metrics.merge(before.report.metrics, of_part.report.metrics)
   return Sums(grads, loss, PartReport(merged, routing))
 
 
-def _apply(state: TrainState, sums: Sums, parts: Batch, rule: UpdateRule) -> TrainState:
+def _apply_gradient(state: TrainState, sums: Sums, parts: Batch, rule: UpdateRule) -> TrainState:
+  """The state after the optimizer's step, whatever the gradient is."""
   M, m, G, _ = parts.completions_PGT.shape
   updates, opt_state = rule.optimizer.update(sums.grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
@@ -266,7 +269,8 @@ def _apply(state: TrainState, sums: Sums, parts: Batch, rule: UpdateRule) -> Tra
   )
 
 
-def _where(condition: jax.Array, first: Any, second: Any) -> Any:
+def _select(condition: jax.Array, first: Any, second: Any) -> Any:
+  """The first tree where the condition holds, else the second."""
   return jax.tree.map(lambda x, y: jnp.where(condition, x, y), first, second)
 
 

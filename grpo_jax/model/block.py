@@ -63,6 +63,7 @@ class Block(nn.Module):
     x_BTD = added(x_BTD, "attention_post_norm", mixed_BTD)
     normed_BTD = norm("mlp_norm", x_BTD, c.pre_norms)
     mlp = MLPS[self.kind.mlp](c, name=self.kind.mlp)
+    # Routers and experts of some families read the stream itself, through norms of their own.
     out_BTD, routed = mlp(normed_BTD, routes, x_BTD)
     x_BTD = added(x_BTD, "mlp_post_norm", out_BTD)
     if c.per_layer_dim:

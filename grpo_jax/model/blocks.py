@@ -127,7 +127,7 @@ def _apply_segment(
   for number, name in enumerate(segment.names, segment.first):
     kinds[name] = config.kind(number)
     stacks[name] = _stack(params, config, segment, number, shared)
-  unrolls = _unrolls(config, segment)
+  unrolls = _unrolls(config, segment)  # where a loop would copy weights and activations
   apply = functools.partial(apply_layer, config, shared)
   if remat:
     policy = getattr(jax.checkpoint_policies, remat)
@@ -144,9 +144,12 @@ def _apply_segment(
       for name, layer in layers.items():
         params_of_layer = in_stacks(config, layer.params, stacks[name].params, place)
         layers[name] = layer._replace(params=params_of_layer)
+    # A loop copies the weights of its layers. That is little beside an update, and much beside the
+    # few tokens that are decoded with a cache.
     if shared.cache or segment.count == 1 or not _loops_over_runs(config):
       return apply_in_turn(apply, kinds, layers, state)
     outputs: LayerOutputs = {}
+    # A run is layers of one kind that follow each other in the pattern.
     for _, names in itertools.groupby(kinds, kinds.get):
       run = {name: kinds[name] for name in names}
       state, of_run = _apply_run(apply, run, layers, state)
@@ -205,7 +208,7 @@ def _unrolls(config: ModelConfig, segment: Segment) -> bool:
 
 
 def _loops_over_runs(config: ModelConfig) -> bool:
-  """Whether equal layers that follow each other in a pattern are a loop within the pattern's.
+  """Whether a run, equal layers that follow each other in a pattern, is a loop in the pattern's.
 
   Of four layers of Qwen3.5, three follow each other: as a loop, the TPU compiler takes a fifth less
   time for an update (experiments/LOG.md, 2026-11-25). Their weights are copied for the loop, so not
@@ -220,7 +223,7 @@ def _apply_run(
   layers: Mapping[str, LayerInputs],
   state: State,
 ) -> tuple[State, LayerOutputs]:
-  """`apply_in_turn` of equal layers, without a cache. Several of them are a loop of XLA."""
+  """Applies a run: equal layers that follow each other, without a cache. Several are a loop."""
   if len(kinds) == 1:
     return apply_in_turn(apply, kinds, layers, state)
   first, kind = next(iter(kinds.items()))

@@ -95,9 +95,9 @@ def ring_slots(config: ModelConfig, window: int, slots: int, rewind: int | None)
 
   Args:
     config: The model.
-    window: As in `LayerKind`.
-    slots: `Cache.slots`.
-    rewind: `Cache.rewind`.
+    window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
+    slots: The most own tokens that a row may have.
+    rewind: The most slots by which a row's tokens are moved. None means any number.
   """
   if not window or rewind is None:
     return slots
@@ -123,7 +123,7 @@ def empty_cache(
     prefix: The prompts, as `as_prefix` returns them.
     group_size: G, the rows of each prompt.
     slots: The most own tokens that a row may have.
-    rewind: As in `Cache`.
+    rewind: The most slots by which a row's tokens are moved. None means any number.
   """
   P = prefix.lengths_P.shape[0]
   has_heads = any(keys.shape[2] > 1 for keys in prefix.keys.values())

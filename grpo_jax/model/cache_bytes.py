@@ -29,8 +29,8 @@ def cache_bytes(
   Args:
     config: The model. The axis `tensor` of its mesh splits heads, where it divides them.
     prompt_slots: S.
-    slots: As in `Cache`.
-    rewind: As in `Cache`.
+    slots: The most own tokens that a row may have.
+    rewind: The most slots by which a row's tokens are moved. None means any number.
   """
   item = jnp.dtype(config.dtype).itemsize
   place = row = 0.0

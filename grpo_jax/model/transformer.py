@@ -51,7 +51,10 @@ class _Parts(nn.Module):
       self.head = Head(c, c.vocab_size)
 
   def __call__(self) -> None:
-    """Makes the parameters, for which the parts are called one by one. `_hidden` connects them."""
+    """Makes the parameters: calls each part once on a token of zeros, so that Flax creates them.
+
+    `_hidden` connects the parts to a pass.
+    """
     c = self.config
     x_11D, token_11 = jnp.zeros((1, 1, c.embed_dim), c.dtype), jnp.zeros((1, 1), jnp.int32)
     self.embed(token_11)
@@ -60,10 +63,15 @@ class _Parts(nn.Module):
     per_layer_L11N = self.per_layer(token_11, x_11D) if c.per_layer_dim else None
     for number, layer in enumerate(self.layers):
       kind = c.kind(number)
-      rope = rope_lib.angles(token_11, c.rotary_dim or kind.head_dim, c.rope_theta, None, 1, False)
+      rotated = c.rotary_dim or kind.head_dim
+      rope = rope_lib.angles(
+        token_11, rotated, theta=c.rope_theta, scaling=None, length=1, table=False
+      )
+      # A layer that borrows the keys and values of another one needs some to be called with.
       borrowed_11KE = jnp.zeros((1, 1, kind.num_kv_heads, kind.head_dim), c.dtype)
-      memory = LayerMemory((borrowed_11KE, borrowed_11KE))
-      seen = Seen(rope, attend(0, memory), recur, keys=kind.keys)
+      memory = LayerMemory(stack=(borrowed_11KE, borrowed_11KE))
+      no_window = 0
+      seen = Seen(rope, attend(no_window, memory), recur, keys=kind.keys)
       per_layer_11N = None if per_layer_L11N is None else per_layer_L11N[number]
       layer(x_11D, Routes(), seen, per_layer_11N)
     self.final_norm(x_11D)
@@ -299,7 +307,14 @@ def forward(
 ) -> tuple[jax.Array, Cache]:
   """Logits [B, T, V] (float32) of the token that follows each token, and the updated cache.
 
-  The arguments are those of `features`.
+  Args:
+    params: The parameters, with or without adapters.
+    config: The model.
+    tokens_BT: int32.
+    positions_BT: int32, the position of each token in its text.
+    cache: Earlier tokens of the rows, with free slots for these, or None.
+    lengths_B: int32, how many of the T tokens each row has. None means all.
+    visual: The visual tokens that take the place of the first tokens of each row, or None.
   """
   arguments = tokens_BT, positions_BT, cache, lengths_B
   hidden_BTD, cache = features(params, config, *arguments, visual=visual)

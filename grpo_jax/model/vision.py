@@ -31,7 +31,10 @@ class TowerParts(nn.Module):
     self.levels = [tower.level(c) for _ in c.vision.level_layers]
 
   def __call__(self) -> None:
-    """Makes the parameters, for which the parts are called one by one. `encode` connects them."""
+    """Makes the parameters: calls each part once on zeros, so that Flax creates them.
+
+    `encode` connects the parts to a pass.
+    """
     v = self.config.vision
     side = v.merge
     places_1N2 = jnp.asarray(np.stack(np.indices((side, side)), -1).reshape(1, -1, 2))
@@ -77,7 +80,11 @@ def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") ->
 def _levels(
   tower: Any, config: ModelConfig, patches_BNC: jax.Array, places_BN2: jax.Array, remat: str
 ) -> list[jax.Array]:
-  """The visual tokens [B, M, D] of all pictures: those of the last layer, then further levels."""
+  """The visual tokens [B, M, D] of all pictures: those of the last layer, then further levels.
+
+  A level is made of the output of an earlier layer of the tower. The decoder adds it to the tokens
+  after one of its first layers (DeepStack, 2406.04334).
+  """
   v, parts = config.vision, TowerParts(config).bind({"params": tower})
   x_BNW = parts.embed(patches_BNC, places_BN2)
   apply_layer = _layer(config, places_BN2, remat)

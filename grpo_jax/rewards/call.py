@@ -107,7 +107,7 @@ async def call_async(
 
   Raises:
     TimeoutError: It has not returned after `timeout` seconds.
-    RewardError: As in `call_here`.
+    RewardError: It raised something, or returned something else than rewards.
   """
   log = CallLog(len(columns["completions"]))
   with failing_as_reward_error(name):

@@ -54,7 +54,7 @@ class Completer:
     """Completes prompts.
 
     Args:
-      player: Makes a player. Its arguments are those of `player`.
+      player: (feed, prompts, changes=...) -> a player, for `Completer.player`.
       decode_text: Makes a text from token ids.
       at_once: The most prompts in flight. 0 means all.
     """
@@ -101,7 +101,13 @@ class Completer:
   def __call__(
     self, params: Any, prompts: PromptBatch, key: jax.Array, temperature: float = 1.0
   ) -> Rollouts:
-    """Completes each prompt of a batch, and waits for all. The arguments are those of `parts`.
+    """Completes each prompt of a batch, and waits for all.
+
+    Args:
+      params: The policy, as `Parameters.for_sampling` returns it.
+      prompts: P prompts, whose numbers are 0 to P - 1.
+      key: The root of the random numbers.
+      temperature: The temperature of all prompts. Greedy rollouts ignore it.
 
     Returns:
       The rollouts in the order of the prompts, with texts for the prompts that this process scores.

@@ -197,7 +197,7 @@ class Talk:
 
   def _begin_questions(self, rows: Sequence[StoppedRow]) -> None:
     for row in rows:
-      asked = self._asked(row)
+      asked = self._requests_of_turn(row)
       outcomes = self._talkers.runner.start(asked.requests)
       self._questions[row.prompt, row.member] = _Question(asked, outcomes, time.monotonic())
 
@@ -208,10 +208,12 @@ class Talk:
       question = self._questions.pop(at)
       asked = question.asked
       answer = self._answer(asked, question.outcomes.result())
-      news, ids = self._news(asked, answer)
+      news, ids = self._turns_and_reply(asked, answer)
       if ids is None and asked.methods is not None and not (answer.has_ended or answer.problem):
         # There is no room for the answers of the methods, so their environment gives its reward.
-        asked = asked._replace(requests=[self._of_methods(asked.row, [], True)], is_last=True)
+        asked = asked._replace(
+          requests=[self._request_of_methods(asked.row, [], True)], is_last=True
+        )
         outcomes = self._talkers.runner.start(asked.requests)
         self._questions[at] = _Question(asked, outcomes, time.monotonic())
         continue
@@ -229,7 +231,7 @@ class Talk:
         self._problem_of(outcome)
     self._closing = [one for one in self._closing if not any(one is ended for ended in closing)]
 
-  def _asked(self, row: StoppedRow) -> _Asked:
+  def _requests_of_turn(self, row: StoppedRow) -> _Asked:
     """The turn that a row has written, with the requests for its answer."""
     conversation = self._conversation(row)
     tokens = row.tokens[conversation.tokens :]
@@ -250,7 +252,7 @@ class Talk:
       requests = [one for one in made if one["tool"] not in (methods or ())]
       if methods is not None:
         own = [one for one in made if one["tool"] in methods]
-        requests.append(self._of_methods(row, own, is_last or not calls))
+        requests.append(self._request_of_methods(row, own, is_last or not calls))
       return _Asked(row, text, content if calls else text, calls, requests, is_last, methods)
     is_first = index not in self._states
     if self._talkers.environments.parts.of_task(task) is None:
@@ -266,8 +268,14 @@ class Talk:
     }
     return _Asked(row, text, text, [], [request], is_last)
 
-  def _of_methods(self, row: StoppedRow, calls: list[Request], is_last: bool) -> Request:
-    """A request that an environment calls its methods, or gives its reward at the end."""
+  def _request_of_methods(self, row: StoppedRow, calls: list[Request], is_last: bool) -> Request:
+    """A request that an environment calls its methods, or gives its reward at the end.
+
+    Args:
+      row: The row that has written the turn.
+      calls: The calls of methods, as {"tool": ..., "arguments": ...}.
+      is_last: Whether the policy writes no other turn.
+    """
     index, example = (row.prompt, row.member), self._example(row.prompt)
     is_first = index not in self._states
     return {
@@ -305,7 +313,7 @@ class Talk:
     text = self._talkers.decode_calls(tokens)
     parsed = self._talkers.environments.format.parse(text, list(schemas.values()))
     for number, call in enumerate(parsed.calls, before):
-      problem, arguments = _checked(call, schemas)
+      problem, arguments = _checked_arguments(call, schemas)
       if not problem and number >= self._settings.max_calls:
         problem = f"no more than {self._settings.max_calls} calls are allowed"
       calls.append(_Called(call.name, problem, call_id(number), arguments))
@@ -320,11 +328,11 @@ class Talk:
       return self._answer_of_methods(one, one.methods, outcomes)
     if one.calls and one.is_last:
       return _Answer([])
-    if one.calls and (gone := _first_gone(outcomes)):
+    if one.calls and (gone := _first_without_server(outcomes)):
       problem, kind = self._problem_of(gone)
       return _Answer([], problem=problem, kind=kind)
     if one.calls:
-      return _of_tools(one.calls, iter(outcomes))
+      return _answer_of_tools(one.calls, iter(outcomes))
     if not outcomes:
       return _Answer([])
     (outcome,) = outcomes
@@ -337,8 +345,9 @@ class Talk:
   def _answer_of_methods(
     self, one: _Asked, methods: Collection[str], outcomes: Sequence[Outcome]
   ) -> _Answer:
+    """The answer of an environment whose methods are tools, and of the other tools of the turn."""
     *of_tools, found = outcomes
-    problem, kind = self._problem_of(_first_gone(of_tools) or found)
+    problem, kind = self._problem_of(_first_without_server(of_tools) or found)
     if problem:
       return _Answer([], problem=problem, kind=kind)
     if found["done"]:
@@ -347,9 +356,9 @@ class Talk:
     self._states[one.row.prompt, one.row.member] = found["state"]
     tools, own = iter(of_tools), iter(found["contents"])
     made = [next(own if call.name in methods else tools) for call in one.calls if not call.problem]
-    return _of_tools(one.calls, iter(made))
+    return _answer_of_tools(one.calls, iter(made))
 
-  def _news(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
+  def _turns_and_reply(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
     """(the turn with the messages that answer it, the tokens of these). None for no tokens."""
     row, end = one.row, len(one.row.tokens)
     start, called = self._conversation(row).tokens, _as_fields(one)
@@ -408,7 +417,7 @@ def _as_fields(one: _Asked) -> dict[str, Any] | None:
   return {"content": one.content, "tool_calls": tool_calls(given)}
 
 
-def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
+def _checked_arguments(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
   """(the error in a call or "", its arguments)."""
   try:
     arguments = json.loads(call.arguments)
@@ -419,12 +428,12 @@ def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
   return check_arguments(schemas[call.name], arguments), arguments
 
 
-def _first_gone(outcomes: Sequence[Outcome]) -> Outcome | None:
+def _first_without_server(outcomes: Sequence[Outcome]) -> Outcome | None:
   """The outcome of the first tool whose server is gone, or None."""
   return next((outcome for outcome in outcomes if "error" in outcome), None)
 
 
-def _of_tools(calls: Sequence[_Called], outcomes: Iterator[Outcome]) -> _Answer:
+def _answer_of_tools(calls: Sequence[_Called], outcomes: Iterator[Outcome]) -> _Answer:
   """The answer of tools: one message for each call.
 
   Args:

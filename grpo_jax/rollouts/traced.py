@@ -93,8 +93,10 @@ class Harness:
       traces = endpoint.recorder.take(f"{p}/{g}")
       found, left_out = branches_of(traces, self._run.config.environment.branches)
       played[p, g] = _Played(traces, found, outcome, left_out)
-    asked = self._asked(played, prompts)
-    rows = {at: self._rows(one, int(asked.lengths_P[at[0]])) for at, one in played.items()}
+    asked = self._prompts_of_groups(played, prompts)
+    rows = {
+      at: self._rows_of_rollout(one, int(asked.lengths_P[at[0]])) for at, one in played.items()
+    }
     turns_PG = np.empty(shape, object)
     for at, one in played.items():
       lost = sum(sum(branch.sampled) for branch in one.branches)
@@ -102,7 +104,7 @@ class Harness:
       turns_PG[at] = self._conversation(rows[at][0], one)._replace(lost_tokens=lost)
     self._warn(turns_PG, [*played.values()])
     self._warn_of_prompts(turns_PG, played, asked)
-    branches = self._as_rows(rows, played, turns_PG)
+    branches = self._branches_as_rows(rows, played, turns_PG)
     texts_PG = np.vectorize(lambda one: one.last, otypes=[object])
     return Rollouts(
       jax.tree.map(lambda x: x[:, :members], branches.completions),
@@ -112,7 +114,7 @@ class Harness:
       asked,
     )
 
-  def _asked(
+  def _prompts_of_groups(
     self, played: Mapping[tuple[int, int], "_Played"], prompts: PromptBatch
   ) -> HarnessPrompts:
     """The prompt of each group. A group whose policy was never asked has the prompt of the data."""
@@ -136,11 +138,11 @@ class Harness:
       found.prompts_PS[p, : len(ids)], found.lengths_P[p] = ids, len(ids)
     return found
 
-  def _rows(self, played: "_Played", start: int) -> list[Branch]:
+  def _rows_of_rollout(self, played: "_Played", start: int) -> list[Branch]:
     """The branches of a rollout after the prompt of its group, which has `start` tokens."""
     return [branch.after(start, self._run.config.sampling.max_tokens) for branch in played.branches]
 
-  def _as_rows(
+  def _branches_as_rows(
     self,
     found: Mapping[tuple[int, int], Sequence[Branch]],
     played: Mapping[tuple[int, int], "_Played"],

@@ -27,7 +27,8 @@ from grpo_jax.types import Batch, Images, TrainState, Visual
 
 # While a TPU decodes without its kernel, it keeps what is held of prompts in a second order.
 _PROMPT_COPIES_ON_TPU = 2.0
-_GROWN = 0.5  # of the keys and values of rows, beside which they lie before their slots double
+# While the slots of rows double, the keys and values in the old half lie beside the new ones.
+_OLD_SLOTS_SHARE = 0.5
 # A sampler may hold logits and tempered ones, and with filters filtered ones and their weights.
 _LOGITS_COPIES, _LOGITS_COPIES_OF_FILTERS = 2, 4
 # A chunk in an update has logits and their gradient. A CPU also writes weights and theirs.
@@ -157,14 +158,19 @@ def sampler_bytes(
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
   dtype, cache_dtype = config.sampling.dtype or shape.dtype, config.sampling.cache_dtype
   shape = dataclasses.replace(shape, dtype=dtype, cache_dtype=cache_dtype)
-  slots, rewind = sizes_up_to(T, model.slots_step(shape))[-1], most_rewound(longest_chunk(T))
+  slots = sizes_up_to(T, model.slots_step(shape))[-1]
+  # A row that goes on may be moved back by so many slots, which layers with a window keep besides.
+  rewind = most_rewound(longest_chunk(T))
+  # `place` is what a place for a prompt holds, and `row` what a row holds besides.
   cache = model.cache_bytes(shape, S, slots, rewind)
+  # With the kernel, slots come in larger steps than 1. Without it, a TPU orders the cache anew.
   is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
-  of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _GROWN) if is_copied else (1.0, 0.0)
+  of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _OLD_SLOTS_SHARE) if is_copied else (1.0, 0.0)
   copies = _LOGITS_COPIES_OF_FILTERS if changes_draws(config.sampling) else _LOGITS_COPIES
   logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
   rows = config.sampling.rows if rows is None else rows
   calls = sampler_calls(config) if call is None else [call]
+  # The seats that a call begins with are the most: rows only ever move into fewer.
   grids = [first_grid(*call, rows, shape.row_shards) for call in calls]
   of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
   sizes = [
@@ -209,7 +215,18 @@ def visual_of(
   prompts: int,
   most: tuple[int, int] | None = None,
 ) -> Visual | None:
-  """The shapes of what a vision tower makes of `images_of`."""
+  """The shapes of the visual tokens that a vision tower makes of the most images of prompts.
+
+  Args:
+    config: The config of the run.
+    shape: The model.
+    params: The shapes of all its parameters.
+    prompts: How many prompts.
+    most: `PromptSet.most_images`. None if that is not known.
+
+  Returns:
+    The shapes. None where prompts have no images.
+  """
   images = images_of(config, shape, prompts, most)
   if images is None:
     return None
@@ -222,7 +239,7 @@ def visual_bytes(
 ) -> float:
   """The bytes of a batch's visual tokens on one device. 0 without a vision tower that is frozen.
 
-  The arguments are those of `visual_of`.
+  `params` are the shapes of all parameters, and `most` is `PromptSet.most_images` or None.
   """
   if not shape.has_frozen_tower:
     return 0.0
@@ -258,7 +275,7 @@ def activation_bytes(
 
   With an axis `context`, it has a part of their tokens.
 
-  The arguments are those of `visual_of`.
+  `params` are the shapes of all parameters, and `most` is `PromptSet.most_images` or None.
   """
   split = shape.rows.mesh.shape["tensor"]
   everything = _kept_bytes(config, shape, params, split, "", most)

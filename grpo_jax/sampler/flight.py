@@ -100,7 +100,7 @@ def on_each_shard(
   """function(flight, *arrays), where each shard of the mesh sees its own rows alone."""
   rows = config.rows
   if config.row_shards == 1:
-    return placed(config, function(flight, *arrays))
+    return constrain_flight(config, function(flight, *arrays))
   of_flight = _specs(config, flight)
   in_specs = (of_flight, *[PartitionSpec(*rows.spec)] * len(arrays))
   return jax.shard_map(
@@ -149,15 +149,15 @@ def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
   )
 
 
-def placed(config: model.ModelConfig, flight: Flight) -> Flight:
-  """The Flight with its arrays in their places, so that no program is compiled for other ones."""
+def constrain_flight(config: model.ModelConfig, flight: Flight) -> Flight:
+  """Fixes the shardings of a Flight's arrays, so that no program is compiled for other ones."""
   if config.rows is None:
     return flight
-  return jax.lax.with_sharding_constraint(flight, places(config, flight))
+  return jax.lax.with_sharding_constraint(flight, flight_shardings(config, flight))
 
 
-def places(config: model.ModelConfig, flight: Flight) -> Flight:
-  """Where the arrays of a Flight lie on the mesh."""
+def flight_shardings(config: model.ModelConfig, flight: Flight) -> Flight:
+  """The shardings of a Flight's arrays on the mesh."""
   return jax.tree.map(
     lambda spec: NamedSharding(config.rows.mesh, spec),
     _specs(config, flight),
@@ -165,8 +165,8 @@ def places(config: model.ModelConfig, flight: Flight) -> Flight:
   )
 
 
-def rows_placed(config: model.ModelConfig, x: jax.Array) -> jax.Array:
-  """An array [R, ...] in its place."""
+def constrain_rows(config: model.ModelConfig, x: jax.Array) -> jax.Array:
+  """Fixes the sharding of an array [R, ...]: its rows are split over the shards."""
   rows = config.rows
   return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 

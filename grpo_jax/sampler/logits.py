@@ -150,7 +150,7 @@ def _sums_of_weights(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
     return _sums(jnp.exp(logits_BV - largest_B[:, None]))
 
   # The compiler for TPUs writes the weights before it adds them in windows. Along an axis, it adds
-  # them while it computes them, if `_rows_fastest`.
+  # them while it computes them, if `_with_rows_varying_fastest`.
   return jax.lax.platform_dependent(logits_BV, largest_B, tpu=sums_by_axis, default=by_window)
 
 
@@ -160,7 +160,7 @@ def sums_by_axis(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
   return jnp.exp(by_node - largest_B[:, None, None]).sum(-1)
 
 
-def _rows_fastest(x_BV: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+def _with_rows_varying_fastest(x_BV: jax.Array, sharding: NamedSharding | None) -> jax.Array:
   """Fixes the order in the memory of a TPU, which pads the axis that varies fastest to 128.
 
   With the rows there, BRANCH neighbours of the vocabulary are a bitcast away. If XLA may choose, it
@@ -213,10 +213,10 @@ def sample_token(
 
   Args:
     logits_BV: float32.
-    uniforms_BN: As in `draw`.
+    uniforms_BN: Uniform numbers in [0, 1), N = draws_per_token(V).
     settings: Temperature and filters of each row, as arrays [B].
     is_barred_BV: Tokens that a row may not draw now, or None.
-    sharding: `Decoding.sharding`.
+    sharding: The sharding of the rows on a mesh of several devices. None on one device.
     bias_BV: Added to the logits before the draw, or None.
 
   Returns:
@@ -226,7 +226,7 @@ def sample_token(
     second is 0, because the choice is certain.
   """
   is_greedy_B = settings.temperature == 0
-  logits_BV = _rows_fastest(logits_BV, sharding)
+  logits_BV = _with_rows_varying_fastest(logits_BV, sharding)
   divisor_B1 = jnp.where(is_greedy_B, 1, settings.temperature)[:, None]
   tempered_BV = logits_BV / divisor_B1
   kept_BV = tempered_BV
@@ -238,7 +238,7 @@ def sample_token(
   drawn_B, log_total_B = draw(kept_BV, uniforms_BN)
 
   def with_likeliest() -> jax.Array:  # `filtered` keeps the likeliest token
-    return jnp.where(is_greedy_B, _rows_fastest(kept_BV, sharding).argmax(-1), drawn_B)
+    return jnp.where(is_greedy_B, _with_rows_varying_fastest(kept_BV, sharding).argmax(-1), drawn_B)
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
   logprobs_B = behavior_B = _of_token(kept_BV, tokens_B) - log_total_B

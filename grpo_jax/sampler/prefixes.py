@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.sampler.flight import Flight, Prompts, everywhere, placed
+from grpo_jax.sampler.flight import Flight, Prompts, constrain_flight, everywhere
 from grpo_jax.sampler.logits import likeliest
 from grpo_jax.sampler.programs import FlightPrograms, Prefilled
 
@@ -181,7 +181,7 @@ class PrefixPrograms(FlightPrograms):
       last_ND=flight.last_ND.at[places_n].set(last_nD, mode="drop"),
       next_N=next_N,
     )
-    return placed(self._config, flight)
+    return constrain_flight(self._config, flight)
 
   def _keep(self, flight: Flight, kept: model.Prefix, ended: EndedRows) -> model.Prefix:
     rows_n, own_n, texts_n = map(jnp.asarray, ended)
@@ -197,4 +197,4 @@ class PrefixPrograms(FlightPrograms):
   def _as_prompts_lie(self, flight: Flight, kept: model.Prefix) -> model.Prefix:
     """Texts placed on the mesh as the prompts of the flight are."""
     flight = flight.replace(cache=flight.cache.replace(prefix=kept))
-    return placed(self._config, flight).cache.prefix
+    return constrain_flight(self._config, flight).cache.prefix

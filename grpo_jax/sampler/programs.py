@@ -16,11 +16,11 @@ from grpo_jax.sampler.flight import (
   NewRows,
   Prompts,
   Resumed,
+  constrain_flight,
+  constrain_rows,
   everywhere,
+  flight_shardings,
   on_each_shard,
-  placed,
-  places,
-  rows_placed,
   shard_grid,
 )
 from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token
@@ -64,7 +64,7 @@ class Prefilled(NamedTuple):
   Attributes:
     prefix: The keys and values, or states, of the prompts' tokens in all layers.
     last_nD: The features of their last tokens.
-    next_n: `Flight.next_N` of them.
+    next_n: int32, the position of the first token after each prompt, or None (see `Flight.next_N`).
     experts_nSY: The experts of their tokens with `keeps_experts`, otherwise None.
     hidden_nTD: The features of the tokens after those that all prompts share.
   """
@@ -119,8 +119,8 @@ class FlightPrograms:
   def arrive(self) -> Jitted:
     """(flight, params, Prompts, places_n) -> (Flight, experts): computes prompts for n places.
 
-    The experts are those of `begin`. A place past the last is left out. The prompts may be padded
-    to fewer tokens than a place has slots for.
+    The experts [n, S, Y] are those of the prompts' tokens, or None. A place past the last is left
+    out. The prompts may be padded to fewer tokens than a place has slots for.
     """
     return Jitted(self._arrive, donate_argnums=0)
 
@@ -131,7 +131,10 @@ class FlightPrograms:
 
   @functools.cached_property
   def move(self) -> Any:
-    """(flight, rows_NQ, places_N) -> Flight: rows take new seats (see `seats.Move`)."""
+    """(flight, rows_NQ, places_N) -> Flight: rows take new seats.
+
+    rows_NQ are the old seats of the new ones, and places_N the old places of the prompts.
+    """
     return jax.jit(self._move)
 
   @functools.cached_property
@@ -179,7 +182,7 @@ class FlightPrograms:
     return jax.tree.map(
       lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
       flight,
-      places(self._config, flight),
+      flight_shardings(self._config, flight),
     )
 
   def no_experts(self, *shape: int) -> np.ndarray | None:
@@ -226,7 +229,7 @@ class FlightPrograms:
     if prompts.images is None:
       return None
     if isinstance(prompts.images, Visual):
-      return jax.tree.map(functools.partial(rows_placed, self._config), prompts.images)
+      return jax.tree.map(functools.partial(constrain_rows, self._config), prompts.images)
     n, I, N, _ = prompts.images.patches_PINC.shape
     # The tower encodes a part of the prompts at a time, so that its activations fit the memory. The
     # parts are of equal size, as few as hold at most _MOST_PATCHES patches on each device.
@@ -237,11 +240,11 @@ class FlightPrograms:
 
     def split(x: Any) -> jax.Array:
       """[parts, n / parts, ...], where each device has its share of every part."""
-      x = rows_placed(self._config, jnp.asarray(x))
+      x = constrain_rows(self._config, jnp.asarray(x))
       return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 
     def join(x: jax.Array) -> jax.Array:
-      return rows_placed(self._config, x.swapaxes(0, 1).reshape(n, *x.shape[2:]))
+      return constrain_rows(self._config, x.swapaxes(0, 1).reshape(n, *x.shape[2:]))
 
     encode = functools.partial(model.encode, params, self._config)
     return jax.tree.map(join, jax.lax.map(encode, jax.tree.map(split, prompts.images)))
@@ -274,7 +277,7 @@ class FlightPrograms:
     shaped = self._shaped(prompts.tokens_nS.shape[1])
     rewind = most_rewound(self.columns)
     cache = model.empty_cache(shaped, prefix, grid.seats, slots, rewind)
-    return placed(self._config, Flight(cache, last_nD, rows, next_n)), made.experts_nSY
+    return constrain_flight(self._config, Flight(cache, last_nD, rows, next_n)), made.experts_nSY
 
   def _arrive(
     self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array
@@ -290,7 +293,9 @@ class FlightPrograms:
     if next_N is not None:
       next_N = next_N.at[places_n].set(made.next_n, mode="drop")
     cache = flight.cache.replace(prefix=prefix)
-    return placed(self._config, flight.replace(cache=cache, last_ND=last_ND, next_N=next_N))
+    return constrain_flight(
+      self._config, flight.replace(cache=cache, last_ND=last_ND, next_N=next_N)
+    )
 
   def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
     def copy(flight: Flight, from_N: jax.Array) -> Flight:
@@ -342,7 +347,7 @@ class FlightPrograms:
 
   def _grow(self, flight: Flight, slots: int) -> Flight:
     cache = model.with_slots(self._config, flight.cache, slots)
-    return placed(self._config, flight.replace(cache=cache))
+    return constrain_flight(self._config, flight.replace(cache=cache))
 
   def _chunk(
     self,
@@ -357,7 +362,7 @@ class FlightPrograms:
     cache, rows, (N, Q) = flight.cache, flight.rows, flight.grid
     config = self._shaped(cache.prefix.slots)
     T, V = self.decoding.max_tokens, config.vocab_size
-    new = jax.tree.map(lambda x: rows_placed(self._config, jnp.asarray(x)), new)
+    new = jax.tree.map(lambda x: constrain_rows(self._config, jnp.asarray(x)), new)
     is_new_R = new.is_new_R
 
     def with_new(uniforms_RTU: jax.Array) -> jax.Array:
@@ -369,14 +374,14 @@ class FlightPrograms:
     rows = Rows(
       token_R=rows.token_R,
       drawn_R=jnp.where(is_new_R, 0, rows.drawn_R),
-      goes_on_R=rows_placed(self._config, goes_on_R),
+      goes_on_R=constrain_rows(self._config, goes_on_R),
       settings=jax.tree.map(
         lambda own_R, old_R: jnp.where(is_new_R, own_R, old_R), new.settings, rows.settings
       ),
       uniforms_RTU=uniforms_RTU,
       idle_R=jnp.where(is_new_R, 0, rows.idle_R),
       given_RT=jnp.where(is_new_R[:, None], -1, rows.given_RT),
-      extras=jax.tree.map(lambda x: rows_placed(self._config, jnp.asarray(x)), extras),
+      extras=jax.tree.map(lambda x: constrain_rows(self._config, jnp.asarray(x)), extras),
     )
     next_N = cache.prefix.lengths_P if flight.next_N is None else flight.next_N
     next_R = jnp.repeat(next_N, Q)
@@ -404,7 +409,7 @@ class FlightPrograms:
       drawn = drawn.replace(experts_RNY=kept.experts_RNY)
     seen = everywhere(self._config, (drawn, rows.goes_on_R))
     flight = Flight(cache, flight.last_ND, rows.replace(extras=None), flight.next_N)
-    return placed(self._config, flight), *seen
+    return constrain_flight(self._config, flight), *seen
 
   def _nothing_kept(self, rows: Rows) -> "KeptExperts | None":
     """Before the first round of a chunk. None without `keeps_experts`."""
@@ -413,7 +418,7 @@ class FlightPrograms:
       return None
     shape = (len(rows.token_R), self.columns, config.experts_in_all)
     return KeptExperts(
-      jnp.int32(1), rows_placed(self._config, jnp.zeros(shape, config.experts_dtype))
+      jnp.int32(1), constrain_rows(self._config, jnp.zeros(shape, config.experts_dtype))
     )
 
   def _shaped(self, prompt_slots: int) -> model.ModelConfig:

@@ -56,7 +56,7 @@ class Draws(NamedTuple):
     key: The root of the random numbers.
     settings: Temperature, filters and limits: numbers, or arrays that broadcast to [P, G].
     first_prompt: The number of the first prompt.
-    end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
+    end: Finds how many tokens a row keeps where a text ends it. None: no text ends rows.
     reply: Says how rows that have ended go on: with the tokens of an environment, for example. It
       is asked between two chunks, for all rows at once that have just ended. A row whose reply
       leaves no room for another token has ended. None means that none goes on.
@@ -112,7 +112,7 @@ class Sampler:
     Args:
       prompts: A multiple of the mesh's row shards.
       members: G.
-      in_order: See `Pace`.
+      in_order: Whether free seats go to the oldest groups first, because others will follow.
     """
     shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
     grid = seats_lib.first_grid(prompts, members, self._rows(prompts, members), shards)
@@ -146,7 +146,7 @@ class Sampler:
       members: G, of each group.
       end: Ends rows at texts, or None.
       keeps_versions: Whether completions have the version of the weights of each token.
-      in_order: See `Pace`.
+      in_order: Whether free seats go to the oldest groups first, because others will follow.
     """
     pace = self.pace(prompts, members, in_order)
     return Stream(self.programs, feed, pace, members, end, keeps_versions, self._guide)

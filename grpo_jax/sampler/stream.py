@@ -121,7 +121,7 @@ class Stream:
       feed: The weights of each chunk.
       pace: How rows are decoded.
       members: G, of every group.
-      end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
+      end: Finds how many tokens a row keeps where a text ends it. None: no text ends rows.
       keeps_versions: Whether completions have the version of the weights of each token.
       guide: Makes what says which tokens a new row may draw, or None. No row may pause then.
     """
@@ -134,9 +134,12 @@ class Stream:
   def _forget(self) -> None:
     """Drops all groups and their arrays."""
     members = self._members
+    # Who sits where, and which rows and prompts wait.
     self._seats = seats_lib.no_one(0, members, self._pace.grid, self._pace.shards)
-    self._flight: Flight | None = None
-    self._has_rolled = True  # the tokens of rows that pause lie in the slots written last
+    self._flight: Flight | None = None  # the rows and their cache on the devices, once some began
+    # Whether the tokens of rows that pause lie in the slots written last, where they must lie when
+    # a row goes on. A chunk writes further slots, so the cache of such rows is rolled after it.
+    self._has_rolled = True
     self._rounds = 0  # since the cache counted from 0
     self._requests: dict[int, GroupRequest] = {}  # by their place x
     self._place_of: dict[int, int] = {}  # the other way round
@@ -146,12 +149,13 @@ class Stream:
     self._ready = list[int]()  # places of finished groups that `advance` has not returned yet
     self._paused: dict[int, int] = {}  # the seats of rows that pause, by their numbers
     self._guides: dict[int, Guided] = {}  # of the rows in flight, by their numbers
+    # (number of a row, tokens that it goes on with, or None to end it), for the next `advance`
     self._replies: list[tuple[int, Sequence[int] | None]] = []
     self._drawn: Completions | None = None  # made for the first group
-    self._settings: RowSettings
-    self._keys_X2 = np.zeros((0, 0), np.uint32)
-    self._first_X = np.zeros(0, np.int32)
-    self._limits_XG = np.zeros((0, members), int)
+    self._settings: RowSettings  # of all rows, made with `_drawn`
+    self._keys_X2 = np.zeros((0, 0), np.uint32)  # `GroupRequest.key` of each group
+    self._first_X = np.zeros(0, np.int32)  # `GroupRequest.first_row` of each group
+    self._limits_XG = np.zeros((0, members), int)  # the most tokens of each row
     self._is_given = np.zeros((0, 0, 0), bool)  # tokens of replies
     self._turn_XG = np.zeros((0, members), int)  # where the tokens after the last reply begin
 
@@ -169,7 +173,7 @@ class Stream:
   def submit(self, requests: Sequence[GroupRequest]) -> None:
     for request in requests:
       if not self._free:
-        self._widen(max(len(requests), 2 * len(self._going_X)), request)
+        self._add_places(max(len(requests), 2 * len(self._going_X)), request)
       x = self._free.pop(0)
       self._requests[x], self._place_of[request.number] = request, x
       T, limits = self._programs.decoding.max_tokens, request.settings.max_tokens
@@ -180,7 +184,9 @@ class Stream:
         all_rows[rows] = new
       self._keys_X2[x], self._first_X[x] = request.key, request.first_row
       self._going_X[x], self._turn_XG[x] = self._members, 0
-      for array, empty in zip(*map(jax.tree.leaves, (self._drawn, self._empty(1, request)))):
+      for array, empty in zip(
+        *map(jax.tree.leaves, (self._drawn, self._empty_completions(1, request)))
+      ):
         array[x] = empty[0]
       self._is_given[x] = False
       seats_lib.wait(self._seats, x)
@@ -197,11 +203,11 @@ class Stream:
     paused: list[StoppedRow] = []
     if self.draws:
       params, version = self._feed()
-      self._settle(params)
-      ended = self._chunk(params, version)
+      self._place_prompts(params)
+      ended = self._draw_chunk(params, version)
       pausing = [row for row in ended if self._requests[row // G].pauses]
-      paused = [self._ended(row) for row in pausing]
-      self._leave([row for row in ended if not self._requests[row // G].pauses])
+      paused = [self._stopped_row(row) for row in pausing]
+      self._count_ended([row for row in ended if not self._requests[row // G].pauses])
     ready, places = self._ready, len(self._requests)
     # Not one by one, because the caller spends time on each call. But groups that it submits then
     # could take the free seats.
@@ -210,7 +216,7 @@ class Stream:
     if not ready or (is_few and self.draws):
       return News(paused, ended=ended_rows)
     self._ready = []
-    return News(paused, [self._finished(sorted(ready))], ended_rows)
+    return News(paused, [self._take_finished(sorted(ready))], ended_rows)
 
   def _take_replies(self) -> None:
     """Lets rows go on with their replies, or ends them. Rolls the cache of other paused rows.
@@ -253,12 +259,12 @@ class Stream:
       seat = self._paused.pop(row)
       if row in ended:
         seats_lib.leave(self._seats, [seat])
-    self._leave(ended)
+    self._count_ended(ended)
     if resumed.is_resumed_R.any():
       self._flight = self._programs.resume(self._flight, resumed)
 
-  def _leave(self, rows: Sequence[int]) -> None:
-    """Counts rows that have ended."""
+  def _count_ended(self, rows: Sequence[int]) -> None:
+    """Counts rows that have ended. A group whose rows have all ended is ready to be returned."""
     self._ended_rows += len(rows)
     for row in rows:
       self._guides.pop(row, None)
@@ -267,7 +273,7 @@ class Stream:
       if not self._going_X[x]:
         self._ready.append(x)
 
-  def _chunk(self, params: model.Params, version: int) -> list[int]:
+  def _draw_chunk(self, params: model.Params, version: int) -> list[int]:
     """Lets rows take seats and move together, and decodes a chunk.
 
     Returns:
@@ -285,7 +291,7 @@ class Stream:
     if self._guide is not None:
       # The host looks at each token. New rows draw one without a round.
       most = np.int32(0 if is_new_R.any() else 1)
-      chunk, extras = chunk._replace(rounds=min(chunk.rounds, most)), self._allowed(row_R)
+      chunk, extras = chunk._replace(rounds=min(chunk.rounds, most)), self._allowed_tokens(row_R)
     going_R = taken_R.copy()
     going_R[list(self._paused.values())] = False
     x_R, g_R = np.divmod(np.where(taken_R, row_R, 0), self._members)
@@ -301,10 +307,10 @@ class Stream:
     self._flight, *arrays = self._programs.chunk(*given)
     drawn, goes_on_R = jax.device_get(arrays)
     self._has_rolled = not self._paused
-    self._count(drawn, chunk)
-    self._keep(row_R, drawn, is_new_R, version)
+    self._count_seats(drawn, chunk)
+    self._append_drawn(row_R, drawn, is_new_R, version)
     if self._guide is not None:
-      goes_on_R = self._guided(row_R, drawn, goes_on_R)
+      goes_on_R = self._without_full_grammars(row_R, drawn, goes_on_R)
     if self._end is not None:
       goes_on_R = goes_on_R & ~self._cut_at_texts(row_R, drawn, self._end)
     ended = np.flatnonzero(going_R & ~goes_on_R)
@@ -338,7 +344,7 @@ class Stream:
     # that were drawn after it, so the host looks after each. New rows draw one without a round.
     return 0 if is_new_R.any() else 1
 
-  def _allowed(self, row_R: np.ndarray) -> Extras:
+  def _allowed_tokens(self, row_R: np.ndarray) -> Extras:
     """The tokens that each row may draw next. Free seats may draw all."""
     words = -(-self._programs.vocabulary // 32)
     allowed_RW = np.full((len(row_R), words), -1, np.int32)
@@ -349,15 +355,20 @@ class Stream:
         self._guides[row].fill(bits_W)
     return Extras(allowed_RW=allowed_RW)
 
-  def _guided(self, row_R: np.ndarray, drawn: Drawn, goes_on_R: np.ndarray) -> np.ndarray:
-    """goes_on_R, without rows whose grammar has become too large: it takes nothing more."""
+  def _without_full_grammars(
+    self, row_R: np.ndarray, drawn: Drawn, goes_on_R: np.ndarray
+  ) -> np.ndarray:
+    """goes_on_R, without rows whose grammar has become too large to take another token.
+
+    Grammars take the tokens that were drawn.
+    """
     goes_on_R = goes_on_R.copy()
     for seat in np.flatnonzero(drawn.is_drawn_RN.any(1) & goes_on_R):
       tokens = drawn.tokens_RN[seat, drawn.is_drawn_RN[seat]].tolist()
       goes_on_R[seat] = self._guides[int(row_R[seat])].take(tokens)
     return goes_on_R
 
-  def _count(self, drawn: Drawn, chunk: Chunk) -> None:
+  def _count_seats(self, drawn: Drawn, chunk: Chunk) -> None:
     """Counts the seats of a chunk's rounds, and those that drew."""
     in_rounds_RN = drawn.is_drawn_RN[:, 1:]  # new rows draw their first token without a round
     rounds = int(in_rounds_RN.any(0).sum())
@@ -367,8 +378,12 @@ class Stream:
       used + int(in_rounds_RN.sum()), seats + rounds * len(in_rounds_RN)
     )
 
-  def _settle(self, params: model.Params) -> None:
-    """Lets prompts take free places."""
+  def _place_prompts(self, params: model.Params) -> None:
+    """Lets prompts that wait take free places, and computes them there.
+
+    At first, the places are filled by one program that makes the cache. Later ones arrive beside
+    others. A place whose prompt another place has already gets a copy.
+    """
     seats, batch = self._seats, self._pace.prompts_at_once
     fill = seats_lib.fill_places_in_order if self._pace.in_order else seats_lib.fill_places
     arrivals = fill(seats, batch)
@@ -378,14 +393,14 @@ class Stream:
     new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
     copies = [arrival for arrival in arrivals if arrival.copied_from != NOBODY]
     if self._flight is None:
-      first = self._of_one_object(new)
-      self._begin(first, params)
+      first = self._first_of_same_set(new)
+      self._begin_with_prompts(first, params)
       begun = {arrival.prompt for arrival in first}
       new = new[len(first) :]
       copies = [arrival for arrival in copies if arrival.prompt not in begun]
     while new:
-      some = self._of_one_object(new)[:batch]
-      self._arrive(some, params)
+      some = self._first_of_same_set(new)[:batch]
+      self._add_prompts(some, params)
       new = new[len(some) :]
     if copies:
       from_N = np.arange(seats.grid.places)
@@ -393,13 +408,13 @@ class Stream:
         from_N[arrival.place] = from_N[arrival.copied_from]
       self._flight = self._programs.copy(self._flight, from_N)
 
-  def _of_one_object(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """The first arrivals, whose prompts lie in the same arrays."""
+  def _first_of_same_set(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """The first arrivals whose prompts lie in the same arrays, so that one program takes them."""
     prompts = [self._requests[arrival.prompt].prompts for arrival in arrivals]
     is_same = [one is prompts[0] for one in prompts]
     return list(arrivals[: is_same.index(False) if False in is_same else None])
 
-  def _begin(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
+  def _begin_with_prompts(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
     """Lets the first prompts take places, and the copies of these prompts with them."""
     pace = self._pace
     n = -(-len(arrivals) // pace.shards) * pace.shards
@@ -416,7 +431,7 @@ class Stream:
     self._rounds = 0
     self._keep_prompts(xs, experts)
 
-  def _arrive(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
+  def _add_prompts(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
     """Lets some prompts take places beside others."""
     batch = self._pace.prompts_at_once
     xs = [arrivals[i % len(arrivals)].prompt for i in range(batch)]
@@ -466,7 +481,9 @@ class Stream:
       ended = max(0, going - next_rows - 1) if next_rows else going
     return Chunk(np.int32(rounds), np.int32(ended))
 
-  def _keep(self, row_R: np.ndarray, drawn: Drawn, is_new_R: np.ndarray, version: int) -> None:
+  def _append_drawn(
+    self, row_R: np.ndarray, drawn: Drawn, is_new_R: np.ndarray, version: int
+  ) -> None:
     """Puts the tokens of a chunk behind those that the rows have drawn before."""
     out = self._drawn
     seat, column = np.nonzero(drawn.is_drawn_RN)
@@ -494,10 +511,12 @@ class Stream:
   def _cut_at_texts(self, row_R: np.ndarray, drawn: Drawn, end: End) -> np.ndarray:
     """Cuts rows where a text ends them. Returns which ones were cut, bool [R]."""
     counts_R = drawn.is_drawn_RN.sum(1)
-    is_cut = [count > 0 and self._cut(row, count, end) for row, count in zip(row_R, counts_R)]
+    is_cut = [
+      count > 0 and self._cut_at_text(row, count, end) for row, count in zip(row_R, counts_R)
+    ]
     return np.array(is_cut, bool)
 
-  def _cut(self, row: int, new: int, end: End) -> bool:
+  def _cut_at_text(self, row: int, new: int, end: End) -> bool:
     """Cuts a row where a text ends it. Returns whether one did.
 
     Args:
@@ -519,7 +538,7 @@ class Stream:
     out.lengths_PG[x, g], out.stopped_by_PG[x, g] = kept, out.tokens_PGT[x, g, kept - 1]
     return True
 
-  def _ended(self, row: int) -> StoppedRow:
+  def _stopped_row(self, row: int) -> StoppedRow:
     out, at = self._drawn, divmod(row, self._members)
     length = int(out.lengths_PG[at])
     return StoppedRow(
@@ -530,8 +549,8 @@ class Stream:
       room=int(self._limits_XG[at]) - length,
     )
 
-  def _finished(self, xs: list[int]) -> Finished:
-    """Removes finished groups, and returns their completions."""
+  def _take_finished(self, xs: list[int]) -> Finished:
+    """Removes finished groups at these places, and returns their completions."""
     numbers = [self._requests.pop(x).number for x in xs]
     for number in numbers:
       del self._place_of[number]
@@ -541,10 +560,10 @@ class Stream:
       self._forget()  # the cache is large, and an update may need its memory
     return Finished(numbers, completions)
 
-  def _widen(self, more: int, like: GroupRequest) -> None:
+  def _add_places(self, more: int, like: GroupRequest) -> None:
     """Makes room for more groups whose prompts and settings have the shapes of `like`."""
     old, G, T = len(self._going_X), self._members, self._programs.decoding.max_tokens
-    empty, settings = self._empty(more, like), by_row(self._own_settings(like), more, G)
+    empty, settings = self._empty_completions(more, like), by_row(self._own_settings(like), more, G)
     if self._drawn is None:
       self._drawn, self._settings = empty, settings
       self._keys_X2 = np.zeros((more, len(like.key)), np.uint32)
@@ -571,7 +590,7 @@ class Stream:
     most = T if settings.max_tokens is None else np.minimum(settings.max_tokens, T)
     return settings.replace(max_tokens=np.minimum(most, request.turn_tokens))
 
-  def _empty(self, groups: int, like: GroupRequest) -> Completions:
+  def _empty_completions(self, groups: int, like: GroupRequest) -> Completions:
     """Completions of so many groups without a token yet."""
     X, G, T = groups, self._members, self._programs.decoding.max_tokens
     return Completions(

@@ -51,7 +51,8 @@ class Checkpoints:
       directory: The folder of the checkpoints. The first save creates it.
       keep: How many checkpoints are kept. A save deletes older ones.
       warn: Receives one line for each damaged checkpoint.
-      layers_of: As in `checkpoint_reader.read`, for checkpoints of earlier versions.
+      layers_of: The name of a leaf -> the names of the single layers that it holds, which
+        checkpoints of earlier versions have instead.
     """
     self.directory = folder(directory) if is_bucket(directory) else Path(directory).absolute()
     self._keep = keep
@@ -229,7 +230,8 @@ def restore_tree(
   Args:
     path: The folder given to `save_tree`.
     abstract: The shapes, dtypes and shardings of the tree.
-    layers_of: As in `checkpoint_reader.read`, for trees of earlier versions.
+    layers_of: The name of a leaf -> the names of the single layers that it holds, which trees of
+      earlier versions have instead.
 
   Raises:
     ConfigError: The folder does not exist, is damaged, or holds another tree.

@@ -69,8 +69,8 @@ def run_steps(
   Args:
     config: The run.
     workdir: Its folder, which is created or resumed.
-    callback: Called after each step. See `grpo_jax/training/callback.py`.
-    signals: Decides what the signals of `grpo_jax/console/stop.py` do while the run takes steps.
+    callback: Called after each step with a `callback.Step`, which has the step's metrics.
+    signals: Decides what SIGTERM, Ctrl-C and SIGHUP do while the run takes steps.
 
   Returns:
     The state and the last step. It is earlier than the run's last step if the callback asked to
@@ -117,7 +117,8 @@ class StepResult(NamedTuple):
     state: The state after the step.
     metrics: A row of metrics.jsonl.
     rows: One object per completion, or None if completions are not logged at this step.
-    why_unscored: `Scored.why_unscored`, or that all tokens were rejected.
+    why_unscored: Why the step had nothing to learn from: no completion has a reward and a token in
+      the loss, or all tokens were rejected. "" if it had.
   """
 
   state: RunState

@@ -116,8 +116,8 @@ class Reporter:
     """Prints a warning."""
     self._terminal.say(f"warning: {text}")
 
-  def start(self, step: int, params: Any) -> None:
-    """Makes the evaluation of `step` if it is due and metrics.jsonl does not have it.
+  def evaluate_if_missing(self, step: int, params: Any) -> None:
+    """Evaluates after `step` if that is due and metrics.jsonl does not have it.
 
     That is so before the first step of a run that has no warm start, and where the evaluation of
     the last step failed.

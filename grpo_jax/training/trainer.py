@@ -158,12 +158,20 @@ class Trainer:
     return Callbacks(callback, self._workdir, self.last_step, self.run.hosts)
 
   def restore_or_init(self) -> tuple[RunState, int]:
-    """The state and the number of steps so far: of the newest whole checkpoint, or of a new run."""
+    """Restores the newest whole checkpoint, or makes the state of a new run.
+
+    It begins to compile, opens metrics.jsonl, shows the header, and evaluates where metrics.jsonl
+    lacks a due evaluation of this step.
+
+    Returns:
+      The state, and the number of steps so far.
+    """
     with doing("preparing the state"):
       state, step, restored = self.store.restore_or_init()
     if step < self.last_step:
       compile_ahead(self.run, self._compiler)
-    self.reporter.open(step if restored else -1)
+    no_row = -1  # of an earlier try that saved nothing: metrics.jsonl keeps none of its rows
+    self.reporter.open(step if restored else no_row)
     splits = [("training", self.collector.prompts)]
     if self.reporter.evaluator:
       parts = self.reporter.evaluator.parts
@@ -174,7 +182,7 @@ class Trainer:
     lines = header_lines(self.run, splits, remarks, step, self._workdir, devices)
     self.reporter.header(lines)
     with self.saving_on_failure(state, step, f"evaluation after step {step}"):
-      self.reporter.start(step, state.train.params)
+      self.reporter.evaluate_if_missing(step, state.train.params)
     return state, step
 
   def _remarks_on_ahead(self, state: RunState, step: int) -> tuple[str, ...]:

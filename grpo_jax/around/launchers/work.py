@@ -53,11 +53,12 @@ def work(units: Sequence[Unit], start: Callable[[Unit], StartedRun], at_once: in
 
   Args:
     units: The runs to train.
-    start: Starts a run, or reserves room for it.
+    start: Starts a run. On a cluster it may first wait for room: `StartedRun.waits` says so.
     at_once: How many are started at once.
 
   Returns:
-    0 if all are finished, 1 if one failed, else 75.
+    0 if all are finished, 1 if one failed. Else 75, because one was stopped, left alone or not
+    started: the same command goes on.
   """
   with _received_signals() as signals:
     return _Work(units, start, at_once, signals).do()

@@ -17,7 +17,9 @@ class Phase:
   """One program, compiled.
 
   Attributes:
-    name, runs, tokens: As in `Program`.
+    name: The name of the work, such as "sample".
+    runs: How often it runs in a step, as a text. "3/50" is 3 times every 50 steps.
+    tokens: The most rounds in which its loops decode a token for each row. 0 without.
     memory: Bytes on one device by kind. Empty if the program cannot be compiled.
     counted: The work of one device in one run, or None if the program cannot be compiled.
     compile_seconds: How long its compilation took.

@@ -1,7 +1,7 @@
 """Rows that a program gives: lists of dicts, Datasets, and anything that has rows by number.
 
-They are read by number, when they are needed. `give` keeps them in this process under a name that a
-config can hold, in the place of a path.
+They are read by number, when they are needed. `keep_rows` keeps them in this process under a name
+that a config can hold, in the place of a path.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from grpo_jax.data.files.parquet import Parquet, without_added_nulls
 from grpo_jax.data.files.rows import Joined, JsonLines, Row, SplitRows, plain
 from grpo_jax.data.files.tables import Table
 from grpo_jax.data.files.tfds import Prepared
-from grpo_jax.data.images.of_prompts import COLUMNS
+from grpo_jax.data.images.of_prompts import IMAGE_COLUMNS
 from grpo_jax.settings import ConfigError
 
 _PREFIX = "python:"
@@ -60,7 +60,7 @@ class OfProgram:
         f"{where} is of type {type(row).__name__}: it must be a dict with texts as keys"
       )
     values = {
-      name: plain(value, f"{where} column {name!r}", keeps_bytes=name in COLUMNS)
+      name: plain(value, f"{where} column {name!r}", keeps_bytes=name in IMAGE_COLUMNS)
       for name, value in row.items()
     }
     return without_added_nulls(values) if self._column_names else values
@@ -88,7 +88,7 @@ class OfProgram:
     return list(dict.fromkeys(itertools.chain(*(self[index] for index in range(count)))))
 
 
-def give(data: Any, test: Any = None, *, key: str = "data") -> str:
+def keep_rows(data: Any, test: Any = None, *, key: str = "data") -> str:
   """Keeps rows in this process.
 
   Args:
@@ -127,7 +127,7 @@ def is_given(path: str) -> bool:
 
 
 def rows_given(path: str, split: str) -> SplitRows | None:
-  """The rows of a split that `give` returned the path of. None if there is no such split.
+  """The rows of a split that `keep_rows` returned the path of. None if there is no such split.
 
   Raises:
     ConfigError: This process was given none.

@@ -23,7 +23,7 @@ import numpy as np
 
 from grpo_jax import files
 from grpo_jax.data.files.rows import TEXT, plain
-from grpo_jax.data.images.of_prompts import COLUMNS
+from grpo_jax.data.images.of_prompts import IMAGE_COLUMNS
 from grpo_jax.data.row_tools import COLUMN as TOOLS
 from grpo_jax.settings import ConfigError
 
@@ -80,7 +80,7 @@ class Parquet:
         value = column[place].as_py()
       except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date beyond 9999
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
-      row[name] = plain(value, where, keeps_bytes=name in COLUMNS)
+      row[name] = plain(value, where, keeps_bytes=name in IMAGE_COLUMNS)
     # Objects of an Arrow column all have the same keys, so it gave the missing ones a null.
     row = without_added_nulls(row)
     for name, places in self._json.items():

@@ -174,7 +174,7 @@ class Examples(Sequence[Example]):
     place = index % len(self)
     where = self._rows.where(place)
     example = self._make_example(self._rows[place], where)
-    check_values(example, where)
+    check_texts_and_depth(example, where)
     return example
 
 
@@ -254,7 +254,7 @@ def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
   return value
 
 
-def check_values(value: Any, where: str, depth: int = 0) -> None:
+def check_texts_and_depth(value: Any, where: str, depth: int = 0) -> None:
   """Refuses what JSON can hold, but later steps cannot compute with or write."""
   if isinstance(value, str) and not is_text(value):
     raise ConfigError(
@@ -267,7 +267,7 @@ def check_values(value: Any, where: str, depth: int = 0) -> None:
     value = [*value.keys(), *value.values()]
   if isinstance(value, list):
     for item in value:
-      check_values(item, where, depth + 1)
+      check_texts_and_depth(item, where, depth + 1)
 
 
 def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -20,6 +20,8 @@ def is_part(part: Any) -> bool:
 def with_sources(value: Any, where: str, folder: str) -> Any:
   """A conversation in which the images of its parts are sources. Other values are unchanged.
 
+  A source (`ImageSource`) knows where an image is, and reads it when a batch needs it.
+
   Args:
     value: A field of an example.
     where: The name of the field in error messages.
@@ -40,7 +42,7 @@ def with_sources(value: Any, where: str, folder: str) -> Any:
     parts = []
     for part in message["content"]:
       number += _is_image(part)
-      parts.append(_part(part, f"{where}: image {number}", folder))
+      parts.append(_part_with_source(part, f"{where}: image {number}", folder))
     messages.append({**message, "content": parts})
   return messages
 
@@ -94,7 +96,7 @@ def place_images(
   return placed, found
 
 
-def _part(part: Any, where: str, folder: str) -> dict[str, Any]:
+def _part_with_source(part: Any, where: str, folder: str) -> dict[str, Any]:
   """A part whose image, if it has one, is a source."""
   if isinstance(part, str):
     return {"type": "text", "text": part}

@@ -22,7 +22,7 @@ from grpo_jax.settings import ConfigError
 if TYPE_CHECKING:
   from grpo_jax.config import Data
 
-COLUMNS = ("image", "images")  # of an example, as TRL has them
+IMAGE_COLUMNS = ("image", "images")  # of an example, as TRL has them
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -80,7 +80,7 @@ class PromptImages:
       ConfigError: A column holds something else, or too many of them.
     """
     found, images, where = dict(example), list[AnyImage](), "a prompt"
-    for name in COLUMNS:
+    for name in IMAGE_COLUMNS:
       given = example.get(name)
       if given is None:
         continue
@@ -167,11 +167,11 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
     ConfigError: It has images, and not only texts in a column of that name.
   """
   if not any(
-    isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in COLUMNS
+    isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in IMAGE_COLUMNS
   ):
     return example
   values = dict(example)
-  for name in COLUMNS:
+  for name in IMAGE_COLUMNS:
     given = example.get(name)
     value = given.value if isinstance(given, GivenImages) else given
     if not _is_plain(value):
@@ -186,7 +186,9 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def has_images(example: Mapping[str, Any]) -> bool:
   """Whether an example has a column of images, or a conversation with images in its messages."""
-  if any(isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in COLUMNS):
+  if any(
+    isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in IMAGE_COLUMNS
+  ):
     return True
   conversations = [value for value in example.values() if isinstance(value, (list, tuple))]
   messages = [message for one in conversations for message in one if isinstance(message, Mapping)]

@@ -127,10 +127,18 @@ class Processor:
 
 
 def _positions(seen_S2: np.ndarray, grids: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
-  """The positions in time, height and width, and the next one, as Qwen2-VL has them.
+  """The positions of a prompt's tokens in time, height and width, as Qwen2-VL has them.
 
-  A picture's tokens have one time, and their row and column in it. What follows begins after the
-  largest of these.
+  The tokens of a picture have the same time, and their row and column in it, all counted from where
+  the picture begins. The text after it goes on after the largest of these numbers.
+
+  Args:
+    seen_S2: int32, the number of the picture that each token sees, and the number of the visual
+      token in it. -1 where the token is text.
+    grids: The rows and columns of visual tokens of each picture.
+
+  Returns:
+    The positions, int32 [S, 3], and the position of the first token after the prompt.
   """
   positions_S3 = np.empty((len(seen_S2), 3), np.int32)
   begin = place = 0

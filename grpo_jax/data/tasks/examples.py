@@ -5,16 +5,17 @@ import itertools
 import re
 from typing import Any
 
-from grpo_jax.data.files.rows import Example, Row, SplitRows, check_values
+from grpo_jax.data.files.rows import Example, Row, SplitRows, check_texts_and_depth
 from grpo_jax.data.images.messages import has_empty_places, with_sources
-from grpo_jax.data.images.of_prompts import COLUMNS, GivenImages
+from grpo_jax.data.images.of_prompts import IMAGE_COLUMNS, GivenImages
 from grpo_jax.data.prompt_template import fields_of, fill, names_of, value_of
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.settings import ConfigError
 
 # GSM8K's annotations for a calculator, such as <<5+6=11>>. The warm start must not imitate them.
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
-_TEXTS = ("question", "answer", "solution", "task")  # what is read as texts, even if it is a number
+# Prompts, reward functions and the warm start read these fields as texts. Files may hold numbers.
+_TEXT_FIELDS = ("question", "answer", "solution", "task")
 # Arguments of reward functions that a column of the first row replaces, and one of later rows not.
 _OF_RUN = ("prompts", "messages")
 _ABSENT = object()
@@ -107,8 +108,8 @@ class ExampleMaker:
       self._added[name] = source
     read = itertools.chain(*(fields_of(source) for source in self._added.values()))
     # A name that no row has is left to `fill`, which lists the fields that there are.
-    self._read = [name for name in dict.fromkeys(read) if _has(rows, names, name)]
-    used = {name.partition(".")[0] for name in (*self._read, *needed)}
+    self._columns_read = [name for name in dict.fromkeys(read) if _has(rows, names, name)]
+    used = {name.partition(".")[0] for name in (*self._columns_read, *needed)}
     self._names = [name for name in names if name in rows[0] or name in used or name not in _OF_RUN]
     self._prompt = [name for name in needed if name in self._added or _has(rows, names, name)]
 
@@ -119,7 +120,7 @@ class ExampleMaker:
       ConfigError: The row lacks what the prompt or a template of data.columns is made of.
     """
     whole = {name: row.get(name) for name in self._names}
-    _check_has(whole, self._read, where)
+    _check_has(whole, self._columns_read, where)
     example = dict(whole)
     for name, source in self._added.items():
       is_template = "{" in source
@@ -127,23 +128,25 @@ class ExampleMaker:
         fill(source, whole, "data.columns") if is_template else value_of(whole, source)
       )
     _check_has(example, self._prompt, where)
-    for name in _TEXTS:
+    for name in _TEXT_FIELDS:
       if isinstance(example.get(name), (int, float)):
         example[name] = _as_text(example[name])
-    for name in COLUMNS:
+    for name in IMAGE_COLUMNS:
       if name in example:
-        check_values(example[name], where)
+        # `Examples` checks an example, but does not look into `GivenImages`.
+        check_texts_and_depth(example[name], where)
         example[name] = GivenImages(example[name], f"data.path: {where}: {name}", self._folder)
     for name in self._prompt:
       if isinstance(example.get(name), list):
         place = f"data.path: {where}: {name}"
+        # Messages may hold images: as paths, URLs or bytes, from which a source reads them later.
         example[name] = with_sources(example[name], place, self._folder)
         if any(isinstance(one, Mapping) for one in example[name]):
           chat.check_messages(example[name], place)
-        if has_empty_places(example[name]) and not example.keys() & {*COLUMNS}:
+        if has_empty_places(example[name]) and not example.keys() & {*IMAGE_COLUMNS}:
           raise ConfigError(
             f"data.path: {where}: {name} has places for images, and there is no column"
-            f" {' or '.join(COLUMNS)}"
+            f" {' or '.join(IMAGE_COLUMNS)}"
           )
     return example
 

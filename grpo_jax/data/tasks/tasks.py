@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax import registry
 from grpo_jax.data.files import tfds
-from grpo_jax.data.files.given import OfProgram, give
+from grpo_jax.data.files.given import OfProgram, keep_rows
 from grpo_jax.data.files.rows import Example, Examples, InMemory
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
 from grpo_jax.data.images.of_prompts import GivenImages
@@ -300,7 +300,8 @@ def given_path(data: "Data", rows: Any, key: str = "data") -> str:
 
   Args:
     data: The section of the config.
-    rows: See `given.give`.
+    rows: The training rows, such as a list of dicts or a Dataset. Or a dict of splits: `train`, and
+      perhaps `test`. They are kept in this process.
     key: The name of the rows in messages.
 
   Raises:
@@ -312,7 +313,7 @@ def given_path(data: "Data", rows: Any, key: str = "data") -> str:
       f"{key}: {task}, which reads other data: set data.task to {' or '.join(READS_ROWS)}; columns"
       " takes any rows, and data.prompt makes prompts of them"
     )
-  return give(rows, key=key)
+  return keep_rows(rows, key=key)
 
 
 def _one_task(data: "Data", source: Source, template: str) -> Task:

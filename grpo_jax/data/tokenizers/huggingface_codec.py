@@ -43,16 +43,21 @@ class HuggingFaceCodec:
 
   def __init__(self, parts: Mapping[str, Any]) -> None:
     """Creates a codec from the JSON value of tokenizer.json."""
-    parts_after = dict(parts)
-    for name in ("normalizer", "pre_tokenizer", "decoder"):
-      parts_after[name] = _without_space(parts.get(name))
     self._engine = _make_engine(parts)
-    self._engine_after = self._engine if parts_after == parts else _make_engine(parts_after)
+    # Encodes and decodes texts that follow other texts: some tokenizers put a space before each
+    # text, or remove one, which a text that continues another must not get or lose.
+    parts_of_continuations = dict(parts)
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+      parts_of_continuations[name] = _without_space(parts.get(name))
+    self._engine_of_continuations = self._engine
+    if parts_of_continuations != parts:
+      self._engine_of_continuations = _make_engine(parts_of_continuations)
     vocabulary = self._engine.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocabulary.values()) + 1
     self.longest_token = max(map(len, vocabulary))  # a symbol of it is a byte or a character
     self.special_tokens: Mapping[str, SpecialToken] = {}
     self.prefix_ids = _post_processor_prefix(self._engine)
+    # The symbols of which every text must consist. None if the model expresses every text.
     self._symbols = _needed_symbols(parts["model"])
     self._expressible: set[str] = set()  # characters that _check_characters has seen
     added_tokens = self._engine.get_added_tokens_decoder()
@@ -71,11 +76,12 @@ class HuggingFaceCodec:
 
   def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts that follow other texts, so that no space is put before them."""
-    return self._encode_batch(self._engine_after, texts)
+    return self._encode_batch(self._engine_of_continuations, texts)
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text that the tokens add to the text before them."""
-    return self._engine_after.decode([int(i) for i in ids], skip_special_tokens=True)
+    ids = [int(i) for i in ids]
+    return self._engine_of_continuations.decode(ids, skip_special_tokens=True)
 
   def _encode_batch(self, engine: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """The ids of texts. Raises ConfigError for a character that the tokenizer does not have."""
@@ -100,7 +106,8 @@ class HuggingFaceCodec:
       return
     other_texts = "".join(self._added_token.sub("", text) for text in texts)
     for character in sorted(set(other_texts) - self._expressible):
-      normalizer, pre_tokenizer = self._engine_after.normalizer, self._engine_after.pre_tokenizer
+      engine = self._engine_of_continuations
+      normalizer, pre_tokenizer = engine.normalizer, engine.pre_tokenizer
       text = normalizer.normalize_str(character) if normalizer else character
       words = (
         [word for word, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text]

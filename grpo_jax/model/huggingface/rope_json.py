@@ -275,24 +275,24 @@ def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any]:
 def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
   """The rotary fields of config.json, in the forms of transformers 4 and 5."""
   s, scaling = config.rope_scaling, _scaling_to_json(config.rope_scaling)
-  if config.query_growth:
+  if config.query_growth:  # how much queries grow with the position, in ministral3
     scaling[_GROWTH] = config.query_growth
   full = {"rope_theta": config.rope_theta, **scaling}
   values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
   if s is not None and s.kind != "proportional":  # which transformers 4 does not know
     values["rope_scaling"] = scaling
   if s is not None and s.kind == "longrope":
-    of_phi = {"short_factor": list(s.short_factors), "long_factor": list(s.long_factors)}
-    full |= of_phi | {
+    factors = {"short_factor": list(s.short_factors), "long_factor": list(s.long_factors)}
+    full |= factors | {
       "original_max_position_embeddings": s.original_positions,
       "attention_factor": s.attention_factor,
     }
     # transformers 4 accepts these three fields alone, and reads the length beside them.
-    values["rope_scaling"] = {"type": "longrope", **of_phi}
+    values["rope_scaling"] = {"type": "longrope", **factors}
     if s.attention_factor != longrope_attention_factor(s.factor, s.original_positions):
       values["rope_scaling"]["attention_factor"] = s.attention_factor
     values["original_max_position_embeddings"] = s.original_positions
-  if family.rotated is not None:
+  if family.rotated is not None:  # models of the family may rotate only a part of each head
     share = (config.rotary_dim or config.head_dim) / config.head_dim
     values["partial_rotary_factor"] = full["partial_rotary_factor"] = share
   if config.local_rope_theta:

@@ -121,20 +121,22 @@ def _tensor(
   config: ModelConfig, specs: list[TensorSpec], leaves: Mapping[str, Any], fetch: Fetch
 ) -> np.ndarray:
   """The tensor of one or several leaves."""
-  parts = [_part(config, spec, leaves, fetch) for spec in specs]
+  parts = [_part_of_leaf(config, spec, leaves, fetch) for spec in specs]
   return specs[0].joined(parts, families.sizes(config))
 
 
-def _part(
+def _part_of_leaf(
   config: ModelConfig, spec: TensorSpec, leaves: Mapping[str, Any], fetch: Fetch
 ) -> np.ndarray:
   """The part of a tensor that one leaf holds, with its adapter merged."""
+  # Tables name the leaf of a single layer. The parameters hold stacks of layers.
   places = Places(config)
   leaf = places.take(leaves, spec.leaf_name)
   if spec.expert is not None:
     leaf = leaf[spec.expert]
   module = spec.leaf_name.removesuffix("kernel")
-  has_adapter = places.find(module + "lora_a")[0] in leaves
+  adapter, _ = places.find(module + "lora_a")
+  has_adapter = adapter in leaves
   a, b = (places.take(leaves, module + x) if has_adapter else None for x in ("lora_a", "lora_b"))
   scale = config.lora.scale if config.lora else 0.0
   # `merged` makes a new array. JAX keeps the host copy of an array for as long as the array lives,

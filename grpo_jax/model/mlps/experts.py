@@ -269,14 +269,19 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
 def _specs(
   config: ModelConfig, weights: ExpertWeights | InStacks, biases: ExpertBiases | None
 ) -> tuple[Any, Any]:
-  """How the weights and the biases of experts lie on the mesh."""
+  """How the weights and the biases of experts lie on the mesh.
+
+  M, the hidden units of an expert, are split in both of its matrices, so that a hidden unit's way
+  in and out lies on one device. `InStacks` holds the weights of all layers, with an axis of layers
+  in front, and the number of this layer (`place`), which every device has.
+  """
   expert_axis, _, inner_axis = config.experts.spec
 
   def of_weights(*stack_axis: None) -> Any:
-    # M is split in both, so that a hidden unit's way in and out lies on one device.
     inward = PartitionSpec(*stack_axis, expert_axis, None, inner_axis)
     outward = PartitionSpec(*stack_axis, expert_axis, inner_axis, None)
-    return ExpertWeights(inward, inward, outward)  # type: ignore[arg-type]
+    specs: Any = dict(gate_XDM=inward, up_XDM=inward, down_XMD=outward)
+    return ExpertWeights(**specs)
 
   specs: Any = of_weights()
   if isinstance(weights, InStacks):
@@ -285,7 +290,7 @@ def _specs(
     return specs, None
   hidden: Any = PartitionSpec(expert_axis, inner_axis)
   out: Any = PartitionSpec(expert_axis, None)
-  return specs, ExpertBiases(hidden, hidden, out)
+  return specs, ExpertBiases(gate_XM=hidden, up_XM=hidden, down_XD=out)
 
 
 def mix(

@@ -108,18 +108,19 @@ def stated_answer(text: str) -> str | None:
     return _in_boxes(text, boxes)
   if anchor >= 0:
     return _first_line(text[anchor + 4 :])
-  text = affirmed(text)
+  text = without_denied_values(text)
   for match in reversed([*_ANSWER_IS.finditer(text)]):
     sentence = _SENTENCE.match(text, match.end())
+    # "The answer is as follows" gives none: words count only with a digit or a formula among them.
     if sentence and (not _WORD.search(sentence[0]) or re.search(r"[\d\\$]", sentence[0])):
-      return _REASON.split(sentence[0], maxsplit=1)[0]
+      return _REASON.split(sentence[0], maxsplit=1)[0]  # "12 because ..." gives 12
   return None
 
 
-def affirmed(text: str) -> str:
-  """The end of a text that marks no answer, without the values that it denies.
+def without_denied_values(text: str) -> str:
+  """The end of a text that marks no answer, without the values that it denies, as in "not 42".
 
-  Without those that are half of a quantity, too.
+  Quantities in two units, as in "5 hours 30 minutes", are left out too: one number is half of them.
   """
   return _TWO_UNITS.sub(" ", _NOT_THIS.sub(" ", text[-_TAIL:]))
 
@@ -135,7 +136,7 @@ def last_formula(text: str) -> str:
   Returns:
     The formula as it is written. "" where it has no number, or other numbers follow it.
   """
-  text = affirmed(text).rstrip(" .\n")
+  text = without_denied_values(text).rstrip(" .\n")
   found = [*_FORMULA.finditer(text)]
   last = found[-1][0] if found else text.rpartition("\n")[2]
   rest = text[found[-1].end() :] if found else ""

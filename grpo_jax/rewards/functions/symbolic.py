@@ -9,12 +9,12 @@ import re
 from typing import Any, NamedTuple
 
 from grpo_jax.rewards.functions.stated import (
-  affirmed,
   as_formula,
   has_formula,
   in_tags,
   last_formula,
   stated_answer,
+  without_denied_values,
 )
 from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import answers_by, prepared_by, reads
@@ -158,7 +158,7 @@ class _Compare:
       stated = inside  # which marks the answer, though it may have no number
     formula = as_formula(last_formula(completion) if stated is None else stated)
     if stated is None and not (formula and self.read_formula(formula)):
-      return "", affirmed(completion)
+      return "", without_denied_values(completion)
     return formula, ""
 
   def read_formula(self, formula: str) -> list[Any]:

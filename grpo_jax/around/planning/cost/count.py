@@ -88,7 +88,10 @@ class InstructionRuns:
 def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> list[InstructionRuns]:
   """How each instruction of a program runs. Of a conditional, the branch that moves less counts.
 
-  The arguments are those of `count`.
+  Args:
+    text: The text of the program, as `compiled.as_text()` returns it.
+    rounds: For loops that may end early, the number of rounds by the largest value that the counter
+      can reach.
   """
   counter = _Counter(hlo.parse(text), rounds or {})
   found: list[InstructionRuns] = []
@@ -97,9 +100,11 @@ def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> li
     computation = counter.module.computations[name]
     for x in computation:
       if x.opcode == "while":
-        walk(x.called["body"][0], times * counter.rounds_of(x, computation)[0])
+        rounds_of_loop, _ = counter.rounds_of(x, computation)
+        walk(x.called["body"][0], times * rounds_of_loop)
       elif x.opcode == "conditional":
         names = x.called.get("branch_computations") or _two_branches(x)
+        # The larger branches of our programs are the rare ones, such as the draw of a greedy row.
         walk(min(names, key=lambda branch: counter.computation(branch).memory_bytes), times)
       elif x.opcode in ("call", "async-start"):
         walk(x.called["to_apply" if x.opcode == "call" else "calls"][0], times)

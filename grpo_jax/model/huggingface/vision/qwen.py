@@ -49,13 +49,16 @@ def read_layers(values: Values, key: str, refuse: Refuse) -> tuple[int, ...]:
 def _read_common(
   values: Values, vision: Values, refuse: Refuse, sections: tuple[int, ...]
 ) -> dict[str, Any]:
-  """The patch, and how the decoder rotates.
+  """Reads the patch, how the tower rotates, and by which axes the decoder rotates.
+
+  It refuses a tower whose tokens are not as wide as the decoder's.
 
   Args:
     values: The whole config.json.
     vision: Its `vision_config`.
     refuse: Raises ConfigError.
-    sections: `mrope_section` if config.json does not say.
+    sections: `mrope_section` if config.json does not say: how many of the decoder's frequencies
+      rotate by time, height and width.
   """
   text = values.get("text_config", values)
   rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -82,12 +85,17 @@ def _read_common(
 
 
 def _read_interleaved(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
-  """The fields of Qwen3-VL and Qwen3.5."""
+  """The fields of Qwen3-VL and Qwen3.5, in whose decoders the three axes take turns.
+
+  Frequencies 0, 1, 2, 3, ... rotate by time, height, width, time, ... (`mrope_interleaved`).
+  """
   count = read_field(vision, "num_position_embeddings", int, refuse)
   side = int(count**0.5)
   if side**2 != count:
     refuse("num_position_embeddings", f"is {count}: it must be a square")
+  # transformers' defaults of `mrope_section`: 32 frequencies of time, height and width, or 64.
   sections = (11, 11, 10) if "qwen3_5" in values["model_type"] else (24, 20, 20)
+  # DeepStack: the layers of the tower whose outputs the decoder's first layers add. Not in Qwen3.5.
   levels: tuple[int, ...] = ()
   if "deepstack_visual_indexes" in vision and "qwen3_vl" in values["model_type"]:
     levels = read_layers(vision, "deepstack_visual_indexes", refuse)
