@@ -267,11 +267,8 @@ def test_long_rows_of_the_delta_rule_have_many_chunks():
 VISION = Path(__file__).parent / "golden" / "vision"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(x.name for x in VISION.iterdir()))
-def test_images_lie_in_prompts_that_are_split(name):
-  """Their tokens replace embeddings, have positions of their own and may see each other."""
-  config, params = model.load(VISION / name, vision=True)
+def golden_batch(name):
+  """A batch whose prompts have the golden images of a family."""
   expected = np.load(VISION / name / "expected.npz")
   images = Images(
     patches_PINC=jnp.asarray(expected["patches"]),
@@ -280,12 +277,44 @@ def test_images_lie_in_prompts_that_are_split(name):
     positions_PS3=jnp.asarray(expected["positions"]) if "positions" in expected else None,
     next_P=jnp.asarray(expected["next"]) if "next" in expected else None,
   )
-  batch = make_batch([[5, 3], [1, 4], [2, 5]], tokens=5, slots=9).replace(
+  return make_batch([[5, 3], [1, 4], [2, 5]], tokens=5, slots=9).replace(
     prompts_PS=jnp.asarray(expected["tokens"]),
     prompt_lengths_P=jnp.asarray(expected["lengths"], jnp.int32),
     images=images,
   )
-  assert_same(config, batch, mesh_of(context=2), params=params)
+
+
+def with_tower(**fields):
+  """A decoder of one layer with a trained tower of one layer, as Gemma 3 has it."""
+  golden = model.load_config(VISION / "gemma3", vision=True)
+  tower = dataclasses.replace(golden.vision, **dict(trained=True, num_layers=1) | fields)
+  return dataclasses.replace(CONFIG, vocab_size=golden.vocab_size, num_layers=1, vision=tower)
+
+
+def test_images_in_prompts_give_the_numbers_of_one_device():
+  """Tokens of a picture see each other."""
+  config = with_tower()
+  assert config.sees_both_ways(0)
+  assert_same(config, golden_batch("gemma3"), mesh_of(context=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("both_ways", ["", "all"])
+def test_encoded_images_in_prompts_give_the_numbers_of_one_device(both_ways, monkeypatch):
+  """In a ring, where tokens of a picture do not see those after them."""
+  config, batch = with_tower(both_ways=both_ways, trained=False), golden_batch("gemma3")
+  visual = model.encode(params_of(config), config, batch.images)
+  if not both_ways:
+    monkeypatch.setattr(context, "EXCHANGES", EXCHANGES[1:])
+  assert_same(config, batch.replace(images=None, visual=visual), mesh_of(context=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(x.name for x in VISION.iterdir()))
+def test_images_lie_in_prompts_that_are_split(name):
+  """Their tokens replace embeddings, have positions of their own and may see each other."""
+  config, params = model.load(VISION / name, vision=True)
+  assert_same(config, golden_batch(name), mesh_of(context=2), params=params)
 
 
 # --- The ring ---
@@ -451,6 +480,17 @@ def test_the_estimate_of_activations_falls_with_the_axis():
   assert sizes[4] < sizes[1] / 2
 
 
+def test_the_estimate_of_a_vision_tower_does_not_fall_with_the_axis():
+  """A device computes the tower for all images of its prompts, which are most of this update."""
+  shape, sizes = with_tower(), {}
+  params = jax.eval_shape(functools.partial(model.init, config=shape), jax.random.key(0))
+  for devices in (1, 4):
+    split = on_mesh(shape, mesh_of(context=devices))
+    needed = activation_bytes(small_config(), split, params, most=(32, 16))
+    sizes[devices] = needed(8) - needed(4)
+  assert sizes[1] * 0.8 < sizes[4] < sizes[1]
+
+
 def test_a_plan_says_what_is_sent():
   of_heads = exchanges_in_words(on_mesh(CONFIG, mesh_of(context=2)))
   # Eight query heads with outputs, and two key heads with values, of which a half stays.
@@ -465,9 +505,10 @@ def test_a_plan_says_what_each_kind_of_layer_sends():
   sent = (4 * (2 * 5) + 8 * 3 + 2 * 8 + 8 * 3) * 4 / 2
   assert recurrence_bytes(on_mesh(DELTA, mesh_of(context=2))) == sent
   by, token = "by all-to-all sends", "KB for each token of a device"
+  heads = "together, they compute 8 heads in place of 8"
   assert lines[1:] == [
     f"  1 of the layers: the delta rule {by} {sent / 1e3:.1f} {token}",
-    f"  1 of the layers: attention {by} 0.2 {token}, which computes 8 heads and has 8",
+    f"  1 of the layers: attention {by} 0.2 {token}: {heads}",
   ]
 
 

@@ -302,6 +302,11 @@ class ModelConfig:
     """Whether there is a vision tower that updates do not change."""
     return self.vision is not None and not self.vision.trained
 
+  def sees_both_ways(self, window: int) -> bool:
+    """Whether tokens of a picture see those after them in layers of this window, 0 for none."""
+    both_ways = self.vision.both_ways if self.vision else ""
+    return both_ways == "all" or (both_ways == "windows" and window > 0)
+
   @property
   def row_shards(self) -> int:
     """The number of parts into which the mesh splits the rows of activations."""

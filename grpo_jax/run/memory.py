@@ -319,15 +319,19 @@ def _kept_bytes(
   S, G, T = config.data.max_prompt_tokens, config.rows_per_prompt, config.sampling.max_tokens
   lanes = 128 if shape.platform == "tpu" else 1  # a TPU fills up the last axis of every array
 
-  def backward(params: model.Params, batch: Batch) -> Any:
-    return jax.vjp(lambda params: completion_features(params, shape, batch, remat)[0], params)[1]
-
   def on_one_device(x: jax.ShapeDtypeStruct) -> float:
     last = x.shape[-1] if x.shape else 1
     padded = math.prod(x.shape[:-1]) * -(-last // lanes) * lanes * x.dtype.itemsize
     return padded if last == shape.embed_dim else padded / split
 
-  def kept(prompts: int) -> float:
+  def kept(compute: Callable[[model.Params, Any], jax.Array], inputs: Any) -> float:
+    def backward(params: model.Params, inputs: Any) -> Any:
+      return jax.vjp(lambda params: compute(params, inputs), params)[1]
+
+    arrays = jax.tree.leaves(jax.eval_shape(backward, params, inputs))
+    return sum(on_one_device(x) for x in arrays)
+
+  def of_all(prompts: int) -> float:
     is_frozen = shape.has_frozen_tower
     batch = Batch(
       images=None if is_frozen else images_of(config, shape, prompts, most),
@@ -337,9 +341,18 @@ def _kept_bytes(
       completions_PGT=jax.ShapeDtypeStruct((prompts, G, T), jnp.int32),
       mask_PGT=jax.ShapeDtypeStruct((prompts, G, T), jnp.float32),
     )
-    arrays = jax.tree.leaves(jax.eval_shape(backward, params, batch))
-    return sum(on_one_device(x) for x in arrays)
+    return kept(lambda params, batch: completion_features(params, shape, batch, remat)[0], batch)
 
-  # The difference leaves out the parameters.
-  of_prompts = kept(2 * shape.row_shards) - kept(shape.row_shards)
-  return of_prompts / (shape.row_shards * shape.context)
+  def of_tower(prompts: int) -> float:
+    images = images_of(config, shape, prompts, most)
+    if images is None or shape.has_frozen_tower:
+      return 0.0
+    encode = functools.partial(model.encode, config=shape, remat=remat)
+    return kept(lambda params, images: encode(params, images=images).features_PKND, images)
+
+  # The differences leave out the parameters.
+  one, two = shape.row_shards, 2 * shape.row_shards
+  tower = of_tower(two) - of_tower(one)
+  decoder = of_all(two) - of_all(one) - tower
+  # A device computes a part of its prompts' tokens, and the tower for all of their images.
+  return (decoder / shape.context + tower) / shape.row_shards

@@ -29,7 +29,7 @@ AttendStream = Callable[
 # of a run. Texts that are split are long.
 _LONG = 32768
 # By the data sheets in parallel/chips.py, a chip does about so many operations while it sends a
-# byte over its links (770 to 2,300), and while it reads or writes one in its memory (170 to 560).
+# byte over its links (770 to 2,300), and while it reads or writes one in its memory (150 to 560).
 _OPERATIONS_PER_BYTE_SENT, _OPERATIONS_PER_BYTE = 1000, 250
 # In plain JAX, a score is written and read in float32, and its weight in bfloat16.
 _BYTES_OF_SCORE = 12
@@ -61,9 +61,14 @@ class SplitAttention:
 
   @property
   def divisible_heads(self) -> int:
-    """The least heads, not below H, of which each key head and each device has as many."""
-    copies = math.lcm(self.key_heads, self.devices)
-    return copies * -(-self.heads // copies)
+    """`divisible_heads` of these."""
+    return divisible_heads(self.heads, self.key_heads, self.devices)
+
+
+def divisible_heads(heads: int, key_heads: int, devices: int) -> int:
+  """The least query heads, not below `heads`, of which each key head and device has as many."""
+  copies = math.lcm(key_heads, devices)
+  return copies * -(-heads // copies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Exchange:
   Attributes:
     name: Its name.
     sent: How many vectors of a head a device sends for each of its tokens, in the forward pass.
-    heads: The heads that a device computes in place of the heads that it has.
+    heads: The heads that the devices compute together, in place of H.
     slowness: The time of one of them, relative to plain JAX on a device that has all tokens.
     uses_kernel: It can run a kernel.
     sees_pictures: It can compute tokens that see those after them.
@@ -120,7 +125,7 @@ def by_heads(attend: AttendStream) -> AttendStream:
   ) -> jax.Array:
     devices = jax.lax.axis_size(AXIS)
     (H, E), K = q_PNHE.shape[2:], k_PNKE.shape[2]
-    more = SplitAttention(H, K, E, 0, devices).divisible_heads // K - H // K
+    more = divisible_heads(H, K, devices) // K - H // K
 
     def with_more(x: jax.Array, heads: int) -> jax.Array:
       """The query heads, on axis `heads`, with `more` of them for each key head."""
@@ -277,15 +282,22 @@ def recur_by_heads(
 
   def recur(scan: Scan, weights: Any, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
     J = jax.tree.leaves(empty)[0].shape[0]
-    more = -J % math.prod(mesh.shape[axis] for axis in head_axes)
+    tensor, context = (mesh.shape[axis] for axis in head_axes)
+    # The devices along `tensor` have a block of heads each, which grows where it lies.
+    blocks = 1 if J % tensor else tensor
+    own = J // blocks
+    more = -own % (tensor // blocks * context)
 
     def with_more(x: jax.Array, axis: int) -> jax.Array:
-      sides = [(0, 0)] * x.ndim
-      sides[axis] = (0, more)
-      return jnp.pad(x, sides) if more else x
+      in_blocks = x.reshape(*x.shape[:axis], blocks, own, *x.shape[axis + 1 :])
+      sides = [(0, 0)] * in_blocks.ndim
+      sides[axis + 1] = (0, more)
+      return jnp.pad(in_blocks, sides).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def without_more(x: jax.Array, axis: int) -> jax.Array:
-      return jax.lax.slice_in_dim(x, 0, J, axis=axis) if more else x
+      in_blocks = x.reshape(*x.shape[:axis], blocks, own + more, *x.shape[axis + 1 :])
+      whole = jax.lax.slice_in_dim(in_blocks, 0, own, axis=axis + 1)
+      return whole.reshape(*x.shape[:axis], J, *x.shape[axis + 1 :])
 
     def recur_here(
       weights: Any, inputs_PN: Any, empty: Any, lengths_P: jax.Array, packing: Packing | None

@@ -150,8 +150,7 @@ def in_groups(
   attend = _attention(config, groups)
 
   def attend_of(window: int, memory: Any) -> Attend:
-    is_both_ways = config.vision and (window or config.vision.both_ways == "all")
-    pictures = pictures_PS if is_both_ways else None
+    pictures = pictures_PS if config.sees_both_ways(window) else None
     scoring = dict(window=window, cap=config.attention_cap, rows=config.rows)
 
     def attend_in_groups(

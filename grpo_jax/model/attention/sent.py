@@ -27,7 +27,7 @@ def _sent_by(config: ModelConfig, kind: LayerKind) -> str:
   window = f" of a window of {kind.window}" if kind.window else ""
   return (
     f"attention{window} by {exchange.name} sends {exchange.bytes_sent(of) / 1e3:,.1f} KB for each"
-    f" token of a device, which computes {exchange.heads(of)} heads and has {of.heads}"
+    f" token of a device: together, they compute {exchange.heads(of)} heads in place of {of.heads}"
   )
 
 
@@ -40,8 +40,7 @@ def split_attention(config: ModelConfig, kind: LayerKind) -> SplitAttention:
     tensor = config.rows.mesh.shape["tensor"]
     heads, keys = heads // tensor, math.lcm(keys, tensor) // tensor
   item = jnp.dtype(config.dtype).itemsize
-  is_both_ways = bool(config.vision) and bool(kind.window or config.vision.both_ways == "all")
-  pictures = is_both_ways and bool(config.vision.both_ways)
+  pictures = config.sees_both_ways(kind.window)
   has_kernel = attention_of(config)[0] in KERNELS
   return SplitAttention(heads, keys, size, item, config.context, kind.window, has_kernel, pictures)
 
