@@ -204,6 +204,8 @@ def test_functions_and_a_config_object_as_trl_takes_them(folder):
     ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "no whole updates of 2"),
     ({"scale_rewards": []}, "scale_rewards=.*: "),
     ({"report_to": ["wandb", "comet_ml"]}, "report_to=.*: 'comet_ml' is not here: choose among"),
+    ({"generation_kwargs": {"bad_words": "Wait"}}, "bad_words must be a list of texts, got 'Wait'"),
+    ({"generation_kwargs": {"bad_words": ["Wait", 5]}}, "bad_words must be a list of texts"),
     ([1], r"\[1\] is no GRPOConfig and no dict of its fields"),
   ],
 )

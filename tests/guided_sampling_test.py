@@ -117,6 +117,13 @@ def test_a_row_whose_guide_gives_up_is_cut_off():
   [
     ({"sampling.regex": "a", "sampling.min_tokens": 2}, "sampling.regex is 'a': it says when"),
     (
+      {"sampling.regex": "a", "sampling.stop": ("]",)},
+      r"regex is 'a': it says .* set sampling.stop=\(\)",
+    ),
+    ({"sampling.regex": "a", "sampling.stop_ids": (5,)}, r"set sampling.stop_ids=\(\)"),
+    ({"sampling.regex": "(?x)a # b\nc"}, "the flag x"),
+    ({"sampling.regex": "b(?i)(?sx-u:a b)"}, "the flag x"),
+    (
       {"sampling.regex": "a", "environment.tools": ("python",)},
       "sampling.regex is 'a': comp.*turns",
     ),
@@ -127,6 +134,13 @@ def test_a_row_whose_guide_gives_up_is_cut_off():
 def test_what_cannot_be_is_refused_by_name(changes, words):
   with pytest.raises(ConfigError, match=words):
     check_config(small_config().replace(changes))
+
+
+@pytest.mark.parametrize(
+  "regex", ["(?i)x", r"\(?x", "(?<x>a)", "(?P<x>a)", "(?:x)", "(?s-x:.)", r"(\d?x)"]
+)
+def test_an_x_that_is_no_flag_is_taken(regex):
+  check_config(small_config().replace({"sampling.regex": regex}))
 
 
 def test_constraints_are_a_filter():

@@ -102,6 +102,8 @@ FILES = {
     + png()[33:],
     "cannot be read as an image",
   ),
+  "png chunks first": (png()[:33] + chunk(b"abCd", b"") * 10**5 + png()[33:], "10,000 chunks"),
+  "png chunks last": (png()[:-12] + chunk(b"abCd", b"") * 10**5 + png()[-12:], "10,000 chunks"),
   "jpeg half": (JPEG()[:700], "damaged JPEG"),
   "jpeg tables": (JPEG()[:500], "cannot be read as an image"),
   "jpeg header": (JPEG()[:30], ""),

@@ -252,7 +252,10 @@ def _bad_words(port: Port, value: Mapping[str, Any] | None) -> tuple[str, ...]:
   others = {*(value or {})} - {"bad_words"}
   if others:
     raise Refused(f"the learner would not know the distribution with {', '.join(sorted(others))}")
-  return tuple((value or {}).get("bad_words") or ())
+  words = (value or {}).get("bad_words") or ()
+  if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+    raise Refused(f"bad_words must be a list of texts, got {shown(words)}")
+  return tuple(words)
 
 
 def _log_completions(port: Port, value: bool) -> Changes:

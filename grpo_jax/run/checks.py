@@ -6,6 +6,7 @@ in `device_checks.py`.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 from grpo_jax.algo.advantages import ADVANTAGES
@@ -105,11 +106,20 @@ def _check_guided(config: Config) -> None:
       value,
       "completions with tools or an environment have several turns; leave one of them out",
     )
+  ends = {"min_tokens": 0, "stop": (), "stop_ids": ()}
+  for name, off in ends.items():
+    _require(
+      not sampling.regex or not getattr(sampling, name),
+      "sampling.regex",
+      sampling.regex,
+      f"it says when a completion may end; set sampling.{name}={off}",
+    )
+  without_escapes = re.sub(r"(?s)\\.", "_", sampling.regex)
   _require(
-    not sampling.regex or not sampling.min_tokens,
+    not re.search(r"\(\?\w*x", without_escapes),
     "sampling.regex",
     sampling.regex,
-    "it says when a completion may end; set sampling.min_tokens=0",
+    "the flag x, of comments and blanks, is not read; write the expression without it",
   )
 
 

@@ -6,13 +6,14 @@ Files of other people are read here, so nothing is decoded before its size is kn
 import base64
 import binascii
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import functools
 import io
 import os
 from pathlib import Path
 import tempfile
-from typing import Any
+from typing import IO, Any
 import urllib.request
 import warnings
 
@@ -27,6 +28,7 @@ MOST_IMAGES = 4096  # of a prompt
 MOST_PIXELS = 50_000_000  # of an image: height times width
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # none that runs another program
 _STARTS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P")
+_MOST_CHUNKS = 10_000  # of a PNG, because Pillow takes 10 us for each
 _SECONDS = 20  # for one download
 _ORIENTATION = 0x0112  # of EXIF
 _WIDTH, _LENGTH = 0x0100, 0x0101  # of TIFF
@@ -103,8 +105,15 @@ class ImageSource:
     """The image, of which only the header was read, within the limits."""
     file = self._file()
     try:
+      with open(file, "rb") if isinstance(file, str) else contextlib.nullcontext(file) as opened:
+        is_png = opened.read(4) == _STARTS[0]
+        opened.seek(0)
+        if is_png and len(_chunks(opened)) > _MOST_CHUNKS:
+          raise self._refuse(f"is a PNG of more than {_MOST_CHUNKS:,} chunks; save it again")
       image = Image.open(file, formats=FORMATS)
       height, width = image.height, image.width
+    except ConfigError:
+      raise
     except Image.DecompressionBombError:
       raise self._refuse(f"has more than {MOST_PIXELS:,} pixels; make it smaller") from None
     except Exception as error:
@@ -319,18 +328,24 @@ def _upright_size(image: Image.Image, where: str) -> tuple[int, int]:
 
 def _has_late_metadata(image: Image.Image) -> bool:
   """Whether a PNG has texts or EXIF behind its first pixels."""
-  file = image.fp
-  place, found, behind = file.tell(), False, False
+  found, behind = False, False
+  for kind in _chunks(image.fp):
+    behind |= kind == b"IDAT"
+    found |= behind and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+  return found
+
+
+def _chunks(file: IO[bytes]) -> list[bytes]:
+  """The kinds of the chunks of a PNG, at most one more than it may have."""
+  place, kinds = file.tell(), list[bytes]()
   try:
     file.seek(8)
-    while len(head := file.read(8)) == 8:
-      kind = head[4:]
-      behind |= kind == b"IDAT"
-      found |= behind and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+    while len(head := file.read(8)) == 8 and len(kinds) <= _MOST_CHUNKS:
+      kinds.append(head[4:])
       file.seek(int.from_bytes(head[:4], "big") + 4, os.SEEK_CUR)
   finally:
     file.seek(place)
-  return found
+  return kinds
 
 
 @functools.lru_cache(4096)
