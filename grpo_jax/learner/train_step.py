@@ -95,7 +95,7 @@ class Begun(struct.PyTreeNode):
 
   Attributes:
     parts: Its micro-batches.
-    of_batch: What its micro-batches share: the divisors of means and the coefficients.
+    of_batch: The values that its micro-batches share: the divisors of means and the coefficients.
     tokens: int32 scalar, how many tokens there are in the loss.
   """
 
