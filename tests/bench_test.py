@@ -27,17 +27,21 @@ def test_a_tiny_job_with_long_tails_prints_its_line(monkeypatch, capsys):
   assert 32 <= result["tokens"] < 16 * 32 * 0.6 and result["sample_s"] > 0
 
 
+FAST = "bench", "guides"  # the second one needs packages of an extra
+
+
 def named_scripts():
-  """The scripts of experiments/ that a page names. Those that only results name are slow tests."""
+  """The scripts of experiments/ that a page names. Most are slow tests: each takes two seconds."""
 
   def named(pages):
     text = "".join(page.read_text() for page in pages)
     return set(re.findall(r"experiments/(\w+)\.py", text))
 
-  manual = named([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
-  results = named(ROOT.glob("experiments/*.md")) - manual
-  slow = [pytest.param(script, marks=pytest.mark.slow) for script in sorted(results)]
-  return [*sorted(manual), *slow]
+  scripts = named([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+  scripts |= named(ROOT.glob("experiments/*.md"))
+  assert {*FAST} <= scripts
+  slow = [pytest.param(script, marks=pytest.mark.slow) for script in sorted(scripts - {*FAST})]
+  return [*FAST, *slow]
 
 
 @pytest.mark.parametrize("script", named_scripts())

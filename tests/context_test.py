@@ -144,6 +144,7 @@ RINGS = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [slow(0), 14])
 @pytest.mark.parametrize(
   "axes",
@@ -224,6 +225,7 @@ DELTA = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [slow(0), 14])
 @pytest.mark.parametrize(
   "axes",

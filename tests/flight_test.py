@@ -130,7 +130,7 @@ def test_what_is_not_drawn_is_zero(alone):
 @pytest.mark.parametrize(
   "rows, mesh",
   [
-    (8, (1, 2, 2, 1)),
+    pytest.param(8, (1, 2, 2, 1), marks=pytest.mark.slow),
     *(
       pytest.param(*case, marks=pytest.mark.slow)
       for case in (

@@ -130,6 +130,7 @@ def test_hidden_states_and_gradients_do_not_depend_on_how_they_are_computed(name
   jax.tree.map(close, found, expected)
 
 
+@pytest.mark.slow
 def test_what_is_not_trained_does_not_decay():
   _, params = model.load(FAMILIES / "gemma4")
   of_layer = decayed(params)["layers_0"]

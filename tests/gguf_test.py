@@ -52,7 +52,7 @@ FAMILIES = {  # folder: what its GGUF file cannot say
   "families/gemma2": {"query_scalar": 12.0},
   "families/gemma3": {"query_scalar": 12.0},
 }
-FAST = "qwen2_tied", "families/llama", "families/qwen3_moe"
+FAST = "qwen2_tied", "families/qwen3_moe"
 LAYOUTS = [Kind(number) for number in gguf_file.kinds(Path("x"))]
 
 

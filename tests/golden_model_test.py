@@ -33,7 +33,7 @@ _SLOW = (
   *("gemma4_moe", "qwen3_moe_mixed", "qwen3_biases", "llama_biases", "smollm3_window"),
   # What the tests of their kind of layer test, too.
   *("qwen3_next", "olmo3", "olmo2", "gpt_oss", "glm4_moe", "smollm3", "gemma4_e", "qwen2_untied"),
-  *("qwen2_window", "phi3_longrope"),
+  *("qwen2_window", "phi3_longrope", "gemma3", "phi3_partial", "granite", "qwen3_fp8"),
 )
 # One of each kind of cache: whole, states, latents. The oldest family is fast in every way.
 # The others are fast token by token, which has every position. Windows and lent keys are slow.
