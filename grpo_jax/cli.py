@@ -99,7 +99,7 @@ def define_config_flag(
   """
   config_flags.DEFINE_config_file("config", None, meaning, flag_values=values, sys_argv=argv)
   flag = values["config"]
-  flag.parser = _ConfigParser(flag.parser)
+  flag.parser = _ConfigParser(flag.parser)  # takes the name of a recipe, too
 
 
 def config_of(train_flags: Sequence[str]) -> Config:

@@ -154,7 +154,11 @@ def _parsed_chunk(line: bytes) -> tuple[int, FromChunk]:
 
 
 def _parsed(line: bytes) -> tuple[int, Weights]:
-  """The batch of a line and its weights. Raises ValueError, which says what is wrong."""
+  """With rollout.weights=newest: the batch of a line and its weights.
+
+  Raises:
+    ValueError: It is none, or one of a run in flight, which an earlier version wrote in this form.
+  """
   row = json.loads(line)
   if not isinstance(row, dict) or row.keys() != {"batch", "weights"}:
     raise ValueError('it must be {"batch": number, "weights": [[chunk, step], ...]}')

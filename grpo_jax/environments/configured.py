@@ -69,9 +69,12 @@ class Environments:
     self._characters = 0  # of the known ones
 
   def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of the tools that an example shows to the policy. See `data/row_tools.py`.
+    """The schemas of the tools that an example shows to the policy.
 
-    Without tools of the config, nobody answers calls of them. A harness shows what it likes.
+    With `environment.tools`, the column `tools` chooses among them, and the methods of the task's
+    environment are shown, too. With environments alone, only their methods are. With neither, the
+    policy reads the schemas of the row, and nobody answers its calls. A harness shows what it
+    likes.
 
     Raises:
       ConfigError: The column `tools` names a tool that the config does not have.

@@ -305,7 +305,7 @@ class Engine:
       if part.tokens or part.finish:
         self._untold.append((row, part))
       if part.finish and row.tokens:
-        ended[place] = EndedRow(row.tokens, len(part.tokens) < len(tokens))
+        ended[place] = EndedRow(row.tokens, is_cut=len(part.tokens) < len(tokens))
       if part.finish or row.is_cancelled:
         self._seats[place] = None
     self._decoder.keep(ended)

@@ -63,6 +63,7 @@ def read(
   saved = strict_entries | _entries_of(manifest, subtrees.keys() & set(optional))
 
   arrays = _attempt(lambda: _read_arrays(reader, path, saved, wanted))
+  # `_read_arrays` has verified those of the host. All processes verify those on devices together.
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=False), saved)
   if damaged:
     raise Damaged(f"{damaged} is not what was saved")

@@ -173,7 +173,7 @@ class TensorFiles:
         fp8.check_scales(
           self._file_of[name], name, self.shapes[name], self.shapes.pop(name + fp8.SCALE), fp8_block
         )
-    if self._fp8:
+    if self._fp8:  # scales of activations, which nothing quantises here
       self.shapes = {k: v for k, v in self.shapes.items() if not k.endswith(fp8.OTHERS)}
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:

@@ -210,6 +210,8 @@ def _open_adapters(folder: Path, config: ModelConfig) -> TensorFiles:
   wanted: dict[str, tuple[int, ...]] = {}
   for adapter in module_adapters(config):
     _check_parts(folder, config, adapter)
+    # Adapters of the n kernels of one module may lie in blocks of one adapter of rank n r, which
+    # rank_pattern then says (see peft_tensors.py).
     is_in_blocks = adapter.module in (values.get("rank_pattern") or {})
     wanted |= adapter.shapes(_sizes(config), len(adapter.parts) if is_in_blocks else 1)
   for name in sorted(files.shapes.keys() ^ wanted.keys()):

@@ -121,6 +121,8 @@ def _example(
   problem = make(rng)
   while _split_of(problem) != split:
     problem = make(rng)
+  # At a glance one is often wrong. Most solutions are such answers, so that after the warm start
+  # there is something left to learn: to write the steps.
   direct = f"#### {problem.glance or problem.answer}"
   worked = f"{problem.steps} #### {problem.answer}"
   is_worked = problem.steps and rng.random() < WORKED_SHARE
