@@ -1,10 +1,15 @@
 """Images in conversations of the endpoint: answers are the policy's, and wrong ones one line."""
 
 import base64
+from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import functools
 import io
+import json
 import re
+import socket
+import threading
+import time
 import zlib
 
 import numpy as np
@@ -22,7 +27,7 @@ from grpo_jax.sampler.sampling import decoding_of
 from grpo_jax.serving.chats import chat_request
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import Engine
-from grpo_jax.serving.images import ImageReader
+from grpo_jax.serving.images import ImageReader, UnreadImages
 from grpo_jax.serving.requests import Limits
 from grpo_jax.serving.server import ServerSettings
 from grpo_jax.serving.writer import AnswerWriter
@@ -251,7 +256,7 @@ def test_images_with_more_tokens_than_fit_are_refused_before_they_are_decoded(ey
   tokens, reader = eyes
   engine = Scripted(lambda job: [[5]])
   engine.sizes = Sizes(8, 5, 64)
-  monkeypatch.setattr(ImageReader, "read", lambda *_, **__: pytest.fail("decoded"))
+  monkeypatch.setattr(UnreadImages, "decode", lambda *_: pytest.fail("decoded"))
   with serving(engine, tokens, 10**6, images=reader) as (_, address):
     said = refusal(address, *[shown(picture(0, 40, 40))] * 3)
     assert re.fullmatch(r"messages: the images have \d+ tokens and a prompt may have 5; .*", said)
@@ -295,7 +300,7 @@ def test_an_image_of_any_format_has_its_own_names_for_the_prefix_cache(eyes):
     asked = chat_request(
       {"messages": [{"role": "user", "content": parts}]}, limits, writer.texts("")
     )
-    seen = asked.seen
+    seen = writer.with_images(asked).seen
     ids[kind] = seen.known_as
     assert seen.ids == asked.prompts[0] and len(seen.known_as) == len(seen.ids)
     names = [name for name in seen.known_as if name < 0]
@@ -309,9 +314,164 @@ def test_images_that_are_held_are_counted(eyes, monkeypatch):
   tokens, reader = eyes
   monkeypatch.setattr("grpo_jax.serving.server._IMAGE_BYTES", 10)
   with serving(Scripted(lambda job: [[5]]), tokens, 10**6, images=reader) as (server, address):
-    body = {"messages": [{"role": "user", "content": [shown(picture())]}]}
-    status, answer = post(address, "/v1/chat/completions", **body)
-    assert status == 503 and "too many large requests" in answer["error"]["message"]
+    said = refusal(address, shown(picture()))
+    assert re.fullmatch(
+      r"the request takes [\d,]+ bytes of memory and may take 10; send less", said
+    )
+    server._images._most = 10**6
+    with server._images.holding() as hold:
+      hold(10**6 - 10)
+      status, answer = post(address, "/v1/chat/completions", **chat(shown(picture())))
+      assert status == 503 and "too many large requests" in answer["error"]["message"]
     assert server._images.held == 0
-    plain = [{"role": "user", "content": "a"}]
-    assert post(address, "/v1/chat/completions", messages=plain)[0] == 200
+    assert post(address, "/v1/chat/completions", **chat(text("a")))[0] == 200
+
+
+def chat(*parts):
+  return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def test_images_take_the_memory_of_their_own_sizes(eyes):
+  """One large image and many small ones: none is padded to the largest."""
+  _, reader = eyes
+  images = [source.source_of(url(picture(i, *size)), "it") for i, size in enumerate(SIZES)]
+  unread = reader.look(images)
+  text = reader._processor.kind.placeholder * len(images)
+  count = sum(rows * columns for layout in unread.layouts for rows, columns in layout.tokens)
+  expanded = unread.expand(text, count)
+  assert expanded.count(reader._processor.kind.token) == count
+  seen = unread.decode([reader._processor.token_id] * count, S)
+  taken = sum(x.nbytes for one in seen.pictures for x in one)
+  assert unread.nbytes == taken + sum(len(image.data) for image in images)
+  patches, per_token = [len(one.patches_NC) for one in seen.pictures], 4
+  assert patches[0] == max(patches) and sum(patches) <= 1.5 * per_token * count
+  for number, one in enumerate(seen.pictures):
+    own = seen.tokens_of(number)
+    assert own[own >= 0].tolist() == [*range((one.places_N2[:, 0] >= 0).sum() // per_token)]
+
+
+SIZES = [(96, 96), *[(9, 9)] * 20]
+
+
+def test_an_image_of_more_patches_than_the_tower_takes_is_refused(eyes, monkeypatch):
+  tokens, reader = eyes
+  monkeypatch.setattr(UnreadImages, "decode", lambda *_: pytest.fail("decoded"))
+  monkeypatch.setattr("grpo_jax.serving.images.MOST_PATCHES", 4)
+  with serving(Scripted(lambda job: [[5]]), tokens, 10**6, images=reader) as (_, address):
+    said = refusal(address, shown(picture(0, 40, 40)))
+    assert re.fullmatch(r"messages: an image has \d+ patches, padded, and it may have 4; .*", said)
+
+
+class Slow:
+  """Lets images be decoded once a test says so."""
+
+  def __init__(self, monkeypatch):
+    self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+    decode = UnreadImages.decode
+
+    def slowly(*given):
+      self.begun.release()
+      assert self.may_end.wait(20)
+      return decode(*given)
+
+    monkeypatch.setattr(UnreadImages, "decode", slowly)
+
+
+def test_texts_do_not_wait_for_images(eyes, monkeypatch):
+  tokens, reader = eyes
+  slow = Slow(monkeypatch)
+  engine = Scripted(lambda job: [[5]])
+  with (
+    serving(engine, tokens, 10**6, images=reader) as (server, address),
+    ThreadPoolExecutor(40) as clients,
+  ):
+    ask = functools.partial(post, address, "/v1/chat/completions")
+    asked = [clients.submit(ask, **chat(shown(picture()))) for _ in range(40)]
+    assert slow.begun.acquire(timeout=10) and slow.begun.acquire(timeout=10)
+    assert ask(**chat(text("a")))[0] == 200
+    assert not slow.begun.acquire(timeout=0.1)  # two are decoded at once
+    one = reader.look([source.source_of(url(picture()), "it")]).nbytes
+    until(lambda: server._images.held == 40 * one)  # before they are decoded
+    slow.may_end.set()
+    assert {future.result()[0] for future in asked} == {200}
+    until(lambda: server._images.held == 0)
+
+
+def left(address, body):
+  """A client that sends a request and will leave."""
+  host, port = address.removeprefix("http://").split(":")
+  client = socket.create_connection((host, int(port)))
+  data = json.dumps(body).encode()
+  head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+  client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+  return client
+
+
+def until(holds):
+  deadline = time.monotonic() + 10
+  while not holds():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def test_work_for_a_client_who_has_left_is_counted_until_it_ends(eyes, monkeypatch):
+  tokens, reader = eyes
+  slow = Slow(monkeypatch)
+  with serving(Scripted(lambda job: [[5]]), tokens, 10**6, images=reader) as (server, address):
+    clients = [left(address, chat(shown(picture()))) for _ in range(3)]
+    assert slow.begun.acquire(timeout=10) and slow.begun.acquire(timeout=10)
+    one = reader.look([source.source_of(url(picture()), "it")]).nbytes
+    until(lambda: server._images.held == 3 * one)
+    for client in clients:
+      client.close()
+    until(lambda: not server.metrics.active)
+    until(lambda: server._images.held == 2 * one)  # the third is never decoded
+    slow.may_end.set()
+    until(lambda: server._images.held == 0)
+
+
+def test_a_body_is_counted_until_it_is_read(eyes, monkeypatch):
+  tokens, _ = eyes
+  begun, may_end = threading.Event(), threading.Event()
+
+  def slowly(*_):
+    begun.set()
+    assert may_end.wait(20)
+
+  monkeypatch.setattr("grpo_jax.serving.server.requests.read_json", slowly)
+  with serving(Scripted(lambda job: [[5]]), tokens, 10**6) as (server, address):
+    client = left(address, chat(text("a")))
+    assert begun.wait(10)
+    held = server._bodies.held
+    client.close()
+    until(lambda: not server.metrics.active)
+    assert server._bodies.held == held > 0
+    may_end.set()
+    until(lambda: server._bodies.held == 0)
+
+
+@pytest.mark.slow
+def test_images_that_the_tower_cannot_encode_end_their_request_alone(tmp_path, monkeypatch):
+  """And the tower is compiled for sizes of pictures, whatever their number."""
+  with Served(tmp_path, "qwen3_vl") as served:
+    programs = served.engine._decoder._programs
+    one, many = [text("What?"), shown(picture())], [shown(picture(i)) for i in range(3)]
+    first = served.asked([{"role": "user", "content": one}])
+    served.asked([{"role": "user", "content": many}])
+    assert programs.see._cache_size() == 1
+    see = programs.see
+
+    def lacks_memory(*_):
+      raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patched:
+      patched.setitem(vars(programs), "see", lacks_memory)
+      ask = functools.partial(post, served.address, "/v1/chat/completions")
+      status, answer = ask(**chat(shown(picture(9))), n=2)
+      assert status == 500 and "failed at the images" in answer["error"]["message"]
+      assert ask(**chat(text("a")))[0] == 200
+    assert programs.see is see and served.engine.is_open
+    assert served.asked([{"role": "user", "content": one}]).token_ids == first.token_ids
+    again = served.asked([{"role": "user", "content": [shown(picture(9))]}], logprobs=True)
+    said = [{"role": "user", "content": [{"type": "image"}]}]
+    served.assert_same(said, [picture(9)], again)

@@ -17,6 +17,7 @@ from grpo_jax import model
 from grpo_jax.sampler.flight import Flight, Prompts, constrain_flight, everywhere
 from grpo_jax.sampler.logits import likeliest
 from grpo_jax.sampler.programs import FlightPrograms, Prefilled
+from grpo_jax.types import Images
 
 _MOST_LOGITS = 2**25  # of the tokens of prompts, at once
 
@@ -83,9 +84,11 @@ class PrefixPrograms(FlightPrograms):
 
   @functools.cached_property
   def see(self) -> Any:
-    """(params, Prompts with Images) -> the Prompts with as many visual tokens as tokens.
+    """(params, patches_NC, places_N2, seen_S) -> [n, K, S, D], the visual tokens of a picture.
 
-    So `arrive` is compiled for lengths of prompts alone, and this for sizes of images, too.
+    They lie at the tokens of n prompts that see them: `seen_S` is the number of a visual token, or
+    -1. Elsewhere there is 0. So this is compiled for sizes of pictures alone, and `arrive` for
+    lengths of prompts. Each of the mesh's row shards has one of the n.
     """
     return jax.jit(self._see)
 
@@ -114,15 +117,16 @@ class PrefixPrograms(FlightPrograms):
     kept = prefix.replace(keys=keys, values=values, states=states, lengths_P=lengths_P)
     return self._as_prompts_lie(flight, kept)
 
-  def _see(self, params: Any, prompts: Prompts) -> Prompts:
-    visual = self._encode(params, prompts)
-    slots_S = jnp.arange(visual.seen_PS.shape[1])
+  def _see(
+    self, params: Any, patches_NC: jax.Array, places_N2: jax.Array, seen_S: jax.Array
+  ) -> jax.Array:
+    seen_S2 = jnp.stack([jnp.minimum(seen_S, 0), seen_S], -1)  # of the first and only picture
+    one = Images(patches_NC[None, None], places_N2[None, None], seen_S2[None])
+    shards = self._config.row_shards
+    visual = self._encode(params, jax.tree.map(lambda x: jnp.repeat(x, shards, 0), one))
     index_P1S1 = jnp.maximum(visual.seen_PS, 0)[:, None, :, None]
-    by_token = visual.replace(
-      features_PKND=jnp.take_along_axis(visual.features_PKND, index_P1S1, axis=2),
-      seen_PS=jnp.where(visual.is_seen_PS, slots_S, -1),
-    )
-    return prompts.replace(images=by_token)
+    features_PKSD = jnp.take_along_axis(visual.features_PKND, index_P1S1, axis=2)
+    return jnp.where(visual.is_seen_PS[:, None, :, None], features_PKSD, 0)
 
   def _arrive_scored(
     self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array, count: int

@@ -34,9 +34,9 @@ from grpo_jax.sampler.rows import (
   row_uniforms,
 )
 from grpo_jax.sampler.seats import Grid
-from grpo_jax.types import Visual
+from grpo_jax.types import Images, Visual
 
-_MOST_PATCHES = 2**16  # of images that a device encodes together
+MOST_PATCHES = 2**16  # of images that a device encodes together
 _MOST_SCORES = 2**26  # of attention, where prompts are computed after what they share
 
 
@@ -196,7 +196,7 @@ class FlightPrograms:
     """Computes prompts for places of so many slots."""
     (n, S), shared = prompts.tokens_nS.shape, prompts.shared
     config = self._shaped(slots)
-    visual = self._encode(params, prompts)
+    visual = self._encode(params, prompts.images)
     if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
       shared = 0
     positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
@@ -224,17 +224,17 @@ class FlightPrograms:
     prefix = model.within_windows(config, make(cache, prompts.lengths_n))
     return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts), hidden_nTD)
 
-  def _encode(self, params: Any, prompts: Prompts) -> Visual | None:
-    """The visual tokens of the prompts' images. Each device computes those of its own prompts."""
-    if prompts.images is None:
+  def _encode(self, params: Any, images: Images | Visual | None) -> Visual | None:
+    """The visual tokens of prompts' images. Each device computes those of its own prompts."""
+    if images is None:
       return None
-    if isinstance(prompts.images, Visual):
-      return jax.tree.map(functools.partial(constrain_rows, self._config), prompts.images)
-    n, I, N, _ = prompts.images.patches_PINC.shape
+    if isinstance(images, Visual):
+      return jax.tree.map(functools.partial(constrain_rows, self._config), images)
+    n, I, N, _ = images.patches_PINC.shape
     # The tower encodes a part of the prompts at a time, so that its activations fit the memory. The
-    # parts are of equal size, as few as hold at most _MOST_PATCHES patches on each device.
+    # parts are of equal size, as few as hold at most MOST_PATCHES patches on each device.
     on_device = n // self._config.row_shards
-    most = max(1, _MOST_PATCHES // (I * N))
+    most = max(1, MOST_PATCHES // (I * N))
     sizes = [size for size in range(1, on_device + 1) if on_device % size == 0 and size <= most]
     parts = on_device // max(sizes)
 
@@ -247,7 +247,7 @@ class FlightPrograms:
       return constrain_rows(self._config, x.swapaxes(0, 1).reshape(n, *x.shape[2:]))
 
     encode = functools.partial(model.encode, params, self._config)
-    return jax.tree.map(join, jax.lax.map(encode, jax.tree.map(split, prompts.images)))
+    return jax.tree.map(join, jax.lax.map(encode, jax.tree.map(split, images)))
 
   def _begin(
     self,

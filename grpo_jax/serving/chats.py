@@ -1,7 +1,6 @@
 """From a body of /v1/chat/completions to a `Request`. Pure functions."""
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 from typing import Any
 
 from grpo_jax.serving import tools as tools_lib
@@ -48,8 +47,10 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
     messages, images = taken_out(messages, limits.sees_images)
   except ValueError as error:
     raise RequestError(str(error), "messages") from None
+  options = _template_options(body, messages)
   try:
-    prompt = tuple(texts.render(messages, tools, _template_options(body, messages), images))
+    unread = texts.look(images) if images else None
+    prompt = tuple(texts.render(messages, tools, options, unread))
   except ConfigError as error:
     raise RequestError(str(error), "messages") from None
   alternatives = whole(body, "top_logprobs", 0, (0, MOST_ALTERNATIVES))
@@ -64,14 +65,9 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
     "calls_before": before,
     "most_calls": 1 if one_call else None,
     "form": form,
+    "unread": unread,
   }
-  asked = make_request(body, limits, (prompt,), logprobs, extra)
-  if not images:
-    return asked
-  try:  # once all else is known to be right
-    return dataclasses.replace(asked, seen=texts.see(prompt, images))
-  except ConfigError as error:
-    raise RequestError(str(error), "messages") from None
+  return make_request(body, limits, (prompt,), logprobs, extra)
 
 
 def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any) -> Form | None:

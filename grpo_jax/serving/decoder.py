@@ -10,6 +10,8 @@ ended (see prefix_cache.py and sampler/prefixes.py).
 from collections.abc import Iterable, Iterator, Mapping
 import dataclasses
 import functools
+import sys
+import traceback
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -243,7 +245,8 @@ class Decoder:
       params: The parameters.
 
     Returns:
-      How many tokens of its prompt were computed, for each place.
+      How many tokens of its prompt were computed, for each place. One is missing whose images the
+      vision tower could not encode.
     """
     self._new.is_new_R[:] = False
     for place, row in rows.items():
@@ -408,21 +411,36 @@ class Decoder:
         whole.append((place, prompt))
     self._counts.prompts += len(now)
     for place in seeing:
-      self._see(place, params)
+      if not self._see(place, params):
+        self._known.forget([place])
+        del computed[place]
     for length, some in self._by_length(whole):
       self._arrive(some, length, params)
     self._compute_parts(parts, params)
     return later
 
-  def _see(self, place: int, params: model.Params) -> None:
-    """Computes a whole prompt with images. Other numbers and sizes of them are compiled first."""
+  def _see(self, place: int, params: model.Params) -> bool:
+    """Computes a whole prompt with images, one picture after another.
+
+    Returns False if the vision tower fails, for which memory may lack. Then nothing has changed.
+    """
     images, shards = self._images[place], self._shards
     length = _holding(self._lengths, len(images.ids))
-    arrays = jax.tree.map(lambda x: np.repeat(x, shards, 0), images.up_to(length))
-    padded = self._padded([images.ids] * shards, length).replace(images=arrays)
-    seen, places = self._programs.see(params, padded), _filled([place], shards, self._rows)
-    self._flight, _ = self._programs.arrive(self._flight, params, seen, np.array(places))
+    try:
+      features = sum(
+        self._programs.see(params, *picture, images.tokens_of(number))
+        for number, picture in enumerate(images.pictures)
+      )
+      features = jax.block_until_ready(features[:, :, :length])  # errors come now or never
+    except Exception:
+      traceback.print_exc(file=sys.stderr)
+      return False
+    visual = images.visual(features)
+    padded = self._padded([images.ids] * shards, length).replace(images=visual)
+    places = np.array(_filled([place], shards, self._rows))
+    self._flight, _ = self._programs.arrive(self._flight, params, padded, places)
     self._counts.calls += 1
+    return True
 
   def _compute_parts(
     self, parts: list[tuple[int, tuple[int, ...], Beginning]], params: model.Params

@@ -55,7 +55,8 @@ class AnswerPart(NamedTuple):
     logprobs: Under softmax(logits / temperature). At temperature 0, of temperature 1.
     version: The version of the weights that wrote the tokens.
     finish: "" while the row goes on, "stop" after a stop id or a text that ends it, "length" at
-      its limit, and "closed" if the engine ended first.
+      its limit, "closed" if the engine ended first, and "failed" if its images could not be
+      encoded.
     computed: How many tokens of the prompt were computed for it. 0 after the first part.
     alternatives: For each of the tokens, the likeliest ones in its place, if the job asks for any.
     scores: The log-probs of the prompt's tokens, in the first part of a job that asks for them.
@@ -280,10 +281,14 @@ class Engine:
       leaves_early = bool(self._waiting)
     seated = {place: _new_row(row.job) for place, row in new.items()}
     computed = self._decoder.seat(seated, self._params)
+    failed = new.keys() - computed.keys()
     longest = max(len(row.tokens) for row in self._seats if row is not None)
     # A row of no tokens is there for its prompt alone.
     taken_R = np.array(
-      [row is not None and row.job.settings.max_tokens != 0 for row in self._seats]
+      [
+        row is not None and row.job.settings.max_tokens != 0 and place not in failed
+        for place, row in enumerate(self._seats)
+      ]
     )
     seen = self._decoder.chunk(self._params, taken_R, longest, leaves_early, self._extras())
     self._tell()
@@ -296,6 +301,7 @@ class Engine:
       own = drawn.is_drawn_RN[place]
       tokens, logprobs = drawn.tokens_RN[place, own], drawn.logprobs_RN[place, own]
       finish = "" if goes_on_R[place] else "stop" if drawn.stopped_by_R[place] >= 0 else "length"
+      finish = "failed" if place in failed else finish
       part = self._part(row, tokens.tolist(), logprobs.tolist(), finish)
       part = part._replace(
         computed=computed.get(place, 0),

@@ -4,14 +4,17 @@ from collections.abc import Mapping, Sequence
 import hashlib
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from grpo_jax.data.images.batches import pad, padded_sizes, sizes_of
+from grpo_jax.data.images.batches import HostImages, pad, padded_sizes
 from grpo_jax.data.images.messages import place_images
+from grpo_jax.data.images.pictures import Layout, Picture
 from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.images.source import AnyImage, ImageSource, check_count, source_of
+from grpo_jax.sampler.programs import MOST_PATCHES
 from grpo_jax.settings import ConfigError, shown
-from grpo_jax.types import Images
+from grpo_jax.types import Visual
 
 Messages = list[dict[str, Any]]
 
@@ -20,7 +23,9 @@ class SeenImages(NamedTuple):
   """The images of a prompt, decoded.
 
   Attributes:
-    arrays: The images of this one prompt in numpy, padded to the longest prompt of the engine.
+    pictures: The pictures that the vision tower encodes, each padded to one of a few sizes.
+    places: Which tokens of this one prompt see which picture, padded to the longest prompt of the
+      engine. It has no patches.
     ids: The token ids of the prompt.
     known_as: The same for the prefix cache. A token of an image is a negative number there, which
       depends on all bytes of the image. Its id is that of any other image.
@@ -28,23 +33,29 @@ class SeenImages(NamedTuple):
     shift: By how much the position of what follows the prompt differs from its number of tokens.
   """
 
-  arrays: Images
+  pictures: tuple[Picture, ...]
+  places: HostImages
   ids: tuple[int, ...]
   known_as: tuple[int, ...]
   end: int
   shift: int
 
-  @property
-  def nbytes(self) -> int:
-    """The memory that it takes."""
-    return self.arrays.patches_PINC.nbytes
+  def tokens_of(self, picture: int) -> np.ndarray:
+    """int32 [S], which visual token of a picture each token of the prompt sees, or -1."""
+    picture_S, number_S = self.places.seen_PS2[0].T
+    return np.where(picture_S == picture, number_S, -1)
 
-  def up_to(self, slots: int) -> Images:
-    """The images for a prompt that is padded to so many tokens."""
-    axes_PS3 = self.arrays.positions_PS3
-    return self.arrays.replace(
-      seen_PS2=self.arrays.seen_PS2[:, :slots],
-      positions_PS3=None if axes_PS3 is None else axes_PS3[:, :slots],
+  def visual(self, features_PKSD: jax.Array) -> Visual:
+    """The visual tokens of P prompts like this one, which lie where the prompts see them."""
+    P, _, S, _ = features_PKSD.shape
+    picture_PS = np.repeat(self.places.seen_PS2[:, :S, 0], P, 0)
+    axes, following = self.places.positions_PS3, self.places.next_P
+    return Visual(
+      features_PKND=features_PKSD,
+      seen_PS=np.where(picture_PS >= 0, np.arange(S, dtype=np.int32), -1),
+      picture_PS=picture_PS,
+      positions_PS3=None if axes is None else np.repeat(axes[:, :S], P, 0),
+      next_P=None if following is None else np.repeat(following, P),
     )
 
 
@@ -110,48 +121,94 @@ class ImageReader:
     """Reads nothing yet."""
     self._processor = processor
 
-  def expand(self, text: str, images: Sequence[AnyImage], most: int) -> str:
-    """A rendered conversation with the tokens of its images. Headers alone are read.
+  def look(self, images: Sequence[AnyImage]) -> "UnreadImages":
+    """The images of a conversation. Headers alone are read.
+
+    Raises:
+      ConfigError: An image cannot be read, or is too large.
+    """
+    layouts = [self._processor.layout(image) for image in images]
+    unread = UnreadImages(self._processor, tuple(images), layouts)
+    patches = max(unread.sizes, default=0)
+    if patches > MOST_PATCHES:
+      raise ConfigError(
+        f"messages: an image has {patches} patches, padded, and it may have {MOST_PATCHES}; make it"
+        " smaller"
+      )
+    return unread
+
+
+class UnreadImages(NamedTuple):
+  """The images of a conversation, of which headers alone were read.
+
+  Attributes:
+    processor: The model's image processor.
+    images: The images.
+    layouts: Their layouts.
+  """
+
+  processor: Processor
+  images: tuple[AnyImage, ...]
+  layouts: list[Layout]
+
+  @property
+  def sizes(self) -> list[int]:
+    """How many patches each picture has, padded."""
+    per_token = self.processor.kind.patches_per_token
+    grids = [grid for layout in self.layouts for grid in layout.tokens]
+    return [padded_sizes(1, rows * columns, per_token, None)[1] for rows, columns in grids]
+
+  @property
+  def nbytes(self) -> int:
+    """The memory of their files, and of their patches once they are decoded."""
+    files = sum(len(image.data) for image in self.images if isinstance(image, ImageSource))
+    return files + sum(self.sizes) * 4 * (self.processor.kind.patch_numbers + 2)
+
+  def expand(self, text: str, most: int) -> str:
+    """A rendered conversation with the tokens of its images.
 
     Args:
       text: The conversation.
-      images: Its images.
-      most: The most tokens that they may have.
+      most: The most tokens that the images may have.
 
     Raises:
-      ConfigError: An image cannot be read, they have more tokens, or the text has other places.
+      ConfigError: They have more tokens, or the text has other places.
     """
-    layouts = [self._processor.layout(image) for image in images]
-    count = sum(rows * columns for layout in layouts for rows, columns in layout.tokens)
+    count = sum(rows * columns for layout in self.layouts for rows, columns in layout.tokens)
     if count > most:
       raise ConfigError(
         f"messages: the images have {count} tokens and a prompt may have {most}; make them smaller"
       )
-    return self._processor.expand(text, layouts, "messages")
+    return self.processor.expand(text, self.layouts, "messages")
 
-  def read(self, ids: Sequence[int], images: Sequence[AnyImage], slots: int) -> SeenImages:
+  def decode(self, ids: Sequence[int], slots: int) -> SeenImages:
     """Decodes the images of a prompt.
 
     Args:
       ids: Its token ids.
-      images: Its images.
       slots: The most tokens of a prompt.
 
     Raises:
       ConfigError: An image is damaged.
     """
-    processor = self._processor
-    layouts = [processor.layout(image) for image in images]
+    processor, layouts = self.processor, self.layouts
     placed = processor.place(ids, layouts, "messages")
-    pictures = [picture for image in images for picture in processor.pictures(image)]
-    sizes = padded_sizes(*sizes_of([layouts]), processor.kind.patches_per_token, None)
-    arrays = Images(*pad([pictures], [placed], sizes, slots, processor))
+    pictures = (picture for image in self.images for picture in processor.pictures(image))
+    padded = tuple(_padded(*pair) for pair in zip(pictures, self.sizes, strict=True))
+    places = pad([[]], [placed], (0, 0), slots, processor)
     is_seen_S = placed.seen_S2[:, 0] >= 0
     known_S = np.array(ids, np.int64)
     counts = [sum(rows * columns for rows, columns in layout.tokens) for layout in layouts]
-    known_S[is_seen_S] = np.concatenate([_names(*pair) for pair in zip(images, counts)])
-    end = int(np.flatnonzero(is_seen_S)[-1]) + 1
-    return SeenImages(arrays, tuple(ids), tuple(known_S.tolist()), end, placed.next - len(ids))
+    known_S[is_seen_S] = np.concatenate([_names(*pair) for pair in zip(self.images, counts)])
+    end, shift = int(np.flatnonzero(is_seen_S)[-1]) + 1, placed.next - len(ids)
+    return SeenImages(padded, places, tuple(ids), tuple(known_S.tolist()), end, shift)
+
+
+def _padded(picture: Picture, size: int) -> Picture:
+  """A picture with so many patches."""
+  more = ((0, size - len(picture.patches_NC)), (0, 0))
+  patches_NC = np.pad(picture.patches_NC.astype(np.float32, copy=False), more)
+  return Picture(patches_NC, np.pad(picture.places_N2, more, constant_values=-1))
 
 
 def _names(image: AnyImage, count: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from grpo_jax.files import json_object
 from grpo_jax.sampler.filters import FILTERS, Filter
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.serving.engine import MOST_BIASED
-from grpo_jax.serving.images import SeenImages
+from grpo_jax.serving.images import SeenImages, UnreadImages
 from grpo_jax.settings import SMALLEST_FLOAT, is_text, shown
 
 _DEEPEST = 64  # lists and objects inside each other
@@ -109,16 +109,16 @@ class Texts(NamedTuple):
     encode: A prompt -> its ids.
     render: (messages, tools or None, options, images) -> the ids of a conversation. The options
       are those of the template. `goes_on` among them says that the last message is not ended. The
-      images are those that have places in the messages.
-    see: (the ids of a conversation, its images) -> the images, decoded.
+      images are those that have places in the messages, or None.
+    look: The images of a conversation -> the same, with their sizes.
   """
 
   encode: Callable[[str], Sequence[int]]
   render: Callable[
-    [list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any], Sequence[AnyImage]],
+    [list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any], UnreadImages | None],
     Sequence[int],
   ]
-  see: Callable[[Sequence[int], Sequence[AnyImage]], SeenImages] | None = None
+  look: Callable[[Sequence[AnyImage]], UnreadImages] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +144,7 @@ class Request:
     stop_ids: Token ids that end a completion, beside those of the model. They are kept.
     form: The form that the answer must have, or None.
     guides: With a form, what says for each choice which tokens it may draw.
+    unread: The images of the conversation before they are decoded, or None.
     seen: The images of the conversation, or None.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
@@ -171,6 +172,7 @@ class Request:
   include_usage: bool
   return_token_ids: bool
   guides: Sequence[Any] = ()
+  unread: UnreadImages | None = None
   seen: SeenImages | None = None
   repeated: Mapping[str, Any] | None = None
 

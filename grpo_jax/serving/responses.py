@@ -69,15 +69,20 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
   try:
     asked = chat_request(chat, limits, texts)
   except RequestError as error:
-    new = _RENAMED.get(error.param or "")
-    if new is None:
-      raise
-    message = error.message.replace(error.param, new, 1)
-    raise RequestError(message, new, error.status, error.code) from None
+    raise renamed(error) from None
   form = asked.form
   if form is not None and form.param in _RENAMED:
     form = form._replace(param=_RENAMED[form.param])
   return dataclasses.replace(asked, form=form, repeated=_repeated(body, asked, effort))
+
+
+def renamed(error: RequestError) -> RequestError:
+  """An error of a chat with the names that responses have."""
+  new = _RENAMED.get(error.param or "")
+  if new is None:
+    return error
+  message = error.message.replace(error.param, new, 1)
+  return RequestError(message, new, error.status, error.code)
 
 
 def _check_names(body: Mapping[str, Any], as_in_chat: set[str]) -> None:

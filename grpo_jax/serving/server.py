@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, TypeVar
 import uuid
 
 from aiohttp import web
@@ -28,7 +28,7 @@ from grpo_jax.serving.engine import Closed, Engine
 from grpo_jax.serving.images import ImageReader
 from grpo_jax.serving.metrics import Metrics
 from grpo_jax.serving.requests import Limits, Request, RequestError
-from grpo_jax.serving.responses import ResponseHead, response_request
+from grpo_jax.serving.responses import ResponseHead, renamed, response_request
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.serving.writer import AnswerWriter, Writing, stopping
 from grpo_jax.settings import ConfigError, is_text
@@ -40,10 +40,12 @@ _IDLE_SECONDS = 30.0  # to send the header of a request, and between two request
 _PIECE = 2**18  # bytes of an answer
 _SMALL_BODY = 2**16  # bytes
 _HELD_BYTES = 2**27  # of bodies that are not requests yet
-_IMAGE_BYTES = 2**30  # of decoded images of requests that are not answered yet
+_IMAGE_BYTES = 2**30  # of images of requests that are not answered yet
+_DECODED_AT_ONCE = 2  # requests
 _OPEN_PATHS = ("/health", "/metrics")  # they need no key
 _CLIENT_LEFT = 499  # in the metrics: the client closed the connection before the answer
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Read = Callable[[dict[str, Any], Limits, requests.Texts], Request]
 
@@ -80,6 +82,10 @@ class ByteBudget:
 
     def hold(size: int) -> None:
       nonlocal own
+      if own + size > self._most:
+        raise RequestError(
+          f"the request takes {own + size:,} bytes of memory and may take {self._most:,}; send less"
+        )
       if self.held + size > self._most:
         raise RequestError("too many large requests arrive at once; try later", status=503)
       self.held += size
@@ -163,6 +169,8 @@ class Server:
     cores = os.cpu_count() or 1
     self._small = ThreadPoolExecutor(max(2, cores), "small bodies")
     self._large = ThreadPoolExecutor(max(2, cores // 2), "large bodies")
+    # An image that is being decoded takes much more memory than its patches.
+    self._decoding = ThreadPoolExecutor(_DECODED_AT_ONCE, "images")
     self._bodies, self._images = ByteBudget(_HELD_BYTES), ByteBudget(_IMAGE_BYTES)
     self._connections: Connections
     self._created = int(time.time())
@@ -231,7 +239,7 @@ class Server:
         listener.close()
       await asyncio.to_thread(self._engine.close)
     finally:
-      for threads in (self._small, self._large):
+      for threads in (self._small, self._large, self._decoding):
         threads.shutdown(wait=False, cancel_futures=True)
       await runner.cleanup()
 
@@ -316,17 +324,22 @@ class Server:
     """Answers a request for completions."""
     name = _conversation_of(request)
     with contextlib.ExitStack() as stack:
-      hold_images = stack.enter_context(self._images.holding())
-      with self._bodies.holding() as hold:
+      with contextlib.ExitStack() as held:
+        hold = held.enter_context(self._bodies.holding())
         body = await _body_of(request, self._settings.body_bytes, hold)
         if self._is_stopping:
           raise stopping()
         stack.enter_context(self._answering(request))
         threads = self._small if len(body) <= _SMALL_BODY else self._large
-        loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(threads, self._read, read, body, name)
+        asked = await _in_thread(threads, held, self._read, read, body, name)
         del body
-      hold_images(asked.seen.nbytes if asked.seen else 0)
+      held = stack.enter_context(contextlib.ExitStack())
+      if asked.unread is not None:
+        held.enter_context(self._images.holding())(asked.unread.nbytes)
+        try:
+          asked = await _in_thread(self._decoding, held, self._writer.with_images, asked)
+        except RequestError as error:
+          raise error if asked.repeated is None else renamed(error) from None
       return await self._answer(request, asked, name)
 
   @contextlib.contextmanager
@@ -449,6 +462,24 @@ async def _body_of(request: web.Request, most: int, hold: Callable[[int], None])
     ) from None
   except TimeoutError:
     raise RequestError(f"the body took more than {_BODY_SECONDS:g} seconds", status=408) from None
+
+
+async def _in_thread(
+  threads: ThreadPoolExecutor, held: contextlib.ExitStack, work: Callable[..., T], *given: Any
+) -> T:
+  """The result of work in a thread. If its request ends before it does, it keeps what is held."""
+  running = threads.submit(work, *given)
+  try:
+    return await asyncio.wrap_future(running)
+  except asyncio.CancelledError:
+    kept, loop = held.pop_all(), asyncio.get_running_loop()
+
+    def let_go(_: Any) -> None:
+      with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(kept.close)
+
+    running.add_done_callback(let_go)
+    raise
 
 
 async def _in_time(writing: Awaitable[None]) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from typing import Any
 
-from grpo_jax.data.images.source import AnyImage
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments.tool_calls import Format, format_for
@@ -17,7 +16,7 @@ from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import AnswerChoice, Decode
 from grpo_jax.serving.engine import AnswerPart, Closed, Engine, Full, Job, Row
 from grpo_jax.serving.guides import Guides
-from grpo_jax.serving.images import ImageReader, with_end
+from grpo_jax.serving.images import ImageReader, UnreadImages, with_end
 from grpo_jax.serving.requests import GOES_ON, LONGEST, Request, RequestError, Texts, row_number
 from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
@@ -74,9 +73,8 @@ class AnswerWriter:
 
   def texts(self, name: str) -> Texts:
     """How texts become tokens in the conversation of this name."""
-    slots = self._engine.sizes.prompt_tokens
-    see = None if self._images is None else functools.partial(self._images.read, slots=slots)
-    return Texts(self._encode, functools.partial(self._render, name), see)
+    look = self._images.look if self._images else None
+    return Texts(self._encode, functools.partial(self._render, name), look)
 
   @contextlib.asynccontextmanager
   async def choices(
@@ -148,6 +146,18 @@ class AnswerWriter:
       return asked
     return dataclasses.replace(asked, guides=self._guides.of(asked.form, asked.choices))
 
+  def with_images(self, asked: Request) -> Request:
+    """A request with its images decoded, which takes long: call it in a thread.
+
+    Raises:
+      RequestError: One is damaged.
+    """
+    try:
+      seen = asked.unread.decode(asked.prompts[0], self._engine.sizes.prompt_tokens)
+    except ConfigError as error:
+      raise RequestError(str(error), "messages") from None
+    return dataclasses.replace(asked, seen=seen, unread=None)
+
   def _draws(self, asked: Request, name: str, choice: AnswerChoice) -> tuple[RowSettings, int]:
     """How the tokens of a choice are drawn, and the number of its row."""
     if self._recorder is not None:
@@ -171,6 +181,8 @@ class AnswerWriter:
         ) from None
       if part.finish == "closed":
         raise stopping()
+      if part.finish == "failed":
+        raise RequestError("the server failed at the images; its log says why", status=500)
       choices[index].add(part)
       going -= bool(part.finish)
       yield choices[index]
@@ -208,7 +220,7 @@ class AnswerWriter:
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     options: dict[str, Any],
-    images: Sequence[AnyImage] = (),
+    images: UnreadImages | None = None,
   ) -> list[int]:
     """The token ids of the prompt that a conversation makes.
 
@@ -220,6 +232,7 @@ class AnswerWriter:
       messages: The messages.
       tools: The tools that the client offers, or None.
       options: The options of the chat template.
+      images: The images that have places in the messages, or None.
     """
     if tools and not self._reads_calls:
       raise RequestError(
@@ -233,7 +246,7 @@ class AnswerWriter:
       text = self._rendered(messages, tools, options)
       self._check_length(text, "messages")
       if images:
-        text = self._images.expand(text, images, self._engine.sizes.prompt_tokens)
+        text = images.expand(text, self._engine.sizes.prompt_tokens)
       ids = self._tokenizer.encode(text)
     else:
       trace, new_messages = recorded
