@@ -287,10 +287,10 @@ def golden_batch(name):
 
 
 def with_tower(**fields):
-  """A decoder of one layer with a trained tower of one layer, as Gemma 3 has it."""
+  """A decoder with a trained tower of one layer, as Gemma 3 has it."""
   golden = model.load_config(VISION / "gemma3", vision=True)
   tower = dataclasses.replace(golden.vision, **dict(trained=True, num_layers=1) | fields)
-  return dataclasses.replace(CONFIG, vocab_size=golden.vocab_size, num_layers=1, vision=tower)
+  return dataclasses.replace(CONFIG, vocab_size=golden.vocab_size, vision=tower)
 
 
 def test_images_in_prompts_give_the_numbers_of_one_device():
@@ -490,7 +490,7 @@ def test_the_estimate_of_a_vision_tower_does_not_fall_with_the_axis():
     split = on_mesh(shape, mesh_of(context=devices))
     needed = activation_bytes(small_config(), split, params, most=(32, 16))
     sizes[devices] = needed(8) - needed(4)
-  assert sizes[1] * 0.8 < sizes[4] < sizes[1]
+  assert sizes[1] * 0.7 < sizes[4] < sizes[1]
 
 
 def test_a_plan_says_what_is_sent():
