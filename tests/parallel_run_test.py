@@ -302,7 +302,7 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   assert collectives(begin.lower(*begun)) == set()
   assert collectives(chunk.lower(*taken)) <= {(), (64,), (64, 40)}
   V, D, F, heads = parameters.model.vocab_size, 32, 96, (8, 4)
-  shapes = collectives(programs.update.lower(programs.abstract_state, None, None, batch))
+  shapes = collectives(programs.update.whole.lower(programs.abstract_state, None, None, batch))
   layer = {(D, F), (F, D), (D, D), (D,), heads}
   stacks = {(L, *shape) for L in (1, 2) for shape in layer}
   in_batch = {(16,), (16, 12), (16, 4, 40)}
