@@ -246,6 +246,7 @@ def run(tmp_path, *options):
   return json.loads(file.read_text()), done.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "chunked"])
 def test_attention_is_measured(name, pieces):
   """A window and a cap reach the implementation, and the reference is `dense` in float32."""

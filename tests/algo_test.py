@@ -580,6 +580,9 @@ def test_the_selection_reads_the_ratio_of_the_config_and_has_no_gradient():
 # Presets.
 
 
+FAST_PRESETS = "grpo", "dapo", "gspo"
+
+
 def preset_batch(case, settings, spread):
   """A batch with the advantages of the preset, and with log-ratios `spread` times as far from 0."""
   rng = np.random.default_rng(3)
@@ -602,7 +605,10 @@ def preset_batch(case, settings, spread):
   return batch.replace(advantages_PGT=A_PGT, old_logprobs_PGT=old, behavior_logprobs_PGT=mu)
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=() if x in FAST_PRESETS else pytest.mark.slow) for x in presets.PRESETS],
+)
 def test_every_choice_of_a_preset_matters(name):
   """Each choice, set back to its default, changes the gradient under all the others."""
   case, defaults = make_case(), Algo()

@@ -27,7 +27,7 @@ def test_a_tiny_job_with_long_tails_prints_its_line(monkeypatch, capsys):
   assert 32 <= result["tokens"] < 16 * 32 * 0.6 and result["sample_s"] > 0
 
 
-FAST = "bench", "guides"  # the second one needs packages of an extra
+FAST = ("bench",)
 
 
 def named_scripts():

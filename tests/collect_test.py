@@ -172,6 +172,7 @@ def test_overlong_is_a_score_of_its_own(tmp_path):
     assert bool((advantages_PGT[p] != 0).any()) == differ
 
 
+@pytest.mark.slow
 def test_an_advantage_that_takes_no_negative_reward_stops_the_run_at_one(tmp_path):
   source = "def reward(completions, **_):\n  return [1, 0, {}] * (len(completions) // 3)\n"
   config = small_config("max_rl")
@@ -331,6 +332,7 @@ def test_the_temperature_may_rise_and_a_run_of_one_step_has_the_first_one(schedu
   assert temperature_at(sampling, 0, 1) == 0.5
 
 
+@pytest.mark.slow
 def test_each_completion_is_scored_once_with_greedy_ones_beside(tmp_path):
   source = f"""
 def reward(completions, **_):

@@ -39,6 +39,7 @@ def test_the_same_command_makes_the_same_run(runs, tmp_path):
   ]
 
 
+@pytest.mark.slow
 def test_another_seed_differs_in_all(runs):
   found = differences(runs / "one", runs / "other")
   assert all(line.startswith("step 1: ") for line in found.values()) and len(found) == 3
@@ -58,12 +59,14 @@ def edit_line(path, number, **fields):
   path.write_text("".join(line + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_the_first_number_that_differs_is_named(runs, tmp_path):
   found = edited(runs, tmp_path, lambda copy: edit_line(copy / "metrics.jsonl", 1, kl=7.5))
   assert found["metrics"].startswith("step 2: kl is ") and found["metrics"].endswith(" and 7.5")
   assert not found["completions"] and not found["checkpoints"]
 
 
+@pytest.mark.slow
 def test_times_are_not_compared(runs, tmp_path):
   times = {"time/step": 1e3, "perf/tokens_per_second": 1.0, "rollout/queue": 4}
   assert not any(
@@ -76,6 +79,7 @@ def test_a_number_that_the_clock_does_not_decide_is_compared():
   assert compare_rows("metrics", ours, theirs).difference == "step 1: perf/padding is 0.1 and 0.2"
 
 
+@pytest.mark.slow
 def test_a_step_that_one_run_lacks_is_named(runs, tmp_path):
   def shorten(copy):
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -88,6 +92,7 @@ def test_a_step_that_one_run_lacks_is_named(runs, tmp_path):
   assert found["checkpoints"] == ""  # a run keeps the newest ones
 
 
+@pytest.mark.slow
 def test_a_completion_that_differs_is_named(runs, tmp_path):
   def change(copy):
     edit_line(next((copy / "completions").glob("*1.jsonl")), 3, completion="?")
@@ -95,6 +100,7 @@ def test_a_completion_that_differs_is_named(runs, tmp_path):
   assert "step 1: completion 3: completion is " in edited(runs, tmp_path, change)["completions"]
 
 
+@pytest.mark.slow
 def test_runs_without_a_common_checkpoint_are_not_called_the_same(runs, tmp_path):
   def change(copy):
     shutil.rmtree(copy / "checkpoints")
@@ -111,6 +117,7 @@ def test_an_asynchronous_run_is_compared_too(tmp_path):
   assert not any(differences(tmp_path / "one", tmp_path / "same").values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "folders, code, words",
   [

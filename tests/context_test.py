@@ -293,6 +293,7 @@ def with_tower(**fields):
   return dataclasses.replace(CONFIG, vocab_size=golden.vocab_size, vision=tower)
 
 
+@pytest.mark.slow
 def test_images_in_prompts_give_the_numbers_of_one_device():
   """Tokens of a picture see each other."""
   config = with_tower()
@@ -482,6 +483,7 @@ def test_the_estimate_of_activations_falls_with_the_axis():
   assert sizes[4] < sizes[1] / 2
 
 
+@pytest.mark.slow
 def test_the_estimate_of_a_vision_tower_does_not_fall_with_the_axis():
   """A device computes the tower for all images of its prompts, which are most of this update."""
   shape, sizes = with_tower(), {}

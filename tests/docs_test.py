@@ -280,6 +280,7 @@ def test_every_page_is_in_the_navigation():
   assert sorted(name for name in named if "/" not in name) == [page.name for page in DOCS]
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path):
   for module in ("mkdocs", "material", "mkdocstrings_handlers"):
     if importlib.util.find_spec(module) is None:

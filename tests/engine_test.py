@@ -234,6 +234,7 @@ def test_a_text_ends_a_row(shared):
   assert len(cut.logprobs) == count
 
 
+@pytest.mark.slow
 def test_weights_are_swapped_between_chunks(parts):
   """Tokens before the swap are those of the old weights, and so are the keys of the prompt."""
   config, old, new = parts

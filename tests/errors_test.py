@@ -431,6 +431,7 @@ def test_a_bad_command_ends_in_one_line(start, command, broken_model, tmp_path, 
   assert not (workdir / "metrics.jsonl").exists() and not (workdir / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_bad_command_ends_in_one_line_in_a_process_of_its_own(command):
   """One that fails late, after JAX has written what it writes."""
   done = subprocess.run(

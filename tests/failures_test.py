@@ -553,6 +553,7 @@ def exits(path):
   sys.exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["task", "surrogate"])
 def test_code_of_others_that_exits_does_not_end_the_program_that_calls_train(whose, tmp_path):
   config = small_config()

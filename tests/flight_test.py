@@ -353,6 +353,7 @@ def replies(asked):
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "rows, chunk, weights, mesh",
   [
@@ -583,6 +584,7 @@ def test_equal_calls_compile_nothing_again(alone):
   assert sizes[0] == sizes[1] and sizes[0][1] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   "grid",

@@ -34,6 +34,7 @@ _SLOW = (
   # What the tests of their kind of layer test, too.
   *("qwen3_next", "olmo3", "olmo2", "gpt_oss", "glm4_moe", "smollm3", "gemma4_e", "qwen2_untied"),
   *("qwen2_window", "phi3_longrope", "gemma3", "phi3_partial", "granite", "qwen3_fp8"),
+  "gemma2",
 )
 # One of each kind of cache: whole, states, latents. The oldest family is fast in every way.
 # The others are fast token by token, which has every position. Windows and lent keys are slow.
@@ -85,6 +86,7 @@ def test_logits_are_those_of_transformers(golden):
   assert_close(golden, "one pass", logits_BTV, expected["logits"], valid_BT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden, how", list(_ways_of_caches()), indirect=["golden"])
 def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
   """Prompts of 17, 9 and 1 tokens, each computed once for two equal rows of the tokens after it."""
@@ -167,10 +169,8 @@ def test_log_probs_of_sampler_and_learner_agree(name):
 @pytest.mark.parametrize(
   "name",
   [
-    "qwen3_5",
-    *(
-      pytest.param(x, marks=pytest.mark.slow) for x in ("deepseek_v3_dense", "gemma4_e", "gpt_oss")
-    ),
+    pytest.param(x, marks=pytest.mark.slow)
+    for x in ("deepseek_v3_dense", "gemma4_e", "gpt_oss", "qwen3_5")
   ],
 )
 def test_gradients_are_those_of_transformers(name):

@@ -125,6 +125,7 @@ def test_forms_that_cannot_be_are_refused_by_name(client, param, body):
   assert caught.value.param == param and "\n" not in caught.value.body["message"]
 
 
+@pytest.mark.slow
 def test_without_the_package_the_error_says_what_to_install(policy, monkeypatch):
   monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
   with pytest.raises(requests.RequestError, match="pip install -e '.\\[guides\\]'"):

@@ -156,6 +156,7 @@ def twice(tmp_path_factory):
   return first_step(config_of(folder, "twice"), folder / "run")
 
 
+@pytest.mark.slow
 def test_what_a_harness_asked_is_learned_token_by_token(twice):
   rows, metrics = twice
   assert len(rows) == P * G and metrics["sampler/logprob_gap_max"] < 1e-4

@@ -272,6 +272,7 @@ def test_shards_without_an_index_and_an_index_that_leads_away_are_refused(tmp_pa
     refused(tmp_path, f"lists {name!r}, which is not the name of a file beside it", **path)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_named(tmp_path, folder):
   tensors = load_file(folder / "model.safetensors")
   tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = math.inf

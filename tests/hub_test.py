@@ -49,6 +49,7 @@ def test_a_name_is_found_in_the_cache(cache):
   assert printed_folder(cache, f"someone/tiny-1.5B@{COMMIT}") == expected
 
 
+@pytest.mark.slow
 def test_a_failed_download_is_an_error_of_one_line(cache):
   line = printed_folder(cache, "someone/else")
   assert line.startswith(

@@ -142,6 +142,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset, micro_batch", CASES)
 @given(st.integers(0, 2**16), st.lists(st.booleans(), min_size=P, max_size=P))
 @settings(max_examples=12)

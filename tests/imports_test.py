@@ -17,6 +17,7 @@ COMMANDS = sorted(
   for path in (ROOT / "grpo_jax").rglob("*.py")
   if 'if __name__ == "__main__"' in path.read_text() and "cli.run(" in path.read_text()
 )
+FAST = "grpo_jax.train", "grpo_jax.report"  # the tests of others are slow: each is a process
 COMPUTES = {"jax", "flax", "optax", "orbax", "qwix"}
 # What a run on a CPU whose model is not quantised does not use.
 UNUSED = {
@@ -71,7 +72,10 @@ def imported_by(code):
   return {*done.stdout.split()}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+  "command",
+  [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in COMMANDS],
+)
 def test_help_needs_no_jax(command, imported):
   assert not imported(command, "--help") & COMPUTES
 
@@ -93,11 +97,13 @@ def test_a_table_of_runs_needs_no_jax(run, imported):
   assert not imported("grpo_jax.launch", f"--workdir={run}", "--table") & COMPUTES
 
 
+@pytest.mark.slow
 def test_an_export_imports_neither_other_platforms_kernels_nor_orbax(imported, tmp_path):
   found = imported("grpo_jax.export", "--config=arithmetic", f"--out={tmp_path}/model")
   assert "jax" in found and not found & {*UNUSED, "orbax"}
 
 
+@pytest.mark.slow
 def test_the_training_loop_imports_neither_other_platforms_kernels_nor_orbax():
   found = imported_by("import grpo_jax.training.loop")
   assert "jax" in found and not found & {*UNUSED, "orbax"}

@@ -227,6 +227,7 @@ def judged_in_workers(server, groups, parameters="", workers=2):
   return answer, seconds
 
 
+@pytest.mark.slow
 def test_a_group_that_fails_costs_no_other_group_its_scores(serve):
   server = serve(bad_group)
   groups = [[f"bad {i}" if p == 3 else f"{p} {i}" for i in range(4)] for p in range(8)]

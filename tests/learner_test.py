@@ -186,6 +186,7 @@ def test_chunks_change_nothing(params, chunk):
   assert_close(gradient(params, chunk), gradient(params, 7))
 
 
+@pytest.mark.slow
 def test_whole_logits_never_exist(params):
   """No array of [tokens, V] or more in the compiled update, forward or backward."""
   batch = jax.tree.map(lambda x: jnp.concatenate([x] * 16), make_batch())  # 192 rows x 5 tokens
@@ -197,6 +198,7 @@ def test_whole_logits_never_exist(params):
   assert "64x15x997" not in text and "960x997" not in text and "5x64x3x997" not in text
 
 
+@pytest.mark.slow
 def test_the_backward_pass_of_a_chunk_looks_for_no_maximum(params):
   """Maxima and sums over the vocabulary are those of the forward pass: logits are read once."""
   options = learner.StatsOptions(CONFIG, Learner(logprob_chunk=24))
@@ -221,6 +223,7 @@ def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
   assert len(operands) > 30 and not [line for line in operands if "f32" in line.replace("bf16", "")]
 
 
+@pytest.mark.slow
 def test_a_token_far_from_the_reference_does_not_stop_the_run(params):
   """k3 at d = -100: its gradient, and the norm that clips it, are finite; the update is made."""
   batch = make_batch()
@@ -322,6 +325,7 @@ def plain_full_kl(params, reference, batch):
   return (jnp.exp(pi) * (pi - ref)).sum(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "change",
   [
@@ -390,6 +394,7 @@ def test_full_kl_costs_one_forward_pass_of_the_reference(params):
   assert 0.9 < (update("full", params) - update("k3", None)) / forward < 1.3
 
 
+@pytest.mark.slow
 def test_the_coefficients_follow_what_is_measured_and_count_in_the_next_update(params):
   """The KL is above its target by more than a fifth: .5 (1 + .2 * 12 / 24) = .55.
 

@@ -542,6 +542,7 @@ def longest(rollouts, rewards_PG):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_a_plugin_registers_is_there_for_every_command(tmp_path, own_tables, workers):
   file = tmp_path / "mine.py"
@@ -606,9 +607,11 @@ def test_a_plugin_that_cannot_be_loaded_is_one_line(tmp_path, text, message):
   ("value", "message"),
   [
     ("many", "metric bad returned 'many': it must be a number"),
-    (None, "metric bad returned None"),
-    ({"a": [1]}, r"metric bad/a returned \[1\]"),
-    (ValueError("no texts"), "metric bad raised ValueError: no texts"),
+    pytest.param(None, "metric bad returned None", marks=pytest.mark.slow),
+    pytest.param({"a": [1]}, r"metric bad/a returned \[1\]", marks=pytest.mark.slow),
+    pytest.param(
+      ValueError("no texts"), "metric bad raised ValueError: no texts", marks=pytest.mark.slow
+    ),
   ],
 )
 def test_a_metric_that_is_no_number_ends_the_run_in_one_line(tmp_path, value, message, own_tables):
@@ -622,6 +625,7 @@ def test_a_metric_that_is_no_number_ends_the_run_in_one_line(tmp_path, value, me
     grpo_jax.train(config(), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_metric_of_your_own_sees_the_rows_that_other_processes_score(
   tmp_path, own_tables, monkeypatch
 ):
@@ -658,6 +662,7 @@ def test_a_metric_may_have_several_numbers(own_tables):
   assert own_metrics(None, np.array([[1.0, 2.0]])) == {"own/bad/best": 2.0, "own/bad/count": 2.0}
 
 
+@pytest.mark.slow
 def test_sample_takes_a_text_messages_or_a_list_of_either():
   chat = {"data.chat": True, "data.system": "Sum.", "data.prompt": "{prompt}"}
   small = {"data.tokenizer": str(TOKENIZERS / "qwen"), "data.max_prompt_tokens": 64}

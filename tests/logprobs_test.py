@@ -121,7 +121,11 @@ def test_alternatives_of_completions_and_of_streams(client):
     for text, logprob, best in zip(seen.tokens, seen.token_logprobs, seen.top_logprobs):
       assert best[text] >= logprob  # several tokens may have one text: the likeliest counts
     own = [one for piece in pieces for one in piece.choices if one.index == choice.index]
-    assert sum((one.logprobs.top_logprobs for one in own), []) == seen.top_logprobs
+    streamed = [best for one in own for best in one.logprobs.top_logprobs]
+    assert [best.keys() for best in streamed] == [best.keys() for best in seen.top_logprobs]
+    for ours, theirs in zip(streamed, seen.top_logprobs):
+      # Other rows may have been computed beside them, which some processors round otherwise.
+      assert ours == pytest.approx(theirs, abs=1e-4)
   drawn = client.completions.create(**(options | {"logprobs": 0})).choices
   assert [one.text for one in drawn] == [one.text for one in whole.choices]
   assert {one.logprobs.top_logprobs for one in drawn} == {None}
@@ -173,6 +177,7 @@ def test_prompts_that_are_scored_and_others_share_the_engine(client):
   assert [one.token_ids for one in after] == [one.token_ids for one in alone]
 
 
+@pytest.mark.slow
 def test_only_those_who_ask_have_other_programs(client, engine, monkeypatch):
   programs, chunk, seen = engine._decoder._programs, engine._decoder.chunk, []
 
@@ -254,6 +259,7 @@ def test_a_bias_over_http(client, policy):
   np.testing.assert_allclose(always.logprobs.token_logprobs, expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_special_tokens_are_shown_but_for_the_one_that_ends(client, policy):
   tokens = policy[2]
   (mark,) = tokens.encode("<|im_start|>")

@@ -165,6 +165,7 @@ def test_export_of_adapters_and_of_the_merged_model(trained, checkpoint, tmp_pat
   assert np.abs(joined_logits - base_logits).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_mixture_is_not_quantised(tmp_path):
   model.save(
     tmp_path / "hf", *model.load(Path(__file__).parent / "golden" / "families" / "qwen3_moe")

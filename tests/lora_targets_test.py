@@ -176,7 +176,9 @@ def test_projections_of_a_module_without_an_adapter_have_zeros(tmp_path):
   assert all(x.max() > 0 for x in jax.tree.leaves(gradient["v"]))
 
 
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(
+  "name", [pytest.param(x, marks=() if x == "phi3" else pytest.mark.slow) for x in JOINED]
+)
 def test_adapters_have_rules_of_sharding(name):
   config, base, adapters = changed_adapters(name)
   specs = param_specs(adapters, make_mesh(Mesh(tensor=2), jax.devices()[:2]))

@@ -69,6 +69,7 @@ def test_logits_are_those_of_peft(name):
   assert difference <= 1e-4 and np.abs(alone - expected).max() > 0.3  # the adapters do something
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param(x, marks=() if x == "qwen2_some" else pytest.mark.slow) for x in ADAPTERS]
 )
@@ -82,6 +83,7 @@ def test_saving_writes_the_tensors_that_were_loaded(name, tmp_path):
   assert model.load_adapter_shape(tmp_path / "out") == config.lora
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   ["qwen2_all", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2_some", "gemma2"))],
@@ -114,6 +116,7 @@ def fresh():
   return config, base, model.init_adapters(jax.random.key(1), config, base)
 
 
+@pytest.mark.slow
 def test_new_adapters_change_nothing_and_the_base_is_not_copied(fresh):
   config, base, adapters = fresh
   joined = model.join(base, adapters)

@@ -70,6 +70,7 @@ def config_of(folder, name, functions=("environment",), **values):
   return with_section(config, "reward", **reward)
 
 
+@pytest.mark.slow
 def test_public_methods_are_tools_and_the_object_pays_and_is_seen(tmp_path):
   small = Collected(config_of(tmp_path, "Safe", ("environment", "seen", "messages")))
   decode = small.run.tokenizer.decode

@@ -188,6 +188,7 @@ def test_what_is_no_metadata_is_none():
   assert metadata("---\na: 1\n---") == {"a": 1}
 
 
+@pytest.mark.slow
 def test_an_export_has_a_card_and_keeps_that_of_its_base(tmp_path):
   make_checkpoint(tmp_path / "base", problems(4))
   (tmp_path / "base/README.md").write_text(BASE)

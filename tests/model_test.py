@@ -111,6 +111,7 @@ def test_int8_rounds_each_vector_by_half_of_its_127th_at_most():
   assert 0.4 / 127 < error.max() <= 0.501 / 127 and (error[7] == 0).all()
 
 
+@pytest.mark.slow
 def test_decoding_with_a_cache_of_int8_is_near_to_one_pass_without_a_cache(params):
   prefix, own, at, plain = grouped(params)
   config = dataclasses.replace(CONFIG, cache_dtype="int8")
@@ -123,6 +124,7 @@ def test_decoding_with_a_cache_of_int8_is_near_to_one_pass_without_a_cache(param
   assert 1e-5 < max(gaps) < 0.02 * float(plain.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [pytest.param((), marks=pytest.mark.slow), (4, 4)])
 def test_rows_that_come_and_go_are_what_they_are_alone(params, windows):
   """Rows start at different times in three seats of a group. The slots are used again and again."""
@@ -235,7 +237,10 @@ DRAWN = [
 ]
 
 
-@pytest.mark.parametrize("changes, expected", DRAWN)
+@pytest.mark.parametrize(
+  "changes, expected",
+  [DRAWN[0], *(pytest.param(*drawn, marks=pytest.mark.slow) for drawn in DRAWN[1:])],
+)
 def test_a_seed_gives_the_same_parameters_for_ever(changes, expected):
   """Old runs and the results of the quick start depend on it."""
   config = dataclasses.replace(CONFIG, num_layers=3, **changes)

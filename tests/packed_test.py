@@ -44,6 +44,7 @@ def test_a_stream_by_hand():
   np.testing.assert_array_equal(back[0, [0, 1, 8, 9, 10]], [0, 1, 8, 9, 10])
 
 
+@pytest.mark.slow
 def test_the_gradient_of_packing_is_that_of_a_gather():
   packing = make_packing(jnp.array([[2, 0, 3]]), 4, 6)
   x = jax.random.normal(jax.random.key(0), (1, 12, 2))
@@ -151,6 +152,7 @@ def test_a_part_is_computed_in_the_fewest_slots_that_hold_its_largest_group():
   assert packed.segments(np.array([-1, -1]), [128, 0]) == []
 
 
+@pytest.mark.slow
 def test_groups_with_equally_many_tokens_come_into_one_part():
   """A completion of n tokens needs n - 1 slots: its last token predicts nothing."""
   batch = make_batch([[7, 7, 7], [1, 0, 0], [0, 0, 0], [7, 7, 6], [1, 1, 0], [0, 0, 0]])
@@ -174,6 +176,7 @@ def slow(value):
 UNEVEN = [[7, 7, 7], [1, 0, 0], [4, 2, 3], [1, 1, 0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [slow(1), 2, slow(4)])
 def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch):
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)

@@ -341,6 +341,7 @@ def assert_has(batch, wanted):
     assert value is None or getattr(batch, field.name) == value, field.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "platform, dtype", [("tpu", "bfloat16"), pytest.param("cuda", "float32", marks=pytest.mark.slow)]
 )

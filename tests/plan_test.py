@@ -197,6 +197,7 @@ def test_lora_holds_a_frozen_base_and_no_reference(tmp_path):
   assert 0 < sample.held["sampling copy"] < sample.held["weights"] < base / 4
 
 
+@pytest.mark.slow
 def test_each_side_holds_its_own_arrays_where_devices_only_sample(monkeypatch):
   config = with_section(config_of_all_phases(), "mesh", data=1, fsdp=4, tensor=1, sampler=4)
   run = plan.Run(with_section(config, "rollout", max_staleness=2))

@@ -136,6 +136,7 @@ def test_a_resumed_run_finds_the_same_reference(warm_steps, algo, tmp_path):
     assert_same(found.reference, run.parameters.reference(found.train.params))
 
 
+@pytest.mark.slow
 def test_adapters_as_the_reference_stay_float32(tmp_path):
   """They are small. The weights under them are in lora.base_dtype."""
   algo = dict(ref_sync_steps=1, ref_mixup=1.0)

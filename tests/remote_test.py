@@ -1044,6 +1044,7 @@ def answer_without_sense(run, port):
   connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness, capfd):
@@ -1263,7 +1264,7 @@ def with_a_game(folder):
   return with_section(config, "environment", name=name, max_turns=3, turn_tokens=3)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_environment_answers_rows_of_processes(parts, tmp_path):
   """Also those of a process that comes after one that was there for a while."""
   run = small_run(with_a_game(tmp_path))

@@ -80,6 +80,8 @@ _SLOW = (
   "gemma2",
   "mistral",
   "qwen2_steps",
+  "gemma3",
+  "qwen2",
 )
 
 
@@ -137,6 +139,7 @@ def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
 # Texts.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "dtype, bound", [("float32", BOUND), pytest.param("bfloat16", 0.2, marks=pytest.mark.slow)]
 )

@@ -43,6 +43,7 @@ def biases(params):
   return np.stack([found[place] for place in range(4)])
 
 
+@pytest.mark.slow
 def test_a_bias_moves_towards_an_even_load(params):
   """Two rows. The mean load is 2 in the first layer: 4, 3, 1 and 0 of two rows together."""
   zeros = jnp.zeros((2, 4, 4))
@@ -88,6 +89,7 @@ def test_an_update_moves_biases_by_the_loads_of_its_batch(micro, params):
     jax.tree.map(np.testing.assert_array_equal, moved, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [pytest.param(x, marks=() if x == "adamw" else pytest.mark.slow) for x in OPTIMIZERS],

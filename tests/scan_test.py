@@ -88,6 +88,7 @@ def instructions(config):
   return lowered.as_text().count(" = ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in REPEATED]
 )
@@ -98,6 +99,7 @@ def test_twice_the_layers_are_the_same_program(name, tmp_path):
   assert instructions(many) == instructions(few)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_of_an_mlp_saves_no_activation_function():
   """Two arrays [B, T, F]: the factors. The activation and the hidden units are not saved."""
   params = jax.tree.map(
@@ -121,6 +123,7 @@ def test_the_backward_pass_of_a_norm_saves_its_inputs_alone():
   assert saved == [jnp.bfloat16]
 
 
+@pytest.mark.slow
 def test_projections_of_the_same_inputs_save_them_once():
   """A layer keeps 4 arrays [B, T, D] and 2 [B, T, F] beside those of attention.
 

@@ -594,6 +594,7 @@ def test_a_client_that_leaves_frees_its_seats(stream, policy):
     assert post(address, prompt="a", max_tokens=2)[0] == 200
 
 
+@pytest.mark.slow
 def test_a_slow_reader_is_cut_and_the_others_are_not_held_up(policy):
   config, _, tokens = policy
   begun = threading.Event()

@@ -414,6 +414,7 @@ def test_what_is_rejected_is_as_if_it_was_not_there(minibatches, tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_a_step_whose_tokens_are_all_rejected_says_so_and_moves_nothing(tmp_path):
   run = small_run(small_config(kl_coef=0.0, reject_product=(2.0, 3.0)))
   step, _, _ = grpo_step(run, tmp_path, collects(batch_of(run), random_rewards()))
@@ -460,6 +461,7 @@ def test_a_run_whose_tokens_are_all_rejected_says_so_and_fails(tmp_path, capsys)
     run_steps(ended, tmp_path / "endless")
 
 
+@pytest.mark.slow
 def test_a_planned_entropy_coefficient_is_data_and_resumes_where_it_was(tmp_path):
   """From .2 to .8 in three steps. Two runs, of which one stops in between, are the same."""
   algo = dict(entropy_coef=0.2, entropy_coef_end=0.8, kl_coef=0.0)

@@ -78,7 +78,7 @@ def alone():
   [
     pytest.param((), True, range(2 * P), marks=pytest.mark.slow),
     ((), True, (5, 0, 7, 2, 1, 6, 3, 4)),
-    ((2, 1, 1, 1), True, (5, 0, 7, 2, 1, 6, 3, 4)),
+    pytest.param((2, 1, 1, 1), True, (5, 0, 7, 2, 1, 6, 3, 4), marks=pytest.mark.slow),
     pytest.param((), False, (5, 0, 7, 2, 1, 6, 3, 4), marks=pytest.mark.slow),
   ],
   ids=str,
@@ -168,6 +168,7 @@ def test_pauses_change_nothing_with_windows_states_and_caches_of_int8(name, cach
   assert flight_test.T == T
 
 
+@pytest.mark.slow
 def test_a_stream_whose_seats_are_all_taken_by_rows_that_pause_draws_nothing(alone):
   """Groups that wait for a seat cannot draw either, so whoever asks waits for a reply."""
   config, params, _ = alone

@@ -169,6 +169,7 @@ def test_a_teacher_with_fewer_rows_of_embeddings_is_refused(tmp_path):
   collector_of(config)
 
 
+@pytest.mark.slow
 def test_a_teacher_with_too_few_positions_is_refused(tmp_path):
   save_teacher(tmp_path / "short", positions=S + T - 1)
   with pytest.raises(ConfigError, match=r"reward\.teacher: the teacher has 16 positions, and"):

@@ -262,6 +262,7 @@ def test_a_start_that_fails_closes_the_trackers_that_are_open(tmp_path, fake, mo
   assert fake.got == ["failed", "failed"] and threads() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_has_failed_at_its_tracker(tmp_path, fake, monkeypatch):
   monkeypatch.setattr(trackers, "check_installed", lambda log: None)
   config = small_config().replace({"log.trackers": ("mlflow",)})

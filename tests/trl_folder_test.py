@@ -28,6 +28,7 @@ def run_of(name):
   return Run(dataclasses.replace(config, model=model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["now", pytest.param("before", marks=pytest.mark.slow)])
 def test_greedy_completions_are_those_of_transformers(name):
   expected = json.loads((FOLDER / "greedy.json").read_text())[name]

@@ -522,6 +522,7 @@ def test_a_template_may_write_earlier_calls_in_another_way_than_it_tells(call, a
   assert not written_calls.are_read(tokens_for(tmp_path, other))
 
 
+@pytest.mark.slow
 def test_calls_beyond_the_limit_get_an_error(tmp_path):
   tools = (f"{tmp_path}/env.py:double",)
   found = Collected(config_of(tmp_path, TOOLS, tools=tools, calls=DIGITS, max_calls=1))
@@ -765,6 +766,7 @@ def test_a_task_that_an_environment_starts_does_not_end_the_program(tmp_path):
     run.environments.openings([{"question": "1+1="}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   "name", ["InStep", pytest.param("InAsyncStep", marks=pytest.mark.slow), "Cancelled"]
@@ -806,6 +808,7 @@ def test_an_environment_that_fails_is_closed(broken, tmp_path):
   assert sessions.closed == sessions.opened and len(sessions.opened) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["stop", pytest.param("none", marks=pytest.mark.slow)])
 def test_an_environment_that_exits_where_a_worker_closes_it(on_error, tmp_path):
   config = config_of(tmp_path, EXITS, "InKeptClose", workers=1, max_turns=2)
@@ -1090,6 +1093,7 @@ def with_rows(folder, config, values, **changes):
   return with_section(config, "data", task="columns", path=str(folder), **changes)
 
 
+@pytest.mark.slow
 def test_a_row_may_have_some_of_the_tools(tmp_path):
   """Those of other rows do not exist for it, and a row without any has none to call."""
   tools = tuple(f"{tmp_path}/env.py:{name}" for name in "ab")

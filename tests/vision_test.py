@@ -122,6 +122,7 @@ def one_by_one(golden):
   return np.stack([[logits(p, g) for g in range(G)] for p in range(len(tokens_PGT))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", _params("qwen3_vl"), indirect=True)
 @pytest.mark.parametrize(
   ("how", "attention"),
@@ -157,6 +158,7 @@ def test_a_group_is_its_rows_one_by_one(golden, one_by_one, how, attention):
   check(name, f"group, {how}, {attention}", found_PGTV, one_by_one, valid_PGT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", _params("qwen3_vl"), indirect=True)
 def test_decoding_with_a_cache_is_the_forward_pass(golden, one_by_one):
   """Token by token after prompts that are computed once."""

@@ -66,7 +66,7 @@ LETTERS = ["Answer: B", r"\boxed{B}", "The answer is (B)"], ["Answer: C"] * 2
 NUMBERS = ["#### 3", "5 #### 3.0"], ["#### 4"]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   "function, gold, texts, expected",
   [

@@ -165,13 +165,8 @@ def test_tied_checkpoint(tied):
     np.testing.assert_array_equal(found, k[1 * 16 + 3])
 
 
-MORE = "gemma2", "qwen2_window", "qwen3_moe_mixed"
-
-
-@pytest.mark.parametrize(
-  "name",
-  ["gemma3", *(pytest.param(x, marks=pytest.mark.slow) for x in MORE)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen2_window", "qwen3_moe_mixed"])
 def test_every_layer_is_read_into_its_place_and_written_from_it(name, tmp_path):
   """In models whose layers differ."""
   config, params = load(GOLDEN / "families" / name)
@@ -223,6 +218,7 @@ def test_fields_of_published_checkpoints_that_change_nothing(tied):
   assert load(tied)[0] == TIED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "fields, windows",
   [
@@ -239,7 +235,7 @@ def test_windows_of_layers(tied, fields, windows):
 # Larger ones, whose kinds of layers and of tensors have tests of their own.
 _SLOW = (
   *("gemma4", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_5", "qwen3_next"),
-  *("olmo3", "smollm3", "qwen3_moe_mixed"),
+  *("olmo3", "smollm3", "qwen3_moe_mixed", "gemma2", "llama3", "olmo2"),
 )
 # Those with a vision tower or in FP8 are saved as other ones: their text part, and float32.
 FAMILIES = sorted(
@@ -313,6 +309,7 @@ def test_a_family_as_transformers_4_writes_it(name, fields, tmp_path):
   assert load(folder)[0] == expected
 
 
+@pytest.mark.slow
 def test_the_default_pattern_of_windows(tmp_path):
   """Gemma 2: every other layer has a window, beginning with the first. Gemma 3: five of six."""
   for name, expected in (("gemma2", (7, 0, 7)), ("gemma3", (7, 7, 7))):
@@ -336,10 +333,10 @@ def test_a_window_as_long_as_the_longest_text_is_allowed(tied):
   "name, mesh",
   [
     pytest.param("qwen2_untied", (1, 4, 1, 2), marks=pytest.mark.slow),
-    ("families/phi3", (1, 4, 1, 2)),
+    pytest.param("families/phi3", (1, 4, 1, 2), marks=pytest.mark.slow),
     pytest.param("families/gemma2", (1, 4, 1, 2), marks=pytest.mark.slow),
     pytest.param("families/phi3", (1, 1, 1, 1), marks=pytest.mark.slow),
-    ("families/qwen3_moe", (1, 2, 2, 2)),
+    pytest.param("families/qwen3_moe", (1, 2, 2, 2), marks=pytest.mark.slow),
     pytest.param("families/qwen3_moe_mixed", (2, 2, 2, 1), marks=pytest.mark.slow),
     pytest.param("families/gemma4_moe", (1, 2, 2, 2), marks=pytest.mark.slow),
   ],
@@ -453,6 +450,7 @@ def test_large_models_are_saved_in_several_files(tmp_path, monkeypatch):
   assert_same(params, load(tmp_path / "m")[1])
 
 
+@pytest.mark.slow
 def test_sharded_and_bfloat16_arrays_are_saved_as_float32(tmp_path):
   params = random_params(TIED)
   mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -715,7 +713,7 @@ def test_parts_of_a_tensor_are_taken_and_joined(axes, starts):
     "llama",
     "granite",
     pytest.param("glm4_moe", marks=pytest.mark.slow),
-    "deepseek_v3",
+    pytest.param("deepseek_v3", marks=pytest.mark.slow),
     pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
   ],
 )

@@ -258,6 +258,7 @@ def test_a_file_that_imports_for_ever_has_a_limit_here_and_in_the_forker(
   pool.close()
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_end_of_the_process_that_starts_workers():
   pool = rewards.Pool(2, 5.0)
   assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
@@ -303,6 +304,7 @@ def test_a_score_that_is_not_finite_costs_its_row(pool):
   assert "not finite" in answer.failures[0].text and "'inf'" in answer.failures[0].text
 
 
+@pytest.mark.slow
 def test_what_a_function_logs(pool):
   (answer,) = answers(pool, "logs", [["a", "bb"]])
   assert answer.metrics == [("step_seen", 7.0), ("letters", 3.0)]
@@ -513,6 +515,7 @@ def test_arguments_that_cannot_be_sent_name_the_function(pool):
   assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
 
 
+@pytest.mark.slow
 def test_what_a_function_prints_goes_to_stderr():
   source = SCRIPT.replace('"daemon", "loop"', '"print"').replace(
     "time.sleep(600)", "time.sleep(1); pool.close()"
