@@ -230,6 +230,14 @@ REJECTIONS["geometric"] = Rejection(
 )
 
 
+def _k2(log_w: jax.Array) -> jax.Array:
+  return log_w**2 / 2
+
+
+def _k3(log_w: jax.Array) -> jax.Array:
+  return jnp.expm1(log_w) - log_w
+
+
 @dataclasses.dataclass(frozen=True)
 class K2Settings(Settings):
   """Settings of k2."""
@@ -249,7 +257,7 @@ def k2(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K2Settings) -> jax.Array
   Returns:
     bool [P, G, 1]
   """
-  return masked.mean(log_w_PGT**2 / 2, mask_PGT, -1, keepdims=True) <= algo.reject_k2
+  return masked.mean(_k2(log_w_PGT), mask_PGT, -1, keepdims=True) <= algo.reject_k2
 
 
 REJECTIONS["k2"] = Rejection(
@@ -291,8 +299,7 @@ def k3(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K3Settings) -> jax.Array
   Returns:
     bool [P, G, 1]
   """
-  k3_PGT = jnp.expm1(log_w_PGT) - log_w_PGT
-  return masked.mean(k3_PGT, mask_PGT, -1, keepdims=True) <= algo.reject_k3
+  return masked.mean(_k3(log_w_PGT), mask_PGT, -1, keepdims=True) <= algo.reject_k3
 
 
 REJECTIONS["k3"] = Rejection(
@@ -334,7 +341,7 @@ def k2_sum(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K2SumSettings) -> ja
   Returns:
     bool [P, G, 1]
   """
-  return masked.total(log_w_PGT**2 / 2, mask_PGT, -1, keepdims=True) <= algo.reject_k2_sum
+  return masked.total(_k2(log_w_PGT), mask_PGT, -1, keepdims=True) <= algo.reject_k2_sum
 
 
 REJECTIONS["k2_sum"] = Rejection(
@@ -376,8 +383,7 @@ def k3_sum(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K3SumSettings) -> ja
   Returns:
     bool [P, G, 1]
   """
-  k3_PGT = jnp.expm1(log_w_PGT) - log_w_PGT
-  return masked.total(k3_PGT, mask_PGT, -1, keepdims=True) <= algo.reject_k3_sum
+  return masked.total(_k3(log_w_PGT), mask_PGT, -1, keepdims=True) <= algo.reject_k3_sum
 
 
 REJECTIONS["k3_sum"] = Rejection(
