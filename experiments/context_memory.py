@@ -6,6 +6,9 @@ python experiments/context_memory.py chips [--compile=reference,update]
   The shape of Qwen2.5-7B on eight chips of a TPU v5p, which need not exist: the estimate behind
   batch.micro_batch=0 and, by the compiler of jax[tpu], the named programs with mesh.context=4.
   An update compiles for many minutes. JAX_OPTIMIZATION_LEVEL=O1 makes that fewer.
+python experiments/context_memory.py host
+  A model of four layers on four chips of a TPU v5e, with learner.remat_policy=offload and without:
+  what the update holds on a device and in the memory of the host, by the compiler of jax[tpu].
 """
 
 import argparse
@@ -98,14 +101,35 @@ def chips(names: list[str]) -> None:
         print(f"  {name}: {phase.total / 1e9:.1f} GB in all; at least {seconds}")
 
 
+def host() -> None:
+  jax.config.update("jax_platforms", "cpu")
+  devices = devices_of("v5e:2x2", None)
+  for policy in ("nothing_saveable", "offload"):
+    c = config_of(512, 4096, prompts=4, group_size=4, micro_batch=4)
+    c.model.update(SMALL, embed_dim=1024, num_layers=4, dtype="bfloat16")
+    c.learner.remat_policy = policy
+    c.mesh.update(data=1, fsdp=4)
+    run = run_of(from_dict(c.to_dict()), devices)
+    _, activations = run.programs.estimate_of_update
+    phase = phase_of(run, "update")
+    print(
+      f"{policy}: an estimate of {activations / 1e9:.3f} GB of activations;"
+      f" {phase.memory['temporary arrays'] / 1e9:.3f} GB of temporary arrays by the compiler,"
+      f" {phase.host_bytes / 1e9:.3f} GB on the host, compiled in {phase.compile_seconds:.0f} s"
+    )
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("what", choices=("simulated", "chips"))
+  parser.add_argument("what", choices=("simulated", "chips", "host"))
   parser.add_argument("--compile", default="", help="with chips: reference, update")
   args = parser.parse_args()
-  simulated() if args.what == "simulated" else chips([*filter(None, args.compile.split(","))])
+  if args.what == "chips":
+    chips([*filter(None, args.compile.split(","))])
+  else:
+    {"simulated": simulated, "host": host}[args.what]()
 
 
 if __name__ == "__main__":

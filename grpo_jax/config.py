@@ -489,8 +489,9 @@ class Learner:
   remat_policy: str = setting(
     "nothing_saveable",
     "with remat, what a layer keeps for the backward pass: a policy of jax.checkpoint_policies."
+    " nothing_saveable keeps its input, and offload keeps that in the memory of the host."
     " dots_with_no_batch_dims_saveable keeps the projections: less time, more memory",
-    one_of(("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")),
+    one_of(("nothing_saveable", "offload", "dots_with_no_batch_dims_saveable", "dots_saveable")),
   )
   logprob_chunk: int = setting(
     0,

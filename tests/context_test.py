@@ -173,9 +173,15 @@ def test_one_token_and_short_prompts(heads):
 
 
 @pytest.mark.slow
-def test_a_kl_of_the_whole_vocabulary_and_activations_that_are_computed_again():
+@pytest.mark.parametrize("policy", ["nothing_saveable", "offload"])
+def test_a_kl_of_the_whole_vocabulary_and_activations_that_are_computed_again(policy):
   config, mesh = CONFIG, mesh_of(context=2)
-  assert_same(config, make_batch(slots=14), mesh, learner=Learner(logprob_chunk=8, remat=True))
+  assert_same(
+    config,
+    make_batch(slots=14),
+    mesh,
+    learner=Learner(logprob_chunk=8, remat=True, remat_policy=policy),
+  )
 
 
 @pytest.mark.slow

@@ -102,6 +102,19 @@ def test_the_estimate_of_a_prompt_is_what_the_compiler_says_or_a_little_more(att
   assert 1 <= ratio < 1.3
 
 
+def test_inputs_of_layers_that_the_host_keeps_take_no_memory_of_a_device():
+  mesh = make_mesh(Mesh(2, 1, 1, 1), jax.devices()[:2])
+  shape = shape_on(mesh, dtype=jnp.bfloat16)
+  params = jax.eval_shape(functools.partial(model.init, config=shape), jax.random.key(0))
+
+  def needed(policy):
+    learner = Learner(remat=True, remat_policy=policy)
+    return activation_bytes(dataclasses.replace(CONFIG, learner=learner), shape, params)(1)
+
+  inputs = 3 * (32 + 4 * 64) * 16 * 2  # layers, tokens of a prompt and its completions, D, bytes
+  assert needed("nothing_saveable") - needed("offload") == inputs
+
+
 def test_weights_lie_whole_while_sampling_where_they_fit():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
   shape = shape_on(mesh)

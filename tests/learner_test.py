@@ -246,6 +246,7 @@ def test_micro_batches_change_nothing(params, micro):
   "policy",
   [
     "nothing_saveable",
+    "offload",
     "dots_with_no_batch_dims_saveable",
   ],
 )

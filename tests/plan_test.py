@@ -262,6 +262,13 @@ def test_what_the_compiler_refuses_does_not_fit(phases):
   assert "update cannot be compiled: too large" in table.notes(all_phases)
 
 
+def test_a_plan_says_what_lies_in_the_memory_of_the_host(phases):
+  offloads = dataclasses.replace(phases["update"], host_bytes=2.5e9)
+  line = "update: 2.50 GB of each device's activations lie in the host's memory"
+  assert line in table.notes([phases["sample"], offloads])
+  assert "host" not in " ".join(table.notes([phases["update"]]))
+
+
 def command(*flags):
   return subprocess.run(
     [sys.executable, "-m", "grpo_jax.plan", "--config=configs/arithmetic.py", *flags],

@@ -352,7 +352,12 @@ def test_what_is_saved_for_the_backward_pass_changes_no_number(name):
   config = MODELS[name]
   params = make_params(config)
   expected = loss_and_gradient(config)(params)
-  for remat in ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"):
+  for remat in (
+    "nothing_saveable",
+    "offload",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+  ):
     assert_close(loss_and_gradient(config, remat)(params), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -64,6 +64,7 @@ from grpo_jax.model.lora import (
   rounded,
 )
 from grpo_jax.model.mlps.router import Routes
+from grpo_jax.model.remat import OFFLOAD
 from grpo_jax.model.stacks import (
   is_stacked,
   layer_names,
@@ -100,6 +101,7 @@ __all__ = [
   "unembed",
   "score",
   "Routes",
+  "OFFLOAD",
   "attention_of",
   "exchanges_in_words",
   # Where tokens lie.

@@ -14,6 +14,7 @@ from grpo_jax.model.mixers import MIXERS
 from grpo_jax.model.mixers.seen import Attend, Recur, Seen
 from grpo_jax.model.mlps import MLPS
 from grpo_jax.model.mlps.router import Routed, Routes
+from grpo_jax.model.remat import named_input
 from grpo_jax.model.rope import Rotation
 
 
@@ -167,6 +168,7 @@ def apply_layer(
   seen = Seen(rope, attend, recur, bool(shared.cache), kind.keys)
   routes = shared.routes.replace(given=layer.experts_BTU)
   block = Block(config, kind)
+  x_BTD = named_input(x_BTD)
   out: Any = block.apply({"params": layer.params}, x_BTD, routes, seen, layer.embeddings_BTN)
   x_BTD, kept, routed = out
   if layer.number is not None:

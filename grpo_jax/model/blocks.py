@@ -17,6 +17,7 @@ from grpo_jax.model.block import LayerInputs, LayerMemory, Shared, apply_layer
 from grpo_jax.model.config import LayerKind, ModelConfig
 from grpo_jax.model.mlps.experts import in_stacks
 from grpo_jax.model.mlps.router import Routed
+from grpo_jax.model.remat import policy_of
 from grpo_jax.model.stacks import Segment, segments, sparse_stacks
 
 # The most layers that are compiled without a loop, by platform. TPUs keep the loop.
@@ -130,7 +131,7 @@ def _apply_segment(
   unrolls = _unrolls(config, segment)  # where a loop would copy weights and activations
   apply = functools.partial(apply_layer, config, shared)
   if remat:
-    policy = getattr(jax.checkpoint_policies, remat)
+    policy = policy_of(remat)
     # A loop keeps XLA from sharing the recomputed values with the first ones. Without a loop,
     # something else must.
     is_loop = segment.count > 1 and not unrolls

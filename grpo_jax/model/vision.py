@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.remat import policy_of
 from grpo_jax.model.rope import Rotation
 from grpo_jax.model.towers import TOWERS
 from grpo_jax.model.towers.layers import place_rotation
@@ -121,7 +122,7 @@ def _layer(
 
   if not remat:
     return layer
-  return jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, remat), prevent_cse=False)
+  return jax.checkpoint(layer, policy=policy_of(remat), prevent_cse=False)
 
 
 def _rotation(config: ModelConfig, places_BN2: jax.Array) -> Rotation | None:

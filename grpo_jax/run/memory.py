@@ -354,5 +354,8 @@ def _kept_bytes(
   one, two = shape.row_shards, 2 * shape.row_shards
   tower = of_tower(two) - of_tower(one)
   decoder = of_all(two) - of_all(one) - tower
+  if remat == model.OFFLOAD:  # what JAX counts are the inputs of layers, which the host keeps
+    tokens = shape.row_shards * shape.num_layers * (S + G * T)
+    decoder -= tokens * shape.embed_dim * jnp.dtype(shape.dtype).itemsize
   # A device computes a part of its prompts' tokens, and the tower for all of their images.
   return (decoder / shape.context + tower) / shape.row_shards

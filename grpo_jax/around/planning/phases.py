@@ -24,6 +24,7 @@ class Phase:
     counted: The work of one device in one run, or None if the program cannot be compiled.
     compile_seconds: How long its compilation took.
     failure: Why it needs more memory than the device has, by its compiler. "" if it was compiled.
+    host_bytes: The bytes of the host's memory in which it keeps activations of one device.
   """
 
   name: str
@@ -33,6 +34,7 @@ class Phase:
   counted: cost.Counted | None
   compile_seconds: float
   failure: str = ""
+  host_bytes: float = 0.0
 
   @property
   def total(self) -> float:
@@ -43,7 +45,7 @@ class Phase:
 def compiled(program: Program) -> Phase:
   """Compiles a program, which may take minutes, and counts what it does."""
   start = time.perf_counter()
-  failure, memory, counted = "", dict[str, float](), None
+  failure, memory, counted, host_bytes = "", dict[str, float](), None, 0.0
   try:
     for stage in program.stages:
       executable = stage.lower().compile()
@@ -52,13 +54,16 @@ def compiled(program: Program) -> Phase:
       sizes = executable.memory_analysis()
       of_stage = _memory(program, sizes, _temporary(executable), stage)
       memory = max(memory, of_stage, key=lambda sizes: sum(sizes.values()))
+      host_bytes = max(host_bytes, sizes.host_temp_size_in_bytes)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     failure = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
     memory, counted = {}, None
   seconds = time.perf_counter() - start
-  return Phase(program.name, program.runs, program.tokens, memory, counted, seconds, failure)
+  return Phase(
+    program.name, program.runs, program.tokens, memory, counted, seconds, failure, host_bytes
+  )
 
 
 def seconds_by_limit(done: cost.Cost, chip: Chip) -> dict[str, float]:
@@ -74,14 +79,15 @@ def _temporary(executable: Any) -> float:
   """The bytes that a program holds at its worst moment beside its arguments and outputs.
 
   What the compiler for TPUs calls temporary counts arrays that share a place several times. Its
-  peak is the size of the place where its buffers lie.
+  peak is the size of the place where its buffers lie, and counts those on the host, too.
   """
   sizes = executable.memory_analysis()
   device = next(iter(jax.tree.leaves(executable.input_shardings)[0].device_set))
   if device.platform != "tpu":
     return sizes.temp_size_in_bytes
   new_outputs = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
-  return max(0, sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - new_outputs)
+  peak = sizes.peak_memory_in_bytes - sizes.host_temp_size_in_bytes
+  return max(0, peak - sizes.argument_size_in_bytes - new_outputs)
 
 
 def _memory(program: Program, sizes: Any, temporary: float, stage: Stage) -> dict[str, float]:

@@ -93,6 +93,9 @@ def notes(phases: Sequence[Phase]) -> list[str]:
       lines.append(f"{phase.name} cannot be compiled: {phase.failure}")
     elif phase.counted is not None:
       lines += [f"{phase.name}: {note}" for note in phase.counted.notes]
+    if phase.host_bytes:
+      size = _number(phase.host_bytes / 1e9)
+      lines.append(f"{phase.name}: {size} GB of each device's activations lie in the host's memory")
   return [*(shorten(line, 3 * _WIDTH) for line in lines), *_DOUBTS]
 
 
