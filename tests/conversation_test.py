@@ -214,7 +214,7 @@ EXPECTED = {
 )
 
 
-@pytest.mark.parametrize("has_workers", [False, True])
+@pytest.mark.parametrize("has_workers", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_function_gets_what_it_reads(file, has_workers):
   caller = rewards.Caller(rewards.Pool(1, 30.0, 1.0) if has_workers else None)
   functions = {

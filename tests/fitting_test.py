@@ -158,6 +158,7 @@ def test_rows_that_stay_in_flight_leave_room_for_the_cache_of_an_evaluation():
     assert choose(config, memory=memory) == 0 < choose(config, memory=memory - 100)
 
 
+@pytest.mark.slow
 def test_an_update_finds_the_rows_that_stay_in_flight_in_its_account():
   whole = Run(small_config(old_logprobs="sampler")).programs
   rollout = dict(max_staleness=1, weights="in_flight")

@@ -357,12 +357,12 @@ def replies(asked):
 @pytest.mark.parametrize(
   "rows, chunk, weights, mesh",
   [
-    pytest.param(0, 64, 0, (), marks=pytest.mark.slow),
-    pytest.param(0, 5, MANY, (), marks=pytest.mark.slow),
-    pytest.param(3, 64, MANY, (), marks=pytest.mark.slow),
+    (0, 64, 0, ()),
+    (0, 5, MANY, ()),
+    (3, 64, MANY, ()),
     (5, 2, 0, ()),
-    pytest.param(1, 7, MANY, (), marks=pytest.mark.slow),
-    pytest.param(4, 5, MANY, (2, 1, 2, 1), marks=pytest.mark.slow),
+    (1, 7, MANY, ()),
+    (4, 5, MANY, (2, 1, 2, 1)),
   ],
 )
 def test_rows_go_on_with_the_tokens_of_a_reply(rows, chunk, weights, mesh, alone):
@@ -585,14 +585,14 @@ def test_equal_calls_compile_nothing_again(alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("heads", [2, 1])
 @pytest.mark.parametrize(
   "grid",
   [
-    pytest.param(Grid(4, 3), marks=pytest.mark.slow),
+    Grid(4, 3),
     Grid(12, 1),
-    pytest.param(Grid(1, 12), marks=pytest.mark.slow),
-    pytest.param(Grid(1, 1), marks=pytest.mark.slow),
+    Grid(1, 12),
+    Grid(1, 1),
   ],
   ids=str,
 )

@@ -180,9 +180,10 @@ def test_tokens_are_selected_among_all_groups(change):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "micro_batch, computed",
-  [pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)],
+  [(1, 2), (2, 1), (3, 1)],
 )
 def test_micro_batches_of_idle_groups_are_not_computed(micro_batch, computed):
   seen = []

@@ -284,6 +284,7 @@ def test_a_judge_that_is_down_is_an_error_and_not_a_hang(monkeypatch):
   assert time.monotonic() - start < 3
 
 
+@pytest.mark.slow
 def test_no_request_spends_its_time_limit_on_imports():
   code = (
     "import sys\n"

@@ -330,7 +330,7 @@ def plain_full_kl(params, reference, batch):
 @pytest.mark.parametrize(
   "change",
   [
-    pytest.param(dict(surrogate="kl_cov", cov_fraction=0.3), marks=pytest.mark.slow),
+    dict(surrogate="kl_cov", cov_fraction=0.3),
     dict(top_entropy_quantile=0.4),
   ],
   ids=str,

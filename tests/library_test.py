@@ -543,7 +543,7 @@ def longest(rollouts, rewards_PG):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_plugin_registers_is_there_for_every_command(tmp_path, own_tables, workers):
   file = tmp_path / "mine.py"
   file.write_text(PLUGIN.replace("FACTOR", "0.5"))
@@ -603,15 +603,14 @@ def test_a_plugin_that_cannot_be_loaded_is_one_line(tmp_path, text, message):
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("value", "message"),
   [
     ("many", "metric bad returned 'many': it must be a number"),
-    pytest.param(None, "metric bad returned None", marks=pytest.mark.slow),
-    pytest.param({"a": [1]}, r"metric bad/a returned \[1\]", marks=pytest.mark.slow),
-    pytest.param(
-      ValueError("no texts"), "metric bad raised ValueError: no texts", marks=pytest.mark.slow
-    ),
+    (None, "metric bad returned None"),
+    ({"a": [1]}, r"metric bad/a returned \[1\]"),
+    (ValueError("no texts"), "metric bad raised ValueError: no texts"),
   ],
 )
 def test_a_metric_that_is_no_number_ends_the_run_in_one_line(tmp_path, value, message, own_tables):

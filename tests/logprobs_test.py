@@ -93,6 +93,7 @@ def test_a_bias_is_added_before_the_temperature_and_not_to_log_probs():
   assert sample_token(logits_BV, uniforms_BN, greedy, bias_BV=bias_BV)[0].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_alternatives_are_the_likeliest_of_the_model(temperature, client, policy):
   made = client.chat.completions.create(
@@ -111,6 +112,7 @@ def test_alternatives_are_the_likeliest_of_the_model(temperature, client, policy
     assert [text for text, _ in found] == [decode([int(i)]) for i in best]
 
 
+@pytest.mark.slow
 def test_alternatives_of_completions_and_of_streams(client):
   options = dict(model="m", prompt=["Ann has", "She"], max_tokens=9, seed=3, logprobs=3)
   whole = client.completions.create(**options)
@@ -131,6 +133,7 @@ def test_alternatives_of_completions_and_of_streams(client):
   assert {one.logprobs.top_logprobs for one in drawn} == {None}
 
 
+@pytest.mark.slow
 def test_log_probs_of_a_prompt_are_those_of_the_model(client, policy):
   ids = [*range(30, 62)]
   logprobs_SV = log_softmax_of_model(policy, ids)

@@ -119,10 +119,9 @@ def test_each_projection_of_a_module_gets_its_rows():
       np.testing.assert_array_equal(found.reshape(2, -1), b[of_kernel].T)
 
 
-@pytest.mark.parametrize("rslora", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-  "name", [pytest.param(x, marks=() if x == "phi3" else pytest.mark.slow) for x in JOINED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("name", JOINED)
 def test_a_folder_is_the_change_of_the_merged_weights(name, rslora, tmp_path):
   """By PEFT's arithmetic: alpha / rank B A, or alpha / sqrt(rank) B A, with the ranks of patterns.
 

@@ -125,7 +125,7 @@ def test_decoding_with_a_cache_of_int8_is_near_to_one_pass_without_a_cache(param
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [pytest.param((), marks=pytest.mark.slow), (4, 4)])
+@pytest.mark.parametrize("windows", [(), (4, 4)])
 def test_rows_that_come_and_go_are_what_they_are_alone(params, windows):
   """Rows start at different times in three seats of a group. The slots are used again and again."""
   config = dataclasses.replace(CONFIG, windows=windows, local_rope_theta=1e4 if windows else 0.0)

@@ -342,9 +342,7 @@ def assert_has(batch, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "platform, dtype", [("tpu", "bfloat16"), pytest.param("cuda", "float32", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("platform, dtype", [("tpu", "bfloat16"), ("cuda", "float32")])
 def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   run = make_run(
     ONE,

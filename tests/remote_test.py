@@ -1046,7 +1046,7 @@ def answer_without_sense(run, port):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("staleness", [0, 2])
 def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness, capfd):
   """Even if another process was there first, whose answers make no sense."""
   here = trained(config_of(tmp_path, max_staleness=staleness), tmp_path / "here")
@@ -1075,7 +1075,7 @@ def numbers_of(workdir):
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_run_that_waits_for_a_sampler_can_be_stopped(tmp_path, staleness, monkeypatch):
   config = config_of(tmp_path, max_staleness=staleness, listen=f"127.0.0.1:{free_port()}")
   requests, said = [], []

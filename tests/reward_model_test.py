@@ -140,12 +140,10 @@ def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "dtype, bound", [("float32", BOUND), pytest.param("bfloat16", 0.2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype, bound", [("float32", BOUND), ("bfloat16", 0.2)])
 @pytest.mark.parametrize(
   "folder",
-  [pytest.param(x, marks=() if x.name == "qwen2_steps" else pytest.mark.slow) for x in WITH_TEXTS],
+  WITH_TEXTS,
   ids=folder_name,
 )
 def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):

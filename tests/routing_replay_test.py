@@ -47,6 +47,7 @@ def params():
 # --- One router ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_shares_of_given_experts_are_those_of_the_router_s_own_scores(kind):
   """Scores of 0.5, 0.75 and 0.8 for the sigmoid. -1 stands for what the router chooses."""

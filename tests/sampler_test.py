@@ -173,6 +173,7 @@ def test_a_tpu_adds_the_weights_of_a_node_along_an_axis_and_never_keeps_them_all
   np.testing.assert_allclose(sums, np.stack(by_hand, 1), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_last_node_may_have_fewer_tokens():
   """Of 17, the second node has one. At the largest uniform numbers, it is drawn."""
   logits = jnp.zeros((3, 17))

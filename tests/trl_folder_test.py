@@ -29,7 +29,7 @@ def run_of(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["now", pytest.param("before", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["now", "before"])
 def test_greedy_completions_are_those_of_transformers(name):
   expected = json.loads((FOLDER / "greedy.json").read_text())[name]
   run = run_of(name)

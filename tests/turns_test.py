@@ -767,10 +767,8 @@ def test_a_task_that_an_environment_starts_does_not_end_the_program(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-  "name", ["InStep", pytest.param("InAsyncStep", marks=pytest.mark.slow), "Cancelled"]
-)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["InStep", "InAsyncStep", "Cancelled"])
 def test_an_environment_that_exits_in_a_step_ends_the_run_like_one_that_raises(
   name, workers, tmp_path
 ):
@@ -809,7 +807,7 @@ def test_an_environment_that_fails_is_closed(broken, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_error", ["stop", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("on_error", ["stop", "none"])
 def test_an_environment_that_exits_where_a_worker_closes_it(on_error, tmp_path):
   config = config_of(tmp_path, EXITS, "InKeptClose", workers=1, max_turns=2)
   config = with_section(config, "reward", on_error=on_error)

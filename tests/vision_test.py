@@ -127,9 +127,9 @@ def one_by_one(golden):
 @pytest.mark.parametrize(
   ("how", "attention"),
   [
-    pytest.param("rows", "dense", marks=pytest.mark.slow),
+    ("rows", "dense"),
     ("packed", "dense"),
-    pytest.param("packed", "chunked", marks=pytest.mark.slow),
+    ("packed", "chunked"),
   ],
 )
 def test_a_group_is_its_rows_one_by_one(golden, one_by_one, how, attention):

@@ -726,6 +726,7 @@ def test_a_window_is_refused_by_families_that_have_none(family, tmp_path):
   assert_refused(folder, "config.json: layer_types")
 
 
+@pytest.mark.slow
 def test_heads_that_guess_further_tokens_are_left_out(tmp_path):
   folder = tmp_path / "mtp"
   shutil.copytree(GOLDEN / "families" / "qwen3_5", folder)

@@ -690,6 +690,7 @@ def test_cores_are_shared_by_processes_that_have_the_same(monkeypatch):
   assert cores(hosts) == 5
 
 
+@pytest.mark.slow
 def test_functions_of_the_file_of_a_config_go_to_workers_by_value(tmp_path, monkeypatch):
   """ml_collections executes it as a module that no other process finds."""
   file = tmp_path / "mine.py"
