@@ -355,7 +355,7 @@ run = small_run(config_of_large_activations())
 executable = stage.lower().compile()
 def fill(x):
   return jax.device_put(jax.numpy.ones(x.shape, x.dtype), x.sharding)
-arguments = jax.tree.map(fill, stage.lower.args)
+arguments = jax.tree.map(fill, stage.arguments)
 def peak():
   # The peak of this program alone. ru_maxrss would be at least that of the process that started it.
   return int(re.search("VmHWM:[^0-9]*([0-9]+)", open("/proc/self/status").read())[1]) * 1024
