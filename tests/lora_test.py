@@ -95,7 +95,8 @@ def test_merged_weights_compute_the_same(name, tmp_path):
   assert plain == dataclasses.replace(config, lora=None)
   ours = logits_of(config, model.join(base, adapters), ADAPTERS[name])
   # One unit in the last place of each weight moves a logit of gemma2 by 5e-5.
-  np.testing.assert_allclose(ours, logits_of(plain, merged, ADAPTERS[name]), atol=1e-4)
+  bound = 1e-4 if name == "gemma2" else 5e-5
+  np.testing.assert_allclose(ours, logits_of(plain, merged, ADAPTERS[name]), atol=bound)
 
 
 def test_scale_by_hand():
