@@ -1,11 +1,12 @@
 """Measures on an accelerator what is worth most, in at most eight minutes and without a network.
 
   python experiments/accelerator.py --out=FILE.json [--seconds=480] [--only=PART,PART]
-      [--rows=N,N] [--tiny]
+      [--rows=N,N] [--beside] [--tiny]
 
 It runs these parts, in this order:
 
   device     what the device is, and which matrix products and copies it really reaches
+  quick_start  the README's quick start in full: seconds to its first row, accuracy, log-probs
   resume     a short quick start that is killed half way and resumed, against one that never was:
              equal bit for bit, or by how much not
   golden     the golden numbers of the objectives, in float32 and from inputs in bfloat16
@@ -22,6 +23,10 @@ cut off leaves what it measured. Each part is a process of its own with a limit 
 that fails or hangs costs the others no more than that. `parts` has an object for each part: its
 results, `start` (how long the process took to import JAX and to find the device), `seconds`, and
 `error` or `skipped` with the reason where there is one.
+
+With --beside, the parts run beside each other, up to the limit of all. It is for those that ask
+whether something is right, because most of their time is compilation, which a host does in
+parallel: --beside --only=quick_start,resume,golden,gap.
 
 This process never imports JAX, because the device belongs to one process at a time. --tiny takes
 sizes that a CPU computes in two minutes.
@@ -74,9 +79,10 @@ class Part:
 
 
 # The limits add up to more than eight minutes, because not all parts will need theirs. For an H100,
-# LOG.md estimates 25, 80, 35, 45, 85, 60, 35 and 100 s.
+# LOG.md estimates 25, 80, 35, 45, 85, 60, 35 and 100 s. It does not know `quick_start`.
 PARTS = (
   Part("device", 60, 20),
+  Part("quick_start", 240, 60),
   Part("resume", 130, 30),
   Part("golden", 60, 15),
   Part("gap", 70, 20),
@@ -296,6 +302,7 @@ def main() -> None:
   parser.add_argument("--seconds", type=float, default=480.0, help="of all parts together")
   parser.add_argument("--only", default="", help="names of parts, separated by commas")
   parser.add_argument("--rows", default="64,256,1024", help="how many rows `decode` decodes")
+  parser.add_argument("--beside", action="store_true", help="all parts beside each other")
   parser.add_argument("--tiny", action="store_true", help="the sizes of a test on a CPU")
   args = parser.parse_args()
   parts = chosen(args.only)
@@ -304,7 +311,8 @@ def main() -> None:
   report = facts(vars(args))
   write(args.out, report)
   options = [f"--rows=[{args.rows}]", *["--tiny"] * args.tiny]
-  report = measure(parts, args.out, args.seconds, report, options)
+  run = measure_together if args.beside else measure
+  report = run(parts, args.out, args.seconds, report, options)
   sys.exit(any("error" in found for found in report["parts"].values()))
 
 

@@ -11,7 +11,7 @@ import accelerator_parts
 from accelerator_parts import Part, one_line, start_device
 
 # Parts that start processes which need the device, and so must leave it alone themselves.
-WITHOUT_DEVICE = ("resume", "trl")
+WITHOUT_DEVICE = ("quick_start", "resume", "trl")
 
 
 def parts() -> dict[str, Callable[[Part], None]]:
@@ -21,6 +21,7 @@ def parts() -> dict[str, Callable[[Part], None]]:
 
   return {
     "device": accelerator_parts.device,
+    "quick_start": accelerator_parts.quick_start,
     "resume": accelerator_parts.resume,
     "golden": accelerator_parts.golden,
     "gap": accelerator_model.gap,

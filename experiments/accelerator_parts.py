@@ -238,7 +238,7 @@ def resume(part: Part) -> None:
   """
   import kill
 
-  settings = quick_start(part.tiny)
+  settings = short_settings(part.tiny)
   on_gpu = part.device.get("platform") == "gpu"
   flags = os.environ.get("XLA_FLAGS", "")
   if on_gpu:
@@ -256,10 +256,55 @@ def resume(part: Part) -> None:
   part.save(equal=part.results["rows"]["equal"] and part.results["arrays"]["equal"])
 
 
+def quick_start(part: Part) -> None:
+  """The README's quick start, as a user starts it: its seconds, its accuracy and its log-probs."""
+  workdir = Path(tempfile.mkdtemp())
+  command = (sys.executable, "-m", "grpo_jax.train", "--config=configs/arithmetic.py")
+  settings = [f"--config.{setting}" for setting in short_settings(part.tiny) if part.tiny]
+  began = time.monotonic()
+  file = workdir / "metrics.jsonl"
+  with open(workdir / "stderr", "w") as errors:
+    process = subprocess.Popen(
+      [*command, f"--workdir={workdir}", *settings],
+      cwd=ROOT,
+      stdout=subprocess.DEVNULL,
+      stderr=errors,
+    )
+    while process.poll() is None:
+      time.sleep(0.25)
+      rows = read_rows(file)
+      if rows and "first_row_s" not in part.results:
+        part.save(first_row_s=round(time.monotonic() - began, 1))
+      part.save(seconds=round(time.monotonic() - began, 1), **summary_of_run(rows))
+  part.save(code=process.returncode, errors=(workdir / "stderr").read_text()[-500:])
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+  """The whole rows of metrics that a run has written so far."""
+  lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+  return [json.loads(line) for line in lines]
+
+
+def summary_of_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """How far a run is, what its steps take, what it reaches and how far its log-probs are apart.
+
+  The times are medians of the later half, which compiles nothing.
+  """
+  found: dict[str, Any] = {"step": rows[-1]["step"] if rows else 0}
+  for name in ("time/step", "time/sample", "time/update"):
+    times = [row[name] for row in rows if name in row]
+    if times:
+      found[name] = statistics.median(times[len(times) // 2 :])
+  found["accuracy"] = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+  found["logprob_gap_max"] = max((row[GAP] for row in rows if GAP in row), default=None)
+  return found
+
+
+GAP = "sampler/logprob_gap_max"
 WARM_STEPS, GRPO_STEPS = 8, 8
 
 
-def quick_start(tiny: bool) -> list[str]:
+def short_settings(tiny: bool) -> list[str]:
   """Settings that make configs/arithmetic.py short. A tiny one has one small layer, too."""
   settings = f"""
     warm_start.steps={WARM_STEPS} steps={GRPO_STEPS} checkpoint.every=2 checkpoint.keep=2

@@ -10,7 +10,8 @@ of its own, compile beside each other and then measure one after the other:
   token      attention of one token of each row: as XLA compiles it, by a kernel of Pallas, and by
              cuDNN with lengths, which knows neither rings nor prompts that are shared
   decode_A_B one chunk of decoding. A says how the layers lie: `apart` or in `stacks`. `kernel` is
-             `apart` with that kernel of Pallas. B names flags
+             `apart` with that kernel of Pallas. B names flags. decode_A_B_N decodes N rows in place
+             of 256
   update_A_B one update: A is `apart` or `loop`, B is an attention, or `remat`
 
 The flags are `xla` (none), `blas` (products by cuBLAS alone, so there is little to tune) and
@@ -38,7 +39,7 @@ FLAGS = {
   " --xla_gpu_blas_max_algorithms=24",
   "graph": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
 }
-DECODE = ("kernel_xla", "apart_xla", "apart_blas", "apart_graph", "stacks_xla")
+DECODE = ("apart_xla_64", "apart_xla", "apart_xla_1024", "kernel_xla", "apart_graph")
 UPDATE = ("apart_cudnn", "loop_cudnn", "apart_remat")
 ROWS, GROUP, PROMPT, TOKENS = 256, 8, 64, 256
 
@@ -115,8 +116,11 @@ def token(part: Part) -> None:
     part.save(token=found)
 
 
-def decode(part: Part, layers: str) -> None:
-  """Milliseconds of a round, in a chunk of rows half way through their completions."""
+def decode(part: Part, layers: str, flags: str, rows: str = str(ROWS)) -> None:
+  """Milliseconds of a round, in a chunk of rows half way through their completions.
+
+  The flags are those of the process.
+  """
   import accelerator_model
   import jax
   import jax.numpy as jnp
@@ -139,8 +143,9 @@ def decode(part: Part, layers: str) -> None:
 
   if layers == "kernel" and not part.tiny:
     setattr(cached_pass, "softmax_attention", by_kernel)  # noqa: B010 (mypy)
-  rows = 16 if part.tiny else ROWS
-  job = dict(prompts=rows // GROUP, plen=PROMPT, clen=TOKENS)
+  del flags
+  count = 16 if part.tiny else int(rows)
+  job = dict(prompts=count // GROUP, plen=PROMPT, clen=TOKENS)
   args = accelerator_model.sizes(part, accelerator_model.QWEN, **job)
   T = args.clen
   run = accelerator_model.make_run(args)
@@ -150,8 +155,8 @@ def decode(part: Part, layers: str) -> None:
     weights = jax.jit(model.unrolled, static_argnums=1)(weights, run.parameters.model)
   decoding = decoding_of(run.config.sampling, config.stop_ids)
   programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
-  grid, slots = Grid(rows // GROUP, GROUP), sizes_up_to(T, model.slots_step(config))[-1]
-  settings = by_row(settings_of(run.config.sampling, 1.0), rows, 1)
+  grid, slots = Grid(count // GROUP, GROUP), sizes_up_to(T, model.slots_step(config))[-1]
+  settings = by_row(settings_of(run.config.sampling, 1.0), count, 1)
   shapes = programs.abstract(grid, slots, weights, run.config.data.max_prompt_tokens, settings)
   make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
@@ -170,11 +175,11 @@ def decode(part: Part, layers: str) -> None:
     )
     return made.replace(cache=cache.replace(prefix=prefix, time=cache.time + T // 2), rows=state)
 
-  nobody, numbers = np.zeros(rows, bool), np.arange(rows, dtype=np.int32)
-  keys = np.zeros((rows, 2), np.uint32)
+  nobody, numbers = np.zeros(count, bool), np.arange(count, dtype=np.int32)
+  keys = np.zeros((count, 2), np.uint32)
   new = NewRows(nobody, keys, numbers, settings)
   rounds = min(programs.columns - 1, T // 2 - 1)
-  chunk = Chunk(np.int32(rounds), np.int32(rows))
+  chunk = Chunk(np.int32(rounds), np.int32(count))
   program = part.compiled("chunk", programs.chunk, weights, flight(), new, ~nobody, chunk)
   part.take_turn()
   times = []
@@ -185,7 +190,7 @@ def decode(part: Part, layers: str) -> None:
     times.append(time.perf_counter() - start)
   drawn = int(out[1].is_drawn_RN.sum())
   seconds = sorted(times[1:])[1]
-  moved = accelerator_model.decode_bytes(run, weights, rows, T) / T
+  moved = accelerator_model.decode_bytes(run, weights, count, T) / T
   part.save(
     drawn=drawn,
     round_ms=1000 * seconds / rounds,
@@ -241,7 +246,7 @@ def update(part: Part, layers: str, what: str) -> None:
 def run_one(name: str, part: Part) -> None:
   kind, *how = name.split("_")
   functions: Any = {"products": products, "token": token, "decode": decode, "update": update}
-  functions[kind](part, *how[: {"decode": 1, "update": 2}.get(kind, 0)])
+  functions[kind](part, *how)
 
 
 def parts() -> list[accelerator.Part]:

@@ -213,6 +213,25 @@ def test_differences_of_arrays(pieces):
   assert not missing["equal"] and missing["differing_bits"] == 32
 
 
+def test_the_summary_of_a_run(pieces, tmp_path):
+  """A line that is being written is no row. The steps that compile are not in the medians."""
+  rows = [{"step": step, "time/step": 9.0 if step < 3 else 1.0} for step in range(1, 6)]
+  rows[3] |= {"eval/accuracy": 0.5, pieces.GAP: 2e-6}
+  file = tmp_path / "metrics.jsonl"
+  assert pieces.summary_of_run(pieces.read_rows(file)) == {
+    "step": 0,
+    "accuracy": {},
+    "logprob_gap_max": None,
+  }
+  file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6')
+  assert pieces.summary_of_run(pieces.read_rows(file)) == {
+    "step": 5,
+    "time/step": 1.0,
+    "accuracy": {4: 0.5},
+    "logprob_gap_max": 2e-6,
+  }
+
+
 def test_nan_is_the_largest_difference(pieces):
   found = pieces.summary({"a": 1.0, "b": float("nan"), "c": 0.0})
   assert found["there"] == "b" and np.isnan(found["largest"]) and found["above_1e-5"] == 2
@@ -275,9 +294,23 @@ def test_all_parts(tmp_path):
   report, code = run(tmp_path, "--seconds=1100")
   parts = report["parts"]
   assert code == 0, {name: found.get("error") for name, found in parts.items()}
-  names = ["device", "resume", "golden", "gap", "decode", "update", "attention", "trl"]
+  names = [
+    "device",
+    "quick_start",
+    "resume",
+    "golden",
+    "gap",
+    "decode",
+    "update",
+    "attention",
+    "trl",
+  ]
   assert list(parts) == names
   assert report["seconds"] < 1100 and all("seconds" in found for found in parts.values())
+
+  quick = parts["quick_start"]
+  assert quick["code"] == 0 and quick["step"] == 16 and 0 < quick["first_row_s"] <= quick["seconds"]
+  assert quick["accuracy"] and quick["logprob_gap_max"] < 1e-4
 
   resume = parts["resume"]
   assert resume["equal"] and resume["rows"]["equal"] and resume["arrays"]["equal"]
