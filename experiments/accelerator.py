@@ -89,7 +89,7 @@ PARTS = (
   Part("decode", 130, 35),
   Part("update", 100, 35),
   Part("attention", 60, 20),
-  Part("trl", 150, 40),
+  Part("trl", 250, 40),
 )
 
 

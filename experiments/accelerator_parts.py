@@ -258,12 +258,13 @@ def resume(part: Part) -> None:
 
 def quick_start(part: Part) -> None:
   """The README's quick start, as a user starts it: its seconds, its accuracy and its log-probs."""
-  workdir = Path(tempfile.mkdtemp())
+  folder = Path(tempfile.mkdtemp())
+  workdir = folder / "run"
   command = (sys.executable, "-m", "grpo_jax.train", "--config=configs/arithmetic.py")
   settings = [f"--config.{setting}" for setting in short_settings(part.tiny) if part.tiny]
   began = time.monotonic()
   file = workdir / "metrics.jsonl"
-  with open(workdir / "stderr", "w") as errors:
+  with open(folder / "stderr", "w") as errors:
     process = subprocess.Popen(
       [*command, f"--workdir={workdir}", *settings],
       cwd=ROOT,
@@ -275,8 +276,8 @@ def quick_start(part: Part) -> None:
       rows = read_rows(file)
       if rows and "first_row_s" not in part.results:
         part.save(first_row_s=round(time.monotonic() - began, 1))
-      part.save(seconds=round(time.monotonic() - began, 1), **summary_of_run(rows))
-  part.save(code=process.returncode, errors=(workdir / "stderr").read_text()[-500:])
+      part.save(run_s=round(time.monotonic() - began, 1), **summary_of_run(rows))
+  part.save(code=process.returncode, errors=(folder / "stderr").read_text()[-500:])
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

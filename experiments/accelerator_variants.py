@@ -238,9 +238,8 @@ def update(part: Part, layers: str, what: str) -> None:
   )
   run = accelerator_model.make_run(args)
   found = accelerator_model.one_update(part, run, with_reference=False)
-  part.save(
-    micro_batch=run.programs.micro_batch, attention=accelerator_model.attention_of(run), **found
-  )
+  attention_used = accelerator_model.attention_of(run)
+  part.save(micro_batch=run.programs.micro_batch, attention=attention_used, update=found)
 
 
 def run_one(name: str, part: Part) -> None:
