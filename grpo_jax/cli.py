@@ -110,13 +110,23 @@ def config_of(train_flags: Sequence[str]) -> Config:
 
 
 def config_from_flags(argv: Sequence[str] = (), values: flags.FlagValues = flags.FLAGS) -> Config:
-  """The --config flag with its overrides applied."""
-  value = values.config
-  file = next((given for key, given in _config_flags(argv or sys.argv) if not key), "")
+  """The --config flag with its overrides applied.
+
+  Args:
+    argv: The arguments of the program, for error messages. Empty means those of this process.
+    values: The parsed flags.
+
+  Raises:
+    ConfigError: There is no such flag, or its file has no config that can be used.
+  """
   if not values["config"].present:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
+  value = values.config
+  # (key, what was given) of --config and of each --config.KEY. The first has no key.
+  file = next((given for key, given in _config_flags(argv or sys.argv) if not key), "")
+  # ml_collections keeps an OSError of the config file until a field is read.
   failure = vars(value).get("_error") if hasattr(value, "__dict__") else None
-  if isinstance(failure, OSError):  # what ml_collections makes of one in the config file
+  if isinstance(failure, OSError):
     raise flag_error(failure, [("", file)])
   if not isinstance(value, ConfigDict):
     raise ConfigError(
@@ -124,13 +134,13 @@ def config_from_flags(argv: Sequence[str] = (), values: flags.FlagValues = flags
       " configs/default.py"
     )
   try:
-    values = value.to_dict()
+    fields = value.to_dict()
   except Exception as error:  # a section inside itself, or a value that cannot be copied
     raise ConfigError(
       f"flag --config={file}: its ConfigDict cannot be read ({type(error).__name__}:"
       f" {' '.join(str(error).split()):.200})"
     ) from None
-  return with_absolute_paths(from_dict(values))
+  return with_absolute_paths(from_dict(fields))
 
 
 def folder_of_flag(name: str, value: str) -> Path:

@@ -465,7 +465,7 @@ def test_only_reward_functions_may_name_a_model(tmp_path):
   assert loaded == [learned]
   with pytest.raises(
     ConfigError,
-    match="eval.function: .*learned' is a model's folder, which only reward.functions may name",
+    match="eval.function: .*learned' is a model, which only reward.functions may name",
   ):
     rewards.resolve(learned, "eval.function", is_learned)
 

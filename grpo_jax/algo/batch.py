@@ -21,19 +21,22 @@ def to_batch(
 ) -> Batch:
   """The batch of these completions, without advantages and reference log-probs.
 
-  Its old log-probs are those that the sampler drew with.
+  A token is in the loss if the policy drew it (tools write tokens, too), its group is live and its
+  completion is not left out by `mask_truncated`. The old log-probs are the sampler's, under the
+  whole softmax, until the learner computes its own. Those of the behavior are under the
+  distribution after top-k, top-p and min-p.
 
   Args:
     completions: G completions of each of P prompts.
     prompts_PS: int32, the prompts.
     prompt_lengths_P: int32, their lengths.
     temperature_P: float32, what their completions were sampled at.
-    live_P: 0 leaves a group out of the loss.
+    live_P: bool or a number. 0 leaves a group out of the loss.
     algo: Reads `mask_truncated`.
   """
   mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]
   if algo.mask_truncated:
-    mask_PGT = mask_PGT & (completions.stopped_by_PG >= 0)[..., None]
+    mask_PGT = mask_PGT & (completions.stopped_by_PG >= 0)[..., None]  # -1: cut off
   return Batch(
     prompts_PS=prompts_PS,
     prompt_lengths_P=prompt_lengths_P,

@@ -93,7 +93,7 @@ class RemoteSampler:
     should_stop: Callable[[], bool] = lambda: False,
     access: Access = OPEN,
   ):
-    """Listens.
+    """Listens at the address, and lets processes join from a thread.
 
     Args:
       address: The host and the port, 0 for a free one.
@@ -112,11 +112,14 @@ class RemoteSampler:
     self._waiting = deque[DrawnPart]()  # parts that no process draws
     self._joined: set[_JoinedProcess] = set()
     self._threads: set[threading.Thread] = set()
-    self._is_closed = self._has_ended = False
-    self._numbers = itertools.count()
+    self._is_closed = False  # nothing is sampled any more
+    self._has_ended = False  # the run is finished, so that processes need not come back
+    self._numbers = itertools.count()  # of leaves and of versions
+    # The arrays of the last weights with their leaves: what did not change is not sent again.
     self._last: list[tuple[weakref.ref, Leaf]] = []
+    # By version. They live as long as a part that draws with them.
     self._versions: weakref.WeakValueDictionary[int, Weights] = weakref.WeakValueDictionary()
-    self._newest: Weights | None = None  # processes keep its leaves while nobody has a version
+    self._newest: Weights | None = None  # lives on between two calls, when no part has weights
     self._strangers, self._told_of_strangers = 0, -math.inf
     self._told_of_none = -math.inf
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -129,7 +132,7 @@ class RemoteSampler:
       ) from None
     if access.tls is None and not is_loopback(address[0]):
       _say("remark: the weights travel unencrypted to samplers: rollout.certificate_file is empty")
-    self._server.settimeout(_LOOK)
+    self._server.settimeout(_LOOK)  # so that the thread sees soon that it shall end
     self.address = _shown(self._server.getsockname())
     self._accepting = threading.Thread(target=self._accept, name="samplers", daemon=True)
     self._accepting.start()
@@ -246,8 +249,16 @@ class RemoteSampler:
       self._changed.notify_all()
 
   def next(self, call: Arrivals, seconds: float) -> Finished | list[StoppedRow] | None:
-    """Waits up to `seconds` for groups of a call that have ended, or for rows that pause."""
-    told_at, until = -math.inf, time.monotonic() + seconds
+    """Waits up to `seconds` for groups of a call that have ended, or for rows that pause.
+
+    Returns:
+      The groups or rows, or None if nothing arrived.
+
+    Raises:
+      SamplingClosed: The run has ended, or is asked to stop while no sampler is there.
+      RunFailed: Drawing has failed.
+    """
+    until = time.monotonic() + seconds
     with self._changed:
       while not call:
         if self._is_closed:
@@ -256,8 +267,8 @@ class RemoteSampler:
           if self._should_stop():
             _say("no sampler is there: batches that are not drawn yet will have newer weights")
             raise SamplingClosed("the run was asked to stop, and no sampler is there")
-          if time.monotonic() - max(told_at, self._told_of_none) >= _TELL:
-            told_at = self._told_of_none = time.monotonic()
+          if time.monotonic() - self._told_of_none >= _TELL:
+            self._told_of_none = time.monotonic()
             _say(
               f"waiting for a sampler to join at {self.address}: python -m grpo_jax.sample_for"
               f" --learner={self.address} --config=..."

@@ -94,7 +94,7 @@ class Connection:
     """Waits for a message.
 
     Args:
-      most_bytes: The most bytes of its arrays. Without it, `check` must limit them.
+      most_bytes: The most bytes of its arrays. The default is no real limit: `check` must set one.
       check: Gets the kind, the fields and the shapes of the arrays before these are read. It raises
         BadMessage for a message that is not allowed here.
 
@@ -103,6 +103,7 @@ class Connection:
       DamagedMessage: A checksum is wrong. It names the array.
       OSError: The other side is gone or silent.
     """
+    # For the header alone: arrays may take as long as their bytes keep coming.
     until = time.monotonic() + _SILENCE
     prefix = bytearray(_LENGTH.size)
     self._read_checked(prefix, "the length of a header", until)

@@ -366,11 +366,12 @@ class Collector:
   def _why_no_tokens(self, completions: Completions) -> str:
     """Why none of these completions has a token in the loss (`algo.batch.to_batch`). "" if one has.
 
-    Groups whose scores are all equal do not matter here: the next step may have others.
+    Groups whose scores are all equal teach nothing either, but that may change by the next step, so
+    they are no reason.
     """
     sampled_PG = np.asarray(completions.sampled_PGT).any(-1)
-    ended_PG = np.asarray(completions.stopped_by_PG) >= 0
-    if not sampled_PG.any():
+    ended_PG = np.asarray(completions.stopped_by_PG) >= 0  # -1: cut off
+    if not sampled_PG.any():  # such as where tools write all there is room for
       return "the policy wrote no token of the completions"
     if self._config.algo.mask_truncated and not (sampled_PG & ended_PG).any():
       return (

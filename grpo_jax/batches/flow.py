@@ -133,15 +133,15 @@ class Flow:
     """Opens groups for the steps up to `until`, and plays on for a short while.
 
     Args:
-      policy: Draws what is drawn now.
+      policy: Its weights draw the tokens of this call.
       until: The last step for which groups may be opened.
-      choose: Where a curriculum chooses the prompts.
+      choose: Chooses the prompts of groups when they are opened, where a curriculum does.
       limit: Groups of this number and later ones are not opened. None sets no limit.
 
     Returns:
       Whether the policy was used.
     """
-    self._policy, self._is_used = policy, False
+    self._policy, self._is_used = policy, False  # `_policy_that_draws` notes its use
     count = self._count_to_open(until)
     if limit is not None:
       count = min(count, limit - self.next)
@@ -150,6 +150,7 @@ class Flow:
       self._begin_scores(played)
     # Without the weights, so that a copy of them can be freed.
     self._policy = VersionedParams(None, policy.version)
+    # Only dynamic sampling must know rewards before a step can take its groups.
     if self._config.algo.dynamic_sampling and self._lots:
       self._see_whose_rewards_differ()
     return self._is_used

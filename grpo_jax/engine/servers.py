@@ -349,7 +349,12 @@ class Servers:
 
   @contextlib.contextmanager
   def _server_for(self, job: RowRequest) -> Iterator[_ServerState | None]:
-    """Waits for the server of a request. None if the request was dropped."""
+    """Waits until a server is ready, and gives the request to that of its group.
+
+    Yields:
+      The server, among whose jobs the request is until the block ends. None if the request was
+      dropped, or all is closed.
+    """
     with self._changed:
       self._changed.wait_for(
         lambda: self._is_closed or job.is_dropped or any(map(self._is_ready, self._places))

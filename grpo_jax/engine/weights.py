@@ -55,7 +55,9 @@ class Folders:
   """
 
   def __init__(self, run: Run, folder: Path, probe: Probe):
-    """Removes the folders that a killed run left.
+    """Writes a file that says that this run owns its folders, and removes those of killed runs.
+
+    A run holds a lock on its file as long as it lives. So a run whose file has no lock was killed.
 
     Args:
       run: The run.
@@ -70,7 +72,8 @@ class Folders:
     self._prefix = f"weights-{secrets.token_hex(8)}"
     self._count = 0
     self._removals = list[weakref.finalize]()  # each removes the folder of a `Written` that lives
-    # The arrays that were written last, and their folder. Neither is kept alive.
+    # The arrays that were written last, and their folder, which serves again if no array is another
+    # one. Neither is kept alive.
     self._last: tuple[list[weakref.ref], weakref.ref[Written]] | None = None
     try:
       self._folder.mkdir(parents=True, exist_ok=True)

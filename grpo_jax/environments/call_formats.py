@@ -208,22 +208,30 @@ def checked(value: Any, problems: list[str], keys: Sequence[str] = ("arguments",
 def _tagged(
   read: Callable[[str], tuple[Calls, list[str]]], text: str, tags: tuple[str, str]
 ) -> Read:
-  """Calls between tags. `read` gets the text of one pair of tags, and returns (calls, errors)."""
+  """Calls between tags. Well-formed ones are cut out of the text, and the rest stays in it.
+
+  Args:
+    read: Gets the text between two tags, and returns (calls, errors).
+    text: The text of the policy.
+    tags: The opening and the closing one.
+  """
   opens, closes = tags
   calls: Calls = []
   malformed, content = list[str](), list[str]()
   place = 0
-  # Not a regular expression: it would search to the end from each mark that has no end.
+  # A regular expression would search to the end of the text from each opening tag without an end,
+  # and so take a time that grows with the square of their number.
   while (start := text.find(opens, place)) >= 0:
     end = text.find(closes, start)
     if end < 0:
-      if not calls and not malformed:
+      if not calls and not malformed:  # behind a call, a text that was cut off is no error
         malformed.append(f"the call has no end: {closes} is missing")
       break
     made, problems = read(text[start + len(opens) : end].strip())
     calls += made
     malformed += problems
     after = end + len(closes)
+    # The policy sees a call with errors again, so it stays.
     content.append(text[place : after if problems else start])
     place = after
   whole = "".join([*content, text[place:]])

@@ -75,10 +75,10 @@ class MicroBatchPass:
 
     Args:
       function: (parameters, part) -> a tree of arrays [m, ...]. They are 0 for groups without a
-        token in the loss, which may be left out.
+        token in the loss, because such groups may be left out.
       micro_batch: The prompts of a part, m. 0 means those of the whole batch.
       platform: Where it runs.
-      places: Where the arrays lie.
+      places: Where the arrays lie on a mesh. None means on one device.
     """
     places = places or SlotPlaces()
     self._function, self._micro_batch, self._platform = function, micro_batch, platform
@@ -89,7 +89,8 @@ class MicroBatchPass:
     self._split = Jitted(split, out_shardings=None if places.rows is None else self._of_parts)
     # (parameters, micro-batches) -> results of zeros, to be filled
     self._zeros = Jitted(self._zero_results, out_shardings=places.parts)
-    # Fills in the results of the micro-batches from the first to the end, in so many slots.
+    # (parameters, micro-batches, results so far, first, end) -> these with the results of the
+    # micro-batches first to end - 1. There is a program for each number of slots of a group.
     self._fill = Jitted(
       self._fill_results,
       _slots_of_call,

@@ -172,17 +172,20 @@ def _shifted(
 def pad_to_split_evenly(batch: Batch, config: model.ModelConfig) -> Batch:
   """Pads the prompts, so that devices which share the tokens of a group have equally many each.
 
-  The prompts get at least G slots, because `_first_in_place` uses the first G. Where each device
-  has all tokens of its groups, the batch stays as it is.
+  The prompts get at least G slots: the first token of each completion is predicted in one of the
+  first G (`_first_in_place`). Where each device has all tokens of its groups, the batch stays as it
+  is.
   """
   if config.context == 1:
     return batch
   _, G, T = batch.completions_PGT.shape
   S = batch.prompts_PS.shape[1]
+  # Completions that are not packed have G rows.
   completion_slots = batch.slots or G * row_slots(T, config.platform)
-  pieces = 2 * config.context  # a ring cuts a group into two pieces for each device
+  pieces = 2 * config.context  # a ring gives each device an early piece of a group and a late one
   prompt_slots = max(S, G)
-  prompt_slots += -(prompt_slots + completion_slots) % pieces
+  missing = -(prompt_slots + completion_slots) % pieces  # to the next multiple of `pieces`
+  prompt_slots += missing
 
   def padded(x: jax.Array, value: int) -> jax.Array:
     after = [(0, 0), (0, prompt_slots - S)] + [(0, 0)] * (x.ndim - 2)

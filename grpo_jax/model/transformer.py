@@ -242,14 +242,23 @@ def _angles(
 ) -> tuple[rope_lib.Rotation, rope_lib.Rotation]:
   """The rotary angles of the layers without a window, and of those with one.
 
-  The positions may be [B, T, 3], those of three axes.
+  Both are the same unless the layers with a window have a base of their own
+  (`ModelConfig.local_rope_theta`).
+
+  Args:
+    config: The shape of the model.
+    positions_BT: The positions of the tokens. They may be [B, T, 3], those of three axes.
+    longest: The most positions of a row. The scaling of some models depends on it.
   """
   if positions_BT.ndim == 3:
     return _angles_of_axes(config, positions_BT, longest)
-  c, from_table, rotated = config, bool(config.length), config.rotary_dim or config.head_dim
+  c = config
+  # Where the longest text is known, the angles come from a table.
+  from_table = bool(c.length)
+  rotated = c.rotary_dim or c.head_dim
   of_global = c.global_head_dim or rotated
   rope = rope_lib.angles(positions_BT, of_global, c.rope_theta, c.rope_scaling, longest, from_table)
-  if c.query_growth:
+  if c.query_growth:  # queries far behind the length of pretraining are scaled up
     original = c.rope_scaling.original_positions
     scale_BT = rope_lib.query_scale(positions_BT, c.query_growth, original)
     rope = rope._replace(query_scale_BT=scale_BT)

@@ -144,23 +144,22 @@ class Caller:
       votes: Whether to ask which completions have equal answers, in place of scores: `votes.py`.
 
     Returns:
-      The answer of each function. Whoever asks for that of a function that no worker calls makes
-      the call. It raises RewardError if the run must stop.
+      The answer of each function. A function that no worker calls is called when somebody asks for
+      its answer. An answer raises RewardError if the run must stop.
     """
     count = len(columns["completions"])
     groups = [range(start, min(start + group_size, count)) for start in range(0, count, group_size)]
-    sent = [function for function in functions if self.uses_workers(function)]
-    calls = [
-      self._call(function, rows_of(own, rows), step, votes)
-      for function in sent
-      for own in [self._columns_of(function, columns)]
-      for rows in groups
-    ]
+    calls = list[WorkerCall]()  # a function's groups one after the other
+    for function in filter(self.uses_workers, functions):
+      read = self._columns_of(function, columns)
+      calls += [self._call(function, rows_of(read, rows), step, votes) for rows in groups]
+    # All calls together are one job of the pool. Without calls there is none.
     futures = [self.pool.start(calls, self.stops_on_error)] if calls else []
 
     def of_workers(place: int) -> Answer:
-      own = futures[0].result()[place * len(groups) :] if groups else []
-      return joined(count, zip(groups, own))
+      answers = [answer for future in futures for answer in future.result()]
+      first = place * len(groups)
+      return joined(count, zip(groups, answers[first : first + len(groups)]))
 
     def of_this_process(function: Reward) -> Answer:
       called = voting(function, group_size) if votes else function

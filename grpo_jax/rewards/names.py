@@ -88,7 +88,9 @@ def register_reward(function: Reward) -> Reward:
 
 
 def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
-  """The reward function that a config key names. It is never a reward model.
+  """The reward function that a config key names.
+
+  Whoever may also name reward models looks for these first, so that a model is an error here.
 
   Args:
     name: A key of `REWARDS`, or `path/file.py:function`, or `package.module:function`. The file is
@@ -106,7 +108,7 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   if plain_name != name:
     return options.bind(resolve(plain_name, key, is_model), plain_name, given, key)
   if is_model(name):
-    raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
+    raise ConfigError(f"{key}: {name!r} is a model, which only reward.functions may name")
   or_model = " or a reward model's folder" if key == "reward.functions" else ""
   choices = (
     f"choose one of {', '.join(REWARDS)}, or give path/file.py:function or"

@@ -345,8 +345,16 @@ class Talk:
   def _answer_of_methods(
     self, one: _Asked, methods: Collection[str], outcomes: Sequence[Outcome]
   ) -> _Answer:
-    """The answer of an environment whose methods are tools, and of the other tools of the turn."""
+    """The answer to a turn that calls methods of an environment, and perhaps other tools.
+
+    Args:
+      one: The row that waits, with the calls of its turn.
+      methods: The names of the methods.
+      outcomes: One for each call of another tool, and at the end one of the environment, which has
+        made all calls of its methods.
+    """
     *of_tools, found = outcomes
+    # Without a tool's server nothing can be answered, whatever the environment says.
     problem, kind = self._problem_of(_first_without_server(of_tools) or found)
     if problem:
       return _Answer([], problem=problem, kind=kind)

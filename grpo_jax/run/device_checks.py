@@ -14,15 +14,24 @@ from grpo_jax.settings import ConfigError
 
 
 def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> None:
-  """Raises ConfigError for what devices of several processes cannot draw beside the others.
+  """Checks that devices which only sample (`mesh.sampler`) may belong to several processes.
 
-  Where batches are drawn ahead, the order of their collectives would depend on time. Runs in turn
-  are refused, too.
+  Where batches are drawn ahead, such devices run beside those that learn. Processes would begin
+  their collectives in an order that depends on time, and wait for each other for ever. What is
+  refused is also refused where batches are drawn in turn.
+
+  Args:
+    config: The config of a run whose mesh.sampler is above 0.
+    shape: The shape of its model.
+    processes: How many processes the run has.
+
+  Raises:
+    ConfigError: One of the settings does not go together with them.
   """
   if processes == 1:
     return
   algo, key = config.algo, f"config key mesh.sampler is {config.mesh.sampler}"
-  for holds, why in (
+  for is_met, condition in (
     (config.rollout.weights == "fixed", "rollout.weights must be 'fixed'"),
     (not algo.dynamic_sampling, "algo.dynamic_sampling must be False"),
     (not config.curriculum.chooses, "the curriculum must choose no prompts"),
@@ -30,8 +39,8 @@ def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> Non
     (not config.environment.has_turns, "there must be no tools and no environment"),
     (shape.vision is None, "the model must see no images"),
   ):
-    if not holds:
-      raise ConfigError(f"{key}: in a run of several processes, {why}; or set mesh.sampler=0")
+    if not is_met:
+      raise ConfigError(f"{key}: in a run of several processes, {condition}; or set mesh.sampler=0")
 
 
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:

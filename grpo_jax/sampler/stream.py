@@ -486,9 +486,10 @@ class Stream:
   ) -> None:
     """Puts the tokens of a chunk behind those that the rows have drawn before."""
     out = self._drawn
-    seat, column = np.nonzero(drawn.is_drawn_RN)
-    x, g = np.divmod(row_R[seat], self._members)
-    # The first column is for new rows.
+    seat, column = np.nonzero(drawn.is_drawn_RN)  # of each token of the chunk
+    x, g = np.divmod(row_R[seat], self._members)  # its prompt and member
+    # Column 0 has the first tokens of new rows, which are drawn from their prompts. The other rows
+    # begin in column 1.
     token = out.lengths_PG[x, g] + column - 1 + is_new_R[seat]
     for kept, new in (
       (out.tokens_PGT, drawn.tokens_RN),
@@ -496,13 +497,15 @@ class Stream:
       (out.behavior_logprobs_PGT, drawn.behavior_logprobs_RN),
     ):
       kept[x, g, token] = new[seat, column]
-    out.sampled_PGT[x, g, token] = ~self._is_given[x, g, token]
+    out.sampled_PGT[x, g, token] = ~self._is_given[x, g, token]  # given ones are of tools
     if out.versions_PGT is not None:
       out.versions_PGT[x, g, token] = version
     if out.experts_PGTY is not None:
-      has = column > 0  # before a row's first token lies its prompt
-      before = x[has], g[has], token[has] - 1
-      out.experts_PGTY[before] = drawn.experts_RNY[seat[has], column[has]]
+      # A round computes the token before the one that it draws, so its experts are of that one.
+      # Before the first token of a row lies its prompt, which is not part of the completion.
+      is_later = column > 0
+      before = x[is_later], g[is_later], token[is_later] - 1
+      out.experts_PGTY[before] = drawn.experts_RNY[seat[is_later], column[is_later]]
     drew = np.flatnonzero(drawn.is_drawn_RN.any(1))
     x, g = np.divmod(row_R[drew], self._members)
     out.lengths_PG[x, g] += drawn.is_drawn_RN.sum(1)[drew]

@@ -420,9 +420,17 @@ class Decoder:
     return later
 
   def _see(self, place: int, params: model.Params) -> bool:
-    """Computes a whole prompt with images, one picture after another.
+    """Computes a whole prompt with images: its pictures one after another, and then its tokens.
 
-    Returns False if the vision tower fails, for which memory may lack. Then nothing has changed.
+    One picture at a time bounds the memory of the tower. The visual tokens of a picture are 0
+    outside its own places in the prompt, so those of all pictures are added.
+
+    Args:
+      place: The seat of the row.
+      params: The weights.
+
+    Returns:
+      False if the tower fails, perhaps because it needs too much memory. Then nothing has changed.
     """
     images, shards = self._images[place], self._shards
     length = _holding(self._lengths, len(images.ids))
@@ -431,11 +439,14 @@ class Decoder:
         self._programs.see(params, *picture, images.tokens_of(number))
         for number, picture in enumerate(images.pictures)
       )
-      features = jax.block_until_ready(features[:, :, :length])  # errors come now or never
+      # [shards, K, S, D]. A device computes while the program goes on, so its errors come here.
+      features = jax.block_until_ready(features[:, :, :length])
     except Exception:
       traceback.print_exc(file=sys.stderr)
       return False
     visual = images.visual(features)
+    # Each shard of rows computes one prompt. All but the first put theirs behind the last seat,
+    # where it is dropped.
     padded = self._padded([images.ids] * shards, length).replace(images=visual)
     places = np.array(_filled([place], shards, self._rows))
     self._flight, _ = self._programs.arrive(self._flight, params, padded, places)

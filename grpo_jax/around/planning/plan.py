@@ -36,9 +36,10 @@ def plan_by_flags(config: Config, values: flags.FlagValues) -> None:
     ConfigError: The flags or the config cannot be used.
     DoesNotFit: The run needs more memory than its devices have.
   """
-  config = shape_alone(config)
+  config = shape_alone(config)  # so that a plan needs neither weights nor a tokenizer
   jax.config.update("jax_platforms", "cpu")  # the devices that exist are not needed
-  # A stored program says less of itself, and the time of its compilation is part of the plan.
+  # The time of compilation is part of the plan. And a program that is read from the cache does not
+  # say how many operations it has.
   jax.config.update("jax_enable_compilation_cache", False)
   if values["async"].value:
     _plan_apart_by_flags(config, values)

@@ -1,6 +1,7 @@
 """The page: one HTML file that needs no network. `web/` has its HTML, styles and scripts."""
 
 from collections.abc import Sequence
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ WEB = Path(__file__).parent / "web"
 _ACCURACY = "eval/accuracy"
 
 
+def _text_of(path: Path) -> str:
+  """The text of a file. A library in one line is compressed, because it would flood each search."""
+  content = path.read_bytes()
+  return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+
+
 def page(runs: Sequence[ShownRun]) -> str:
   """The page of some runs.
 
@@ -42,7 +49,7 @@ def page(runs: Sequence[ShownRun]) -> str:
     "metrics": shown_metrics(runs),
     "parts": PARTS,
   }
-  files = {path.name: path.read_text("utf-8") for path in WEB.iterdir()}
+  files = {path.name.removesuffix(".gz"): _text_of(path) for path in WEB.iterdir()}
   return (
     jinja2.Environment(autoescape=True)
     .from_string(files["page.html"])

@@ -160,7 +160,10 @@ def _places_in_type(kind: Any) -> Any:
 
 
 def _places_in_feature(feature: Any) -> Any:
-  """Where values of a feature of the package datasets hold texts in JSON, as `_places_in_type`."""
+  """Where values of a feature hold texts in JSON, in the form that `_places_in_type` returns.
+
+  A feature is the description of a column that the package `datasets` writes into a file.
+  """
   if isinstance(feature, list):  # as older versions wrote lists
     found = _places_in_feature(feature[0])
     return [found] if found else None
@@ -169,7 +172,7 @@ def _places_in_feature(feature: Any) -> Any:
   kind = feature.get("_type")
   if kind == "Json":
     return True
-  if isinstance(kind, str) and "feature" in feature:
+  if isinstance(kind, str) and "feature" in feature:  # lists, under several names
     found = _places_in_feature(feature["feature"])
     return [found] if found else None
   fields = {name: _places_in_feature(inner) for name, inner in feature.items()}

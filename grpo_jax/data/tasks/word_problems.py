@@ -118,13 +118,15 @@ SMALL = Numbers()
 
 
 def numbers_of(path: str) -> Numbers:
-  """The numbers that data.path asks for, such as `largest=999,largest_factor=99`.
+  """How large the numbers of the problems are, as data.path asks: `largest=999,largest_factor=99`.
+
+  `largest` may be several numbers, of which each problem takes one.
 
   Raises:
     ConfigError: Another name stands there, or a value is no number from 2 to 10^9.
   """
   key = "data.path"
-  _, values = calls.parse(f"word_problems({path})", key)
+  _, values = calls.parse(f"word_problems({path})", key)  # parameters are written as for rewards
   unknown = sorted(values.keys() - {*Numbers._fields})
   if unknown:
     raise ConfigError(

@@ -106,8 +106,12 @@ def attend_ring(
 ) -> jax.Array:
   """The outputs of a device's queries, within a `shard_map` over `axis`.
 
+  A causal query sees what lies before it, so late tokens cost more. Therefore the tokens are cut
+  into two pieces for each device, and device d computes the pieces d and 2 devices - 1 - d: one
+  early and one late (zigzag).
+
   Args:
-    q_PNHE: The device's queries. N is even.
+    q_PNHE: The device's queries. N is even, because of the two pieces.
     k_PNKE: Its keys.
     v_PNKE: Its values.
     slots: The slots of all devices.
@@ -116,12 +120,12 @@ def attend_ring(
   """
   P, N, H, E = q_PNHE.shape
   K, devices = k_PNKE.shape[2], jax.lax.axis_size(axis)
-  sinks_KR = jnp.full(H, _LOWEST)
+  sinks_H = jnp.full(H, _LOWEST)
   if view.sinks_H is not None:
-    sinks_KR = view.sinks_H.astype(jnp.float32)
-  sinks_KR = sinks_KR.reshape(K, H // K)
+    sinks_H = view.sinks_H.astype(jnp.float32)
+  sinks_KR = sinks_H.reshape(K, H // K)  # R queries share a key
   piece = N // 2
-  chunk = _chunk(P * H, piece)
+  chunk = _chunk(P * H, piece)  # so many queries at a time, which bounds the memory of the scores
   padding = -piece % chunk
 
   def in_pieces(x: jax.Array, pieces: int, value: int = 0) -> jax.Array:
@@ -130,13 +134,14 @@ def attend_ring(
     sides = [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)
     return jnp.pad(x, sides, constant_values=value)
 
+  # Each device has the slots of all tokens, in the order of the text: they are not exchanged.
   of_pieces = Slots(
     in_pieces(slots.row_PN, 2 * devices, _NO_TOKEN), in_pieces(slots.place_PN, 2 * devices)
   )
   q, k, v = (_zigzag(in_pieces(x, 2), axis) for x in (q_PNHE, k_PNKE, v_PNKE))
   q = _in_chunks(q.reshape(*q.shape[:3], K, H // K, E), chunk)
-  # If the slots did not depend on the queries, JAX would keep the masks of all turns and chunks for
-  # the backward pass.
+  # This makes the slots depend on the queries. Otherwise JAX would compute the masks of all turns
+  # and chunks in the forward pass, and keep them for the backward pass.
   q, of_pieces = jax.lax.optimization_barrier((q, of_pieces))
   out = _ring(_Ring(view.hiding_window, view.cap, axis), q, k, v, sinks_KR, of_pieces)
   out = _zigzag(_joined(out), axis, back=True)[:, :, :piece]

@@ -190,10 +190,17 @@ def _read_scaling(
 def _read_longrope(
   rope: Mapping[str, Any], values: Mapping[str, Any], original: int, refuse: Refuse
 ) -> RopeScaling:
-  """The scaling of longrope, whose factor is a quotient of lengths unless it is given."""
+  """The scaling of longrope, whose factor is a quotient of lengths unless it is given.
+
+  Args:
+    rope: The fields of `rope_scaling` in config.json.
+    values: All fields of config.json.
+    original: The most positions of pretraining.
+    refuse: Raises ConfigError for a field.
+  """
   longest = values["max_position_embeddings"]
   given = {"factor": rope.get("factor") or longest / original}
-  factor = read_field(given, "factor", float, refuse)
+  factor = read_field(given, "factor", float, refuse)  # checks both
   attention_factor = longrope_attention_factor(factor, original)
   if rope.get("attention_factor") is not None:
     attention_factor = read_field(rope, "attention_factor", float, refuse)
@@ -206,7 +213,7 @@ def _read_longrope(
 
   short, long = factors("short_factor"), factors("long_factor")
   if len(short) != len(long):
-    refuse("short_factor", f"has {len(short)} numbers, and long_factor {len(long)}: correct either")
+    refuse("short_factor", f"has {len(short)} numbers, and long_factor {len(long)}: correct one")
   return RopeScaling(
     "longrope",
     factor,

@@ -102,13 +102,13 @@ def _said(text: str) -> str | None:
   return None
 
 
-def _read(text: str, start: int, never: re.Pattern[str] | None = None) -> str | None:
-  """The letter at a place of a text. "" where another letter follows it. None without one.
+def _read(text: str, start: int, no_answer: re.Pattern[str] | None = None) -> str | None:
+  """The letter at a place of a text. "" for two letters, such as "A or B". None without a letter.
 
   Args:
     text: The text.
     start: The place.
-    never: A pattern that does not follow a letter that is an answer.
+    no_answer: A pattern. Where it follows the letter, the letter is a word or a part of a formula.
   """
   match = _ANSWER.match(text, start)
   if match is None:
@@ -117,4 +117,4 @@ def _read(text: str, start: int, never: re.Pattern[str] | None = None) -> str | 
   another = _ANOTHER.match(rest)
   if another and another[1] != letter:
     return ""
-  return None if never and never.match(rest) else letter
+  return None if no_answer and no_answer.match(rest) else letter

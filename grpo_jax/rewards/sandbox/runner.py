@@ -204,13 +204,18 @@ def _problem(kind: str) -> str:
 
 
 def _bwrap(command: list[str], limits: SandboxLimits) -> list[str]:
-  """The command line that runs a command in a sandbox of bubblewrap."""
+  """The command line that runs a command in a sandbox of bubblewrap.
+
+  It sees the folders of Python and the system read-only, those of this package under another name,
+  and an empty /tmp that it may fill.
+  """
   wrapped = [_tool("bwrap"), "--die-with-parent", "--new-session", "--clearenv"]
   wrapped += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
   if os.geteuid():
     wrapped += ["--unshare-user", "--cap-drop", "ALL"]
   else:
-    # The root of the machine has no limit of processes, so the program becomes another user.
+    # No limit of processes holds for the user root, so the program becomes the user nobody. For
+    # that setpriv needs these capabilities, and gives all of them up.
     for capability in ("SETUID", "SETGID", "SETPCAP"):
       wrapped += ["--cap-add", f"CAP_{capability}"]
     command = [_tool("setpriv"), *_becomes_nobody(), *_DROPS_ALL, *command]
@@ -218,7 +223,7 @@ def _bwrap(command: list[str], limits: SandboxLimits) -> list[str]:
     if os.path.islink(folder):
       wrapped += ["--symlink", os.readlink(folder), folder]
     else:
-      # bwrap would make the folders above for root alone.
+      # bwrap would make the folders above it so that only root may enter them.
       for above in reversed(Path(folder).parents[:-1]):
         wrapped += ["--perms", "0755", "--dir", str(above)]
       wrapped += ["--ro-bind", folder, folder]

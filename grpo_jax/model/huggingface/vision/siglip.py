@@ -52,10 +52,11 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
   return _write(config) | {"model_type": "siglip_vision_model", "vision_use_head": False}
 
 
-# The letters are those of `families.sizes`.
+# The letters are axes, as `families.sizes` has them: W the width, I the hidden units of an MLP, A
+# the heads, B the size of a head, T the colours, y and x the pixels of a patch, P the patches.
 # fmt: off
 def _table(at: str) -> tuple[TensorSpec, ...]:
-  """The tensors of SigLIP, whose names begin so."""
+  """The tensors of SigLIP. In the checkpoint, their names begin with `at`."""
   of_layer = f"{at}encoder.layers.{{i}}."
   return (
     layer(f"{at}embeddings.patch_embedding.weight", "embed/patch/kernel", "W T y x", "TyxW"),
