@@ -53,7 +53,7 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
 
 
 # The letters are axes, as `families.sizes` has them: W the width, I the hidden units of an MLP, A
-# the heads, B the size of a head, T the colours, y and x the pixels of a patch, P the patches.
+# the heads, B the size of a head, T the colours, y and x the pixels of a patch, P their positions.
 # fmt: off
 def _table(at: str) -> tuple[TensorSpec, ...]:
   """The tensors of SigLIP. In the checkpoint, their names begin with `at`."""
