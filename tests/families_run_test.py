@@ -154,8 +154,10 @@ def family_config(family, tmp_path):
   make_checkpoint(tmp_path / "in", corpus, every_id_is_text=True, **fields)
   for split in ("train", "test"):
     (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  # With seed 0, a token of glm4_moe has two scores that are 2.4e-7 apart: rounding chooses experts.
+  seeded = dataclasses.replace(small_config(), seed=1 if family == "glm4_moe" else 0)
   config = with_section(
-    small_config(), "data", task="gsm8k", path=str(tmp_path), chat=True, max_prompt_tokens=96
+    seeded, "data", task="gsm8k", path=str(tmp_path), chat=True, max_prompt_tokens=96
   )
   config = with_section(config, "model", path=str(tmp_path / "in"))
   config = with_section(config, "optimizer", learning_rate=1e-2)
