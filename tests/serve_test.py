@@ -797,7 +797,7 @@ def test_bad_flags_are_one_line(flags, message, start, tmp_path):
     config.append(f"--config.model.path={serving_parts.write_policy(tmp_path)}")
   code, _, said = start("serve", *config, *small, *flags)
   # On a busy machine, other lines say that loading and compiling takes long.
-  moves = ("loading", "compiling", "still")
+  moves = ("loading", "laying out", "compiling", "still")
   errors = [line for line in said.splitlines() if not line.startswith(moves)]
   assert code == 2 and len(errors) == 1 and message in errors[0]
 
