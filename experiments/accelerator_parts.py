@@ -261,7 +261,7 @@ def quick_start(part: Part) -> None:
   folder = Path(tempfile.mkdtemp())
   workdir = folder / "run"
   command = (sys.executable, "-m", "grpo_jax.train", "--config=configs/arithmetic.py")
-  settings = [f"--config.{setting}" for setting in short_settings(part.tiny) if part.tiny]
+  settings = [f"--config.{setting}" for setting in short_settings(tiny=True)] if part.tiny else []
   began = time.monotonic()
   file = workdir / "metrics.jsonl"
   with open(folder / "stderr", "w") as errors:
@@ -340,9 +340,8 @@ def kill_at(job: Any, workdir: Path, step: int) -> int:
 
 def last_step(workdir: Path) -> int:
   """The step of the last whole row of a run, -1 without one."""
-  file = workdir / "metrics.jsonl"
-  lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-  return json.loads(lines[-1])["step"] if lines else -1
+  rows = read_rows(workdir / "metrics.jsonl")
+  return rows[-1]["step"] if rows else -1
 
 
 def differences_of_rows(

@@ -40,6 +40,7 @@ FLAGS = {
   "graph": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
 }
 DECODE = ("apart_xla_64", "apart_xla", "apart_xla_1024", "kernel_xla", "apart_graph")
+ON_DEMAND = ("apart_blas", "stacks_xla")  # run where --only names them
 UPDATE = ("apart_cudnn", "loop_cudnn", "apart_remat")
 ROWS, GROUP, PROMPT, TOKENS = 256, 8, 64, 256
 
@@ -257,7 +258,8 @@ def parts() -> list[accelerator.Part]:
     return accelerator.Part(name, seconds, 15, command)
 
   found = [made("products", 40, FLAGS["blas"]), made("token", 50, FLAGS["blas"])]
-  found += [made(f"decode_{how}", 100, FLAGS[how.split("_")[1]]) for how in DECODE]
+  decoding = (*DECODE, *ON_DEMAND)
+  found += [made(f"decode_{how}", 100, FLAGS[how.split("_")[1]]) for how in decoding]
   return found + [made(f"update_{how}", 80, FLAGS["blas"]) for how in UPDATE]
 
 
@@ -284,7 +286,8 @@ def main() -> None:
       sys.exit(1)
     return
   by_name = {part.name: part for part in parts()}
-  wanted = list(filter(None, args.only.split(","))) or list(by_name)
+  usual = [name for name in by_name if name.removeprefix("decode_") not in ON_DEMAND]
+  wanted = list(filter(None, args.only.split(","))) or usual
   args.out.parent.mkdir(parents=True, exist_ok=True)
   signal.signal(signal.SIGTERM, accelerator.stop)
   report = accelerator.facts(vars(args))

@@ -38,8 +38,7 @@ def plan_by_flags(config: Config, values: flags.FlagValues) -> None:
   """
   config = shape_alone(config)  # so that a plan needs neither weights nor a tokenizer
   jax.config.update("jax_platforms", "cpu")  # the devices that exist are not needed
-  # The time of compilation is part of the plan. And a program that is read from the cache does not
-  # say how many operations it has.
+  # The time of compilation is part of the plan, so no program is read from the cache.
   jax.config.update("jax_enable_compilation_cache", False)
   if values["async"].value:
     _plan_apart_by_flags(config, values)

@@ -182,7 +182,7 @@ def _without_space(part: Any) -> Any:
     part: A normalizer, a pre-tokenizer or a decoder, or None.
 
   Returns:
-    The changed part. None if nothing remains of it.
+    The changed part. None if nothing remains of it. A sequence remains, even without members.
   """
   if not part:
     return part

@@ -206,8 +206,8 @@ def _problem(kind: str) -> str:
 def _bwrap(command: list[str], limits: SandboxLimits) -> list[str]:
   """The command line that runs a command in a sandbox of bubblewrap.
 
-  It sees the folders of Python and the system read-only, those of this package under another name,
-  and an empty /tmp that it may fill.
+  It sees the folders of Python and the system read-only, those of this package and numpy under
+  other names, and an empty /tmp that it may fill.
   """
   wrapped = [_tool("bwrap"), "--die-with-parent", "--new-session", "--clearenv"]
   wrapped += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
