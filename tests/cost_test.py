@@ -57,6 +57,37 @@ def test_loops_inside_loops_multiply():
   assert products(outer, (M, K), (K, N), (N, K)) == 30
 
 
+IN_PARTS = """HloModule parts, num_partitions=8
+%condition (s: (u32[], f32[4,4])) -> pred[] {
+  %s = (u32[], f32[4,4]{1,0}) parameter(0)
+  %eight = u32[] constant(8)
+  %i = u32[] get-tuple-element(%s), index=0
+  ROOT %less = pred[] compare(%i, %eight), direction=LT
+}
+%body (s: (u32[], f32[4,4])) -> (u32[], f32[4,4]) {
+  %s = (u32[], f32[4,4]{1,0}) parameter(0)
+  %i = u32[] get-tuple-element(%s), index=0
+  %x = f32[4,4]{1,0} get-tuple-element(%s), index=1
+  %step = u32[] constant(STEP)
+  %next = u32[] add(%i, %step)
+  %y = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %out = (u32[], f32[4,4]{1,0}) tuple(%next, %y)
+}
+ENTRY %main (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4]{1,0} parameter(0)
+  %start = u32[] constant(START)
+  %t = (u32[], f32[4,4]{1,0}) tuple(%start, %x)
+  %loop = (u32[], f32[4,4]{1,0}) while(%t), condition=%condition, body=%body
+  ROOT %out = f32[4,4]{1,0} get-tuple-element(%loop), index=1
+}"""
+
+
+@pytest.mark.parametrize(("start", "step", "rounds"), [(0, 1, 8), (0, 2, 4), (1, 2, 4), (2, 3, 2)])
+def test_a_loop_that_counts_in_larger_steps_runs_less_often(start, step, rounds):
+  text = IN_PARTS.replace("START", str(start)).replace("STEP", str(step))
+  assert count(text).whole.flops == rounds * 2 * 4**3
+
+
 def test_of_the_branches_the_most_expensive_counts():
   def function(x, y, i):
     branches = [lambda x: x, lambda x: jnp.tanh(x @ y) @ y.T, lambda x: 2 * x]

@@ -194,8 +194,8 @@ class _Counter:
       return int(known), False
     opcodes, constants = self._inside(condition)
     if not {"and", "or", "not", "reduce"} & opcodes and len(constants) == 1:
-      start = _start(loop, computation, self.module.computations[condition])
-      return constants.pop() - start, False
+      start, step = _start_and_step(loop, computation, self.module)
+      return -((start - constants.pop()) // step), False
     ends = constants & set(self._rounds)
     if not ends:
       self.notes.add(f"a loop of unknown length is counted once: {loop.name}")
@@ -221,13 +221,29 @@ def _two_branches(conditional: Instruction) -> list[str]:
   return [conditional.attribute(pattern.format(branch)) for branch in ("true", "false")]
 
 
-def _start(loop: Instruction, computation: Computation, condition: Computation) -> int:
-  """The value at which a counting loop starts, where the program holds it. Else 0."""
+def _start_and_step(loop: Instruction, computation: Computation, module: Module) -> tuple[int, int]:
+  """Where a counting loop starts and what a round adds, where the program says so. Else 0 and 1.
+
+  A TPU's loop over the parts of a product, whose weights arrive from other devices, has the work of
+  two rounds in its body and adds 2.
+  """
+  condition, body = (module.computations[loop.called[key][0]] for key in ("condition", "body"))
   counters = [x for x in condition if x.opcode == "get-tuple-element"]
   carried = computation.operand(loop, 0)
   if len(counters) != 1 or carried.opcode != "tuple":
-    return 0
-  first = computation.operand(carried, int(counters[0].attribute(r"index=(\d+)")))
-  while first.opcode in ("copy", "bitcast"):
-    first = computation.operand(first, 0)
-  return int(first.inputs) if first.opcode == "constant" else 0
+    return 0, 1
+  number = int(counters[0].attribute(r"index=(\d+)"))
+  start = _constant(computation.operand(carried, number), computation)
+  step = 0
+  if body.root.opcode == "tuple":
+    counted = body.operand(body.root, number)
+    if counted.opcode == "add":
+      step = sum(_constant(body.operand(counted, term), body) for term in range(2))
+  return start, max(step, 1)
+
+
+def _constant(instruction: Instruction, computation: Computation) -> int:
+  """The value of a constant or of its copy. 0 for anything else."""
+  while instruction.opcode in ("copy", "bitcast"):
+    instruction = computation.operand(instruction, 0)
+  return int(instruction.inputs) if instruction.opcode == "constant" else 0
