@@ -4,8 +4,8 @@ Command:  python -m grpo_jax.train --config=configs/gsm8k.py \
             --config.model.path=Qwen/Qwen2.5-0.5B-Instruct --workdir=DIR
 Hardware: one TPU v5e chip, as in Colab, for a model of 0.5B parameters. Not run on one yet.
 Memory:   by plan, 15.30 GB of the 16.91 GB that programs can use there, in evaluation, and 14.86
-          in the update. To use less, lower eval.batch, then leave learner.remat_policy at
-          nothing_saveable, which larger models need, or train adapters (configs/gsm8k_lora.py).
+          in the update. To use less, lower eval.batch, set learner.remat_policy to nothing_saveable
+          or train adapters (configs/gsm8k_lora.py).
 Limit:    by plan, sampling is bound by the memory's speed and the update by computation; a step
           takes at least 8.7 s. python -m grpo_jax.plan --config=configs/gsm8k.py
           --config.model.path=FOLDER --topology=v5e:2x2 --chips=1
@@ -50,8 +50,6 @@ def get_config(preset: str = "grpo") -> ConfigDict:
   c.sampling.dtype = "bfloat16"
   c.reward.functions = ("strict",)
   c.learner.remat = True
-  # By plan, 4.5 s for an update in place of 5.3 s, though it computes one prompt at once, not four.
-  c.learner.remat_policy = "dots_with_no_batch_dims_saveable"
   c.optimizer.learning_rate = 1e-6
   c.optimizer.warmup_steps = 10
   c.eval.every = 50

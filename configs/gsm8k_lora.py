@@ -27,7 +27,6 @@ from grpo_jax.configs import gsm8k
 
 def get_config(preset: str = "grpo") -> ConfigDict:
   c = gsm8k.get_config(preset)
-  c.learner.remat_policy = "nothing_saveable"  # what gsm8k.py keeps does not fit larger models
   c.lora.rank = 64
   c.lora.alpha = 32.0
   c.optimizer.learning_rate = 3e-6

@@ -26,7 +26,6 @@ from grpo_jax.configs import gsm8k
 
 def get_config(preset: str = "grpo") -> ConfigDict:
   c = gsm8k.get_config(preset)
-  c.learner.remat_policy = "nothing_saveable"  # what gsm8k.py keeps does not fit larger models
   c.data.chat_template_kwargs = ("enable_thinking=False",)
   c.optimizer.moments_dtype = "bfloat16"
   return c

@@ -23,7 +23,6 @@ from grpo_jax.configs import gsm8k
 
 def get_config(preset: str = "grpo") -> ConfigDict:
   c = gsm8k.get_config(preset)
-  c.learner.remat_policy = "nothing_saveable"  # what gsm8k.py keeps does not fit larger models
   c.data.task = "columns"
   c.data.path = config_dict.placeholder(str)  # the user has to give a file
   c.data.prompt = "{problem} Please reason step by step, and put your final answer in \\boxed{}."

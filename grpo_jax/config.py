@@ -479,6 +479,10 @@ class Curriculum:
     return self.rest > 0 or self.floor < 1
 
 
+# Values of learner.remat_policy.
+AUTO, KEEPS_PRODUCTS = "auto", "dots_with_no_batch_dims_saveable"
+
+
 @dataclasses.dataclass(frozen=True)
 class Learner:
   """How an update is computed."""
@@ -487,11 +491,12 @@ class Learner:
     False, "recompute each layer in the backward pass: less memory, a third more time"
   )
   remat_policy: str = setting(
-    "nothing_saveable",
+    "auto",
     "with remat, what a layer keeps for the backward pass: a policy of jax.checkpoint_policies."
     " nothing_saveable keeps its input, and offload keeps that in the memory of the host."
-    " dots_with_no_batch_dims_saveable keeps the projections: less time, more memory",
-    one_of(("nothing_saveable", "offload", "dots_with_no_batch_dims_saveable", "dots_saveable")),
+    " dots_with_no_batch_dims_saveable keeps the projections: less time, more memory. auto keeps"
+    " them on an accelerator where they fit for one prompt on each device, and else the input",
+    one_of((AUTO, "nothing_saveable", "offload", KEEPS_PRODUCTS, "dots_saveable")),
   )
   logprob_chunk: int = setting(
     0,
@@ -520,8 +525,13 @@ class Learner:
 
   @property
   def saved_activations(self) -> str:
-    """The arrays that a layer keeps for the backward pass: remat_policy, or "" for everything."""
-    return self.remat_policy if self.remat else ""
+    """The arrays that a layer keeps for the backward pass: remat_policy, or "" for everything.
+
+    `auto` that nobody has decided is the policy that needs the least memory of a device.
+    """
+    if not self.remat:
+      return ""
+    return "nothing_saveable" if self.remat_policy == AUTO else self.remat_policy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from grpo_jax import model
 from grpo_jax.batches import collect
 from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Rollout, Sampling
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats
+from grpo_jax.parallel.chips import Chip
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
 from grpo_jax.run import fitting
@@ -130,7 +131,7 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
   assert sampler_bytes(config, shape) == cache
   drawn = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8, samples=16))
   assert sampler_bytes(drawn, shape) == (2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 2 * 32 * 96 * 4)
-  split = functools.partial(fitting.sampling_tensor, config, shape, held_on, mesh)
+  split = functools.partial(fitting.sampling_tensor, config, shape, held_on, mesh, chip=None)
   enough = (1000 + 16000 + cache) / 0.93
   assert split(enough + 1) == split(None) == 1 and split(enough - 1) == 2
   # Two devices share the weights, and the rows of two. Four cannot share two heads.
@@ -138,9 +139,59 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
   # Where the rows never fit all at once, weights that leave half of the memory are not split.
   assert split(2 * (1000 + 16000) / 0.93 + 1) == 1 and split(2 * (1000 + 16000) / 0.93 - 1) == 2
   given = dataclasses.replace(config, sampling=Sampling(tensor=2))
-  assert fitting.sampling_tensor(given, shape, held_on, mesh, 1.0) == 2
+  assert fitting.sampling_tensor(given, shape, held_on, mesh, 1.0, None) == 2
   whole = make_mesh(Mesh(4, 1, 1, 1), jax.devices()[:4])
-  assert fitting.sampling_tensor(config, shape, held_on, whole, 1.0) == 1
+  assert fitting.sampling_tensor(config, shape, held_on, whole, 1.0, None) == 1
+
+
+def test_more_devices_share_a_row_where_reading_weights_takes_longer_than_messages():
+  mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
+  shape = shape_on(mesh)
+
+  def devices(weights, link_bandwidth, memory=1e15):
+    chip = Chip(memory, 1.0, 1e9, link_bandwidth)  # reads 1 GB a second
+
+    def held_on(there):
+      return 1000.0 + weights / there.shape["tensor"]
+
+    return fitting.sampling_tensor(CONFIG, shape, held_on, mesh, memory, chip)
+
+  # Two sums in each of 3 layers take 20 microseconds each. Two devices save half of the weights,
+  # at a byte in a nanosecond. Four cannot share two heads.
+  saved = 2 * 3 * 20e-6 * 1e9
+  assert devices(2 * saved + 100, 1e15) == 2 and devices(2 * saved - 100, 1e15) == 1
+  # Two devices have 32 of 64 rows of 16 numbers, and each sends as many bytes as these have.
+  sent = 2 * 3 * 32 * 16 * 4
+  assert devices(2 * (saved + sent) + 100, 1e9) == 2 and devices(2 * (saved + sent) - 100, 1e9) == 1
+  # Where not all rows fit, memory alone counts.
+  assert devices(3e5, 1e15) == 2 and devices(3e5, 1e15, memory=6.48e5) == 1
+
+
+@pytest.mark.parametrize("micro_batch", [0, 4])
+def test_layers_keep_their_products_where_these_fit(micro_batch, monkeypatch):
+  shape = shape_on(make_mesh(Mesh(2, 1, 1, 1), jax.devices()[:2]), dtype=jnp.bfloat16)
+  params = jax.eval_shape(functools.partial(model.init, config=shape), jax.random.key(0))
+
+  def config_of(policy, remat=True):
+    learner = Learner(remat=remat, remat_policy=policy)
+    batch = dataclasses.replace(CONFIG.batch, micro_batch=micro_batch)
+    return dataclasses.replace(CONFIG, learner=learner, batch=batch)
+
+  assert fitting.with_policy(config_of("auto"), shape, params, 0.0, 1e12) == config_of(
+    "nothing_saveable"
+  )  # other programs share a CPU's memory
+  monkeypatch.setattr(model.ModelConfig, "platform", "gpu")
+  prompts = micro_batch // 2 or 1  # on each of two devices
+  needed = activation_bytes(config_of("dots_with_no_batch_dims_saveable"), shape, params)(prompts)
+  enough, held = (needed + 1000) / 0.85, 1000.0
+
+  def kept(memory, policy="auto", remat=True):
+    config = fitting.with_policy(config_of(policy, remat), shape, params, held, memory)
+    return config.learner.saved_activations
+
+  assert kept(enough + 1) == "dots_with_no_batch_dims_saveable"
+  assert kept(enough - 1) == kept(None) == "nothing_saveable"
+  assert kept(1e12, "offload") == "offload" and kept(1e12, remat=False) == ""
 
 
 def test_rows_that_stay_in_flight_leave_room_for_the_cache_of_an_evaluation():

@@ -164,7 +164,7 @@ def test_the_mesh_of_the_sampler_is_chosen_beside_the_frozen_base(tmp_path, monk
   """And the weights lie on that mesh as the plan says."""
   found = {}
 
-  def choose(config, shape, held_on, mesh, memory):
+  def choose(config, shape, held_on, mesh, memory, chip):
     found.update((size, held_on(sampling_mesh(mesh, size))) for size in (1, 2))
     return 2
 

@@ -62,17 +62,30 @@ class Programs:
   @functools.cached_property
   def micro_batch(self) -> int:
     """How many prompts an update computes at once: batch.micro_batch, or what fits."""
+    return fitting.micro_batch(self._updating, *self._room_of_update)
+
+  @functools.cached_property
+  def _updating(self) -> Config:
+    """The config of an update, with learner.remat_policy or what fits."""
+    return fitting.with_policy(self._config, *self._room_of_update)
+
+  @functools.cached_property
+  def _room_of_update(self) -> tuple[Any, ...]:
+    """The model, its parameters and the room beside them, as `fitting.micro_batch` takes them."""
     memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
     held = self._held.in_update + self.flight_bytes
-    given = self._config, self._model, params, held, memory
-    return fitting.micro_batch(*given, self.most_images)
+    return self._model, params, held, memory, self.most_images
+
+  @property
+  def saved_activations(self) -> str:
+    """The arrays that a layer keeps for the backward pass of an update. "" is everything."""
+    return self._updating.learner.saved_activations
 
   @functools.cached_property
   def estimate_of_update(self) -> tuple[float, float]:
     """The bytes that one device holds during an update, and those of activations, estimated."""
-    params = self._parameters.abstract_policy
-    of_prompts = activation_bytes(self._config, self._model, params, self.most_images)
-    held = self._held.in_update + self.flight_bytes
+    shape, params, held, _, most_images = self._room_of_update
+    of_prompts = activation_bytes(self._updating, shape, params, most_images)
     return held, of_prompts(-(-self.micro_batch // self._model.row_shards))
 
   def _rows_in_flight(self, prompts: int, members: int) -> int:
@@ -158,13 +171,13 @@ class Programs:
   @functools.cached_property
   def logprobs(self) -> learner.MicroBatchPass:
     """(all parameters, batch) -> log-probs of the completions, [P, G, T]."""
-    options = learner.StatsOptions(self._model, self._config.learner)
+    options = learner.StatsOptions(self._model, self._updating.learner)
     return learner.logprobs_pass(options, self.micro_batch, self._places)
 
   @functools.cached_property
   def update(self) -> learner.Update:
     """(state, base, reference, batch) -> (state, metrics): a GRPO update. It donates the state."""
-    objective = learner.grpo(self._model, self._algo, self._config.learner)
+    objective = learner.grpo(self._model, self._algo, self._updating.learner)
     return self._train_step(objective, self._optimizer, self.micro_batch)
 
   @functools.cached_property

@@ -9,8 +9,9 @@ import dataclasses
 from jax.sharding import Mesh
 
 from grpo_jax import model
-from grpo_jax.config import Config
+from grpo_jax.config import AUTO, KEEPS_PRODUCTS, Config
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.chips import Chip
 from grpo_jax.parallel.mesh import CONTEXT, sampling_mesh
 from grpo_jax.run.memory import activation_bytes, sampler_bytes, sampler_calls
 
@@ -20,6 +21,9 @@ _USABLE_BY_UPDATE, _USABLE_BY_SAMPLER = 0.85, 0.93
 # With eight times as many, an update took a quarter to a third longer on a CPU, whose caches do not
 # hold the activations (experiments/LOG.md, 2026-11-22).
 _TOKENS_ON_CPU = 2048
+# Seconds until a message of no size has reached all devices that share a row. Nobody has measured
+# it for this program: it is a guess, above what a TPU's neighbours or GPUs with NVLink should need.
+_LATENCY = 20e-6
 
 
 def sampling_tensor(
@@ -28,10 +32,14 @@ def sampling_tensor(
   held_on: Callable[[Mesh], float],
   mesh: Mesh,
   memory: float | None,
+  chip: Chip | None,
 ) -> int:
   """How many devices share a row while sampling: sampling.tensor itself, or what 0 means.
 
-  Weights that lie whole along fsdp need not travel for every token.
+  Weights that lie whole along fsdp need not travel for every token. 0 means the fewest devices with
+  which weights and cache fit, and more where that is faster: a round of decoding then reads a
+  smaller part of the weights, but adds up the outputs of each layer over the devices. For speed,
+  only devices of one process share a row.
 
   Args:
     config: The config of the run.
@@ -39,6 +47,7 @@ def sampling_tensor(
     held_on: The sampler's mesh -> bytes that one device holds while it samples, with the weights.
     mesh: The mesh of the run, or that of the devices which only sample.
     memory: The bytes of a device, or None if they are not known.
+    chip: The peaks of a device, or None if they are not known: then speed is not asked.
   """
   own = mesh.shape["tensor"]
   context = mesh.shape.get(CONTEXT, 1)
@@ -65,7 +74,35 @@ def sampling_tensor(
   all_fit = [size for size, (weights, cache) in needed.items() if weights + cache <= usable]
   # If the rows do not fit all at once, fewer are in flight. They get half of the memory at least.
   some_fit = [size for size, (weights, _) in needed.items() if weights <= usable / 2]
-  return (all_fit or some_fit or sizes[-1:])[0]
+  least = (all_fit or some_fit or sizes[-1:])[0]
+  if chip is None or not all_fit:
+    return least
+
+  def seconds(size: int) -> float:
+    """The time of a round of decoding as far as it depends on `size`: reads and messages."""
+    weights, cache = needed[size]
+    return (weights + cache) / chip.memory_bandwidth + _messages_s(config, shape, mesh, size, chip)
+
+  # Messages to other machines would take longer than the peaks of a chip's own links say.
+  first, *others = mesh.devices.flat
+  near = 1 + sum(device.process_index == first.process_index for device in others)
+  return min((size for size in all_fit if size == least or near % size == 0), key=seconds)
+
+
+def _messages_s(
+  config: Config, shape: model.ModelConfig, mesh: Mesh, size: int, chip: Chip
+) -> float:
+  """Seconds in which `size` devices add up the outputs of all layers, for one token of their rows.
+
+  Each layer has two sums, after attention and after its MLP. A ring sends 2 (size - 1) / size of an
+  array.
+  """
+  if size == 1:
+    return 0.0
+  rows = config.batch.prompts * config.batch.group_size / (mesh.size / size)
+  number = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4
+  sent = 2 * (size - 1) / size * rows * shape.embed_dim * number
+  return 2 * shape.num_layers * (_LATENCY + sent / chip.link_bandwidth)
 
 
 def rows_in_flight(
@@ -101,6 +138,44 @@ def rows_in_flight(
   while rows > shape.row_shards and sampler_bytes(config, shape, rows, call) > free:
     rows //= 2
   return max(rows, shape.row_shards)
+
+
+def with_policy(
+  config: Config,
+  shape: model.ModelConfig,
+  params: model.Params,
+  held: float,
+  memory: float | None,
+  most: tuple[int, int] | None = None,
+) -> Config:
+  """The config with what a layer keeps for the backward pass, where learner.remat_policy is auto.
+
+  A layer keeps its products where they fit for one prompt on each device, and otherwise its input.
+  To compute them again costs more than to compute fewer prompts at once: by plan, 5.3 s in place of
+  4.5 s for configs/gsm8k.py (experiments/LOG.md, 2026-11-27). On a CPU it keeps its input, because
+  other programs share the memory.
+
+  Args:
+    config: The config of the run.
+    shape: The model on the mesh.
+    params: All parameters of the policy: shapes and dtypes.
+    held: Bytes that one device holds while it updates, without activations.
+    memory: The bytes of a device, or None if they are not known. Then the products do not fit.
+    most: `PromptSet.most_images`, as `images_of` takes it.
+  """
+  learner = config.learner
+  if not learner.remat or learner.remat_policy != AUTO:
+    return config
+
+  def keeps(policy: str) -> Config:
+    return dataclasses.replace(config, learner=dataclasses.replace(learner, remat_policy=policy))
+
+  if memory is not None and shape.platform != "cpu":
+    prompts = -(-config.batch.micro_batch // shape.row_shards) or 1
+    needed = activation_bytes(keeps(KEEPS_PRODUCTS), shape, params, most)(prompts)
+    if needed <= _USABLE_BY_UPDATE * memory - held:
+      return keeps(KEEPS_PRODUCTS)
+  return keeps(learner.saved_activations)
 
 
 def micro_batch(

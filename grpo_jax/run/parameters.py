@@ -20,7 +20,7 @@ from grpo_jax import learner, model
 from grpo_jax.config import Config
 from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
-from grpo_jax.parallel.chips import memory_of
+from grpo_jax.parallel.chips import chip_of, memory_of
 from grpo_jax.parallel.mesh import mesh_apart, sampling_mesh
 from grpo_jax.parallel.sharding import leaf_path
 from grpo_jax.run import fitting
@@ -227,9 +227,14 @@ class Parameters:
         encodes_first=self.encodes_first,
       )
 
-    memory = memory_of(mesh.devices.flat[0])
+    device = mesh.devices.flat[0]
     tensor = fitting.sampling_tensor(
-      self._config, self.model, lambda there: on(there).in_sampling, mesh, memory
+      self._config,
+      self.model,
+      lambda there: on(there).in_sampling,
+      mesh,
+      memory_of(device),
+      chip_of(device),
     )
     return on(sampling_mesh(mesh, tensor))
 

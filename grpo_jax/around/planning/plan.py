@@ -91,6 +91,7 @@ def plan(run: Run, topology: str) -> None:
     f"an update computes {run.programs.micro_batch} prompts at once:"
     f" {estimate / 1e9:,.2f} GB by the estimate that chooses batch.micro_batch=0"
   )
+  print(f"a layer keeps for its backward pass: {run.programs.saved_activations or 'everything'}")
   phases: list[Phase] = []
   needed = [*programs(run)]
   with doing("compiled", len(needed), "programs") as work:
