@@ -31,6 +31,7 @@ from grpo_jax.configs import math
 def get_config(preset: str = "gspo") -> ConfigDict:
   c = math.get_config(preset)  # for its data, lengths and intervals
   c.optimizer.moments_dtype = "bfloat16"
+  c.learner.remat_policy = "nothing_saveable"  # more was not planned for a mixture
   c.mesh.fsdp = 4
   c.mesh.expert = -1
   return c
