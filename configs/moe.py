@@ -5,15 +5,15 @@ Command:  pip install -e '.[math]'
             --config.model.path=Qwen/Qwen3-30B-A3B --config.data.path=FOLDER --workdir=DIR
 Hardware: 16 chips, TPU v5p (v5p:2x2x4). Not run on them yet.
 Memory:   by plan, 58.73 GB of the 102.80 GB that programs can use, in the update, which computes 16
-          prompts at once. Each chip holds a quarter of the experts in bfloat16 while it samples
-          (17.58 GB with all other weights).
+          prompts at once (of an earlier version, in which each chip held a quarter of the experts
+          in bfloat16 while it sampled: 17.58 GB with all other weights. Four chips share them now).
 Limit:    by plan, sampling is bound by the memory's speed.
           python -m grpo_jax.plan --config=configs/moe.py --config.model.path=FOLDER
           --config.data.path=FOLDER --topology=v5p:2x2x4
           With Qwen/Qwen3.5-35B-A3B, text part, and an earlier version: 76.22 GB in the update and
           58.07 GB while sampling. Add --config.model.vision=ignored
           --config.data.chat_template_kwargs="('enable_thinking=False',)".
-Time:     not measured: no run on a pod has been made yet. Not less than the limit.
+Time:     not measured: no run on a pod has been made yet.
 Result:   not measured.
 
 The data and the prompt are those of configs/math.py. Four devices share each expert's matrices

@@ -122,6 +122,7 @@ def make_config(args: argparse.Namespace) -> Config:
     c.mesh.update(sampler=args.sampler, data=1)
     c.algo.old_logprobs = "sampler"
   c.learner.remat = args.remat
+  c.learner.remat_policy = "nothing_saveable"  # as in all measurements of the log
   c.reward.functions = ("letters",)
   c.algo.kl_coef = 0.04
   # Long tails keep their lengths only if nothing is learned.

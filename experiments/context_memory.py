@@ -59,7 +59,7 @@ def config_of(prompt_tokens: int, tokens: int, **batch: int) -> ConfigDict:
   c = default.get_config()
   c.data.max_prompt_tokens, c.sampling.max_tokens = prompt_tokens, tokens
   c.batch.update(batch)
-  c.learner.remat = True
+  c.learner.remat, c.learner.remat_policy = True, "nothing_saveable"
   c.warm_start.steps = c.eval.every = 0
   return c
 
