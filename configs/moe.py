@@ -5,8 +5,8 @@ Command:  pip install -e '.[math]'
             --config.model.path=Qwen/Qwen3-30B-A3B --config.data.path=FOLDER --workdir=DIR
 Hardware: 16 chips, TPU v5p (v5p:2x2x4). Not run on them yet.
 Memory:   by plan, 58.73 GB of the 102.80 GB that programs can use, in the update, which computes 16
-          prompts at once (of an earlier version, in which each chip held a quarter of the experts
-          in bfloat16 while it sampled: 17.58 GB with all other weights. Four chips share them now).
+          prompts at once. Each chip holds a quarter of the experts in bfloat16 while it samples
+          (17.58 GB with all other weights).
 Limit:    by plan, sampling is bound by the memory's speed.
           python -m grpo_jax.plan --config=configs/moe.py --config.model.path=FOLDER
           --config.data.path=FOLDER --topology=v5p:2x2x4
@@ -31,7 +31,7 @@ from grpo_jax.configs import math
 def get_config(preset: str = "gspo") -> ConfigDict:
   c = math.get_config(preset)  # for its data, lengths and intervals
   c.optimizer.moments_dtype = "bfloat16"
-  c.learner.remat_policy = "nothing_saveable"  # more was not planned for a mixture
+  c.learner.remat_policy = "nothing_saveable"  # no plan was made with the products kept
   c.mesh.fsdp = 4
   c.mesh.expert = -1
   return c

@@ -491,7 +491,7 @@ class Learner:
     False, "recompute each layer in the backward pass: less memory, a third more time"
   )
   remat_policy: str = setting(
-    "auto",
+    AUTO,
     "with remat, what a layer keeps for the backward pass: a policy of jax.checkpoint_policies."
     " nothing_saveable keeps its input, and offload keeps that in the memory of the host."
     " dots_with_no_batch_dims_saveable keeps the projections: less time, more memory. auto keeps"
@@ -527,7 +527,7 @@ class Learner:
   def saved_activations(self) -> str:
     """The arrays that a layer keeps for the backward pass: remat_policy, or "" for everything.
 
-    `auto` that nobody has decided is the policy that needs the least memory of a device.
+    Where nobody has chosen for `auto`, a layer keeps its input alone.
     """
     if not self.remat:
       return ""

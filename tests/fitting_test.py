@@ -49,7 +49,10 @@ def test_the_largest_micro_batch_that_fits_is_taken():
   mesh = make_mesh(Mesh(2, 1, 1, 1), jax.devices()[:2])
   shape = shape_on(mesh)
   params = jax.eval_shape(functools.partial(model.init, config=shape), jax.random.key(0))
-  choose = functools.partial(fitting.micro_batch, shape=shape, params=params, held=1000.0)
+
+  def choose(config, memory):
+    return fitting.micro_batch(config, fitting.Room(shape, params, 1000.0, memory))
+
   small = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=32))
   for prompts in (2, 4, 8, 16):  # multiples of the two devices that divide 16
     needed = activation_bytes(small, shape, params)(prompts // 2)
@@ -148,7 +151,7 @@ def test_more_devices_share_a_row_where_reading_weights_takes_longer_than_messag
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
   shape = shape_on(mesh)
 
-  def devices(weights, link_bandwidth, memory=1e15):
+  def devices(weights, link_bandwidth, memory=1e15, shape=shape):
     chip = Chip(memory, 1.0, 1e9, link_bandwidth)  # reads 1 GB a second
 
     def held_on(there):
@@ -165,6 +168,8 @@ def test_more_devices_share_a_row_where_reading_weights_takes_longer_than_messag
   assert devices(2 * (saved + sent) + 100, 1e9) == 2 and devices(2 * (saved + sent) - 100, 1e9) == 1
   # Where not all rows fit, memory alone counts.
   assert devices(3e5, 1e15) == 2 and devices(3e5, 1e15, memory=6.48e5) == 1
+  mixture = dataclasses.replace(shape, num_experts=4, experts_per_token=2)
+  assert devices(1e9, 1e15, shape=mixture) == 1
 
 
 @pytest.mark.parametrize("micro_batch", [0, 4])
@@ -177,16 +182,16 @@ def test_layers_keep_their_products_where_these_fit(micro_batch, monkeypatch):
     batch = dataclasses.replace(CONFIG.batch, micro_batch=micro_batch)
     return dataclasses.replace(CONFIG, learner=learner, batch=batch)
 
-  assert fitting.with_policy(config_of("auto"), shape, params, 0.0, 1e12) == config_of(
-    "nothing_saveable"
-  )  # other programs share a CPU's memory
+  room = functools.partial(fitting.Room, shape, params, 1000.0)
+  on_cpu = fitting.with_policy(config_of("auto"), room(1e12))  # other programs share its memory
+  assert on_cpu == config_of("nothing_saveable")
   monkeypatch.setattr(model.ModelConfig, "platform", "gpu")
   prompts = micro_batch // 2 or 1  # on each of two devices
   needed = activation_bytes(config_of("dots_with_no_batch_dims_saveable"), shape, params)(prompts)
-  enough, held = (needed + 1000) / 0.85, 1000.0
+  enough = (needed + 1000) / 0.85
 
   def kept(memory, policy="auto", remat=True):
-    config = fitting.with_policy(config_of(policy, remat), shape, params, held, memory)
+    config = fitting.with_policy(config_of(policy, remat), room(memory))
     return config.learner.saved_activations
 
   assert kept(enough + 1) == "dots_with_no_batch_dims_saveable"

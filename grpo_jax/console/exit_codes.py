@@ -166,7 +166,8 @@ def _memory_line(error: BaseException) -> str:
   return (
     f"out of memory{details}: lower batch.micro_batch, learner.logprob_chunk, batch.prompts,"
     " batch.group_size, eval.batch, sampling.max_tokens or the size of the model, raise"
-    " sampling.parts, or set learner.remat=True"
+    " sampling.parts, or set learner.remat=True and"
+    " learner.remat_policy=nothing_saveable"
   )
 
 

@@ -62,19 +62,19 @@ class Programs:
   @functools.cached_property
   def micro_batch(self) -> int:
     """How many prompts an update computes at once: batch.micro_batch, or what fits."""
-    return fitting.micro_batch(self._updating, *self._room_of_update)
+    return fitting.micro_batch(self._updating, self._room)
 
   @functools.cached_property
   def _updating(self) -> Config:
     """The config of an update, with learner.remat_policy or what fits."""
-    return fitting.with_policy(self._config, *self._room_of_update)
+    return fitting.with_policy(self._config, self._room)
 
   @functools.cached_property
-  def _room_of_update(self) -> tuple[Any, ...]:
-    """The model, its parameters and the room beside them, as `fitting.micro_batch` takes them."""
+  def _room(self) -> fitting.Room:
+    """The memory of a device that updates, beside rows that stay in flight."""
     memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
     held = self._held.in_update + self.flight_bytes
-    return self._model, params, held, memory, self.most_images
+    return fitting.Room(self._model, params, held, memory, self.most_images)
 
   @property
   def saved_activations(self) -> str:
@@ -84,9 +84,8 @@ class Programs:
   @functools.cached_property
   def estimate_of_update(self) -> tuple[float, float]:
     """The bytes that one device holds during an update, and those of activations, estimated."""
-    shape, params, held, _, most_images = self._room_of_update
-    of_prompts = activation_bytes(self._updating, shape, params, most_images)
-    return held, of_prompts(-(-self.micro_batch // self._model.row_shards))
+    needed = self._room.needed(self._updating)
+    return self._room.held, needed(-(-self.micro_batch // self._model.row_shards))
 
   def _rows_in_flight(self, prompts: int, members: int) -> int:
     """How many of a call's rows are decoded together: sampling.rows, or what fits. 0 means all."""

@@ -39,7 +39,7 @@ def sampling_tensor(
   Weights that lie whole along fsdp need not travel for every token. 0 means the fewest devices with
   which weights and cache fit, and more where that is faster: a round of decoding then reads a
   smaller part of the weights, but adds up the outputs of each layer over the devices. For speed,
-  only devices of one process share a row.
+  only devices of one process share a row, and only of a model without experts.
 
   Args:
     config: The config of the run.
@@ -75,7 +75,9 @@ def sampling_tensor(
   # If the rows do not fit all at once, fewer are in flight. They get half of the memory at least.
   some_fit = [size for size, (weights, _) in needed.items() if weights <= usable / 2]
   least = (all_fit or some_fit or sizes[-1:])[0]
-  if chip is None or not all_fit:
+  # By plan, a mixture reads a tenth less in a round and three times as much for its prompts, and
+  # sends five times as much (experiments/LOG.md, 2026-11-28).
+  if chip is None or not all_fit or shape.num_experts:
     return least
 
   def seconds(size: int) -> float:
@@ -140,28 +142,41 @@ def rows_in_flight(
   return max(rows, shape.row_shards)
 
 
-def with_policy(
-  config: Config,
-  shape: model.ModelConfig,
-  params: model.Params,
-  held: float,
-  memory: float | None,
-  most: tuple[int, int] | None = None,
-) -> Config:
+@dataclasses.dataclass(frozen=True)
+class Room:
+  """The memory of a device that updates, and the model whose activations must fit there.
+
+  Attributes:
+    shape: The model on the mesh.
+    params: All parameters of the policy: shapes and dtypes.
+    held: Bytes that one device holds while it updates, without activations.
+    memory: The bytes of a device, or None if they are not known.
+    most_images: `PromptSet.most_images`, or None.
+  """
+
+  shape: model.ModelConfig
+  params: model.Params
+  held: float
+  memory: float | None
+  most_images: tuple[int, int] | None = None
+
+  def needed(self, config: Config) -> Callable[[int], float]:
+    """Prompts of one device -> the bytes of their activations (see `activation_bytes`)."""
+    return activation_bytes(config, self.shape, self.params, self.most_images)
+
+  @property
+  def free(self) -> float | None:
+    """The bytes that activations can take, or None if they are not known."""
+    return None if self.memory is None else _USABLE_BY_UPDATE * self.memory - self.held
+
+
+def with_policy(config: Config, room: Room) -> Config:
   """The config with what a layer keeps for the backward pass, where learner.remat_policy is auto.
 
   A layer keeps its products where they fit for one prompt on each device, and otherwise its input.
   To compute them again costs more than to compute fewer prompts at once: by plan, 5.3 s in place of
   4.5 s for configs/gsm8k.py (experiments/LOG.md, 2026-11-27). On a CPU it keeps its input, because
-  other programs share the memory.
-
-  Args:
-    config: The config of the run.
-    shape: The model on the mesh.
-    params: All parameters of the policy: shapes and dtypes.
-    held: Bytes that one device holds while it updates, without activations.
-    memory: The bytes of a device, or None if they are not known. Then the products do not fit.
-    most: `PromptSet.most_images`, as `images_of` takes it.
+  other programs share the memory, and so it does where the memory is not known.
   """
   learner = config.learner
   if not learner.remat or learner.remat_policy != AUTO:
@@ -170,51 +185,35 @@ def with_policy(
   def keeps(policy: str) -> Config:
     return dataclasses.replace(config, learner=dataclasses.replace(learner, remat_policy=policy))
 
-  if memory is not None and shape.platform != "cpu":
-    prompts = -(-config.batch.micro_batch // shape.row_shards) or 1
-    needed = activation_bytes(keeps(KEEPS_PRODUCTS), shape, params, most)(prompts)
-    if needed <= _USABLE_BY_UPDATE * memory - held:
+  if room.free is not None and room.shape.platform != "cpu":
+    prompts = -(-config.batch.micro_batch // room.shape.row_shards) or 1
+    if room.needed(keeps(KEEPS_PRODUCTS))(prompts) <= room.free:
       return keeps(KEEPS_PRODUCTS)
   return keeps(learner.saved_activations)
 
 
-def micro_batch(
-  config: Config,
-  shape: model.ModelConfig,
-  params: model.Params,
-  held: float,
-  memory: float | None,
-  most: tuple[int, int] | None = None,
-) -> int:
+def micro_batch(config: Config, room: Room) -> int:
   """How many prompts an update computes at once: batch.micro_batch, or a choice where that is 0.
 
   The choice is the largest number whose activations fit beside what is held and, on a CPU, that has
   at most 2,048 tokens. It divides the prompts of an update and is a multiple of the rows of the
-  mesh.
-
-  Args:
-    config: The config of the run.
-    shape: The model on the mesh.
-    params: All parameters of the policy: shapes and dtypes.
-    held: Bytes that one device holds while it updates, without activations.
-    memory: The bytes of a device, or None if they are not known. Then all fit.
-    most: `PromptSet.most_images`, as `images_of` takes it.
+  mesh. All fit where the memory of a device is not known.
   """
   if config.batch.micro_batch:
     return config.batch.micro_batch
   prompts = config.batch.prompts // config.algo.minibatches
-  row_shards = shape.row_shards
+  row_shards = room.shape.row_shards
   sizes = [size for size in range(row_shards, prompts + 1, row_shards) if prompts % size == 0] or [
     prompts
   ]
-  if memory is not None:
-    free = _USABLE_BY_UPDATE * memory - held
-    needed = activation_bytes(config, shape, params, most)
+  free = room.free
+  if free is not None:
+    needed = room.needed(config)
     sizes = [size for size in sizes if needed(size // row_shards) <= free] or sizes[:1]
   # A loss that reads the routers of all micro-batches costs a forward pass if there are several.
-  if shape.platform == "cpu" and not config.learner.router_aux_coef:
+  if room.shape.platform == "cpu" and not config.learner.router_aux_coef:
     tokens = config.data.max_prompt_tokens + config.rows_per_prompt * config.sampling.max_tokens
-    tokens //= shape.context
+    tokens //= room.shape.context
     few = [size for size in sizes if size // row_shards * tokens <= _TOKENS_ON_CPU]
     sizes = few or sizes[:1]
   return max(sizes)
