@@ -236,6 +236,11 @@ RIGHT = {
     "def f(x): return x.keys(), x.values(), x.items()",
     ["a, b, c = f({'k': 1})\nassert a == {'k'} and list(b) == [1] and ('k', 1) in c"],
   ),
+  "texts and numbers of an Enum": (
+    "from enum import Enum\nclass T(str, Enum): A = 'a'\nclass N(int, Enum): B = 2\n"
+    "def f(x): return [T.A, N.B] * x",
+    ["assert f(1) == ['a', 2]"],
+  ),
   "a large number": ("def f(x): return 3**x", ["assert f(20000) == 3**20000"]),
   "a type": ("def f(x, t): return t(x), t", ["assert f('3', int) == (3, int)"]),
   "an exception of its own": (

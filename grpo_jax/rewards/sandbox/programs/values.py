@@ -13,6 +13,8 @@ import sys
 from typing import Any
 
 _MOST_ITEMS = 100_000  # of an iterator, which may be endless
+# int(value) and str(value) would call methods of a subclass, such as an Enum's.
+_PLAIN = {int: int.__int__, float: float.__float__, str: str.__str__}
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
 _VIEWS: dict[str, Any] = {
@@ -30,9 +32,9 @@ def encode(value: Any, number_of: Any) -> Any:
   """A value as JSON holds it. number_of(value) gives a number to an object that is not plain."""
   if value is None or isinstance(value, bool):
     return value
-  for kind in (int, float, str):
+  for kind, plain in _PLAIN.items():
     if isinstance(value, kind):
-      return kind(value)  # of a subclass, the value alone
+      return plain(value)
   if isinstance(value, complex):
     return ["complex", value.real, value.imag]
   if isinstance(value, (bytes, bytearray)):
