@@ -7,7 +7,8 @@ Hardware: 16 chips, TPU v5p (v5p:2x2x4). Not run on them yet.
 Memory:   by plan, 58.73 GB of the 102.80 GB that programs can use, in the update, which computes 16
           prompts at once. Each chip holds a quarter of the experts in bfloat16 while it samples
           (17.58 GB with all other weights).
-Limit:    by plan, sampling is bound by the memory's speed.
+Limit:    by plan, sampling is bound by the memory's speed and the update by computation; a step
+          with its four updates takes at least 182 s.
           python -m grpo_jax.plan --config=configs/moe.py --config.model.path=FOLDER
           --config.data.path=FOLDER --topology=v5p:2x2x4
           With Qwen/Qwen3.5-35B-A3B, text part, and an earlier version: 76.22 GB in the update and

@@ -6,7 +6,9 @@ Command:  pip install -e '.[math]'
 Hardware: four TPU v6e chips (v6e:2x2) for a model of 4B parameters. Not run on them yet.
 Memory:   by plan, 32.13 GB of the 33.55 GB that programs can use there, in evaluation; 31.03 GB
           while sampling and 28.00 GB in an update of 8 prompts at once.
-Limit:    by plan, sampling and the update are bound by the memory's speed.
+Limit:    by plan, sampling and the update are bound by the memory's speed; a step takes at least
+          13.1 s. python -m grpo_jax.plan --config=configs/qwen3_vl.py --config.model.path=FOLDER
+          --config.data.path=FILE --topology=v6e:2x2
 Time:     not measured.
 Result:   not measured.
 

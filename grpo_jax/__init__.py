@@ -1,6 +1,6 @@
 """Group Relative Policy Optimization for language models, in JAX.
 
-What a notebook or a script needs:
+Notebooks and scripts mostly need four calls:
 
   config = grpo_jax.load_config("arithmetic", {"steps": 50})
   grpo_jax.train(config, "/tmp/run")
@@ -16,13 +16,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-  # `python -m grpo_jax.train` imports for a moment. Until `cli.run` handles it, Ctrl-C ends the
-  # process at once and prints no traceback of an import.
+  # The imports of `python -m grpo_jax.train` take a moment. Until `cli.run` installs a handler,
+  # Ctrl-C ends the process at once, without the traceback of an import.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
 if sys.argv[0] == "-m":
   from grpo_jax.console import line
 
-  line.start()  # before the imports that take long
+  line.start()  # shows that the program starts, during the slow imports that follow
 
 if TYPE_CHECKING:
   from grpo_jax.algo.advantages import register_advantage
@@ -99,7 +99,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 def __getattr__(name: str) -> Any:
-  if name == "train":  # the module, which can be called: see there
+  if name == "train":  # the module, which is callable: see train.py
     return importlib.import_module("grpo_jax.train")
   if name not in _MODULE_OF:
     raise AttributeError(f"module 'grpo_jax' has no attribute {name!r}")

@@ -17,17 +17,20 @@ _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 
 def split(name: str) -> tuple[str, str]:
-  """A name in a config as (name, parameters): `cosine` and `(max_length=512)`."""
+  """Splits `cosine(max_length=512)` into `cosine` and `(max_length=512)`, or `strict` and ""."""
   match = _CALL.fullmatch(name)
   return (match[1], name[match.end(1) :]) if match else (name, "")
 
 
 def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
-  """A name in a config as (name, values of its parameters).
+  """Splits a name in a config, and evaluates its parameters.
 
   Args:
     name: The name, such as `cosine(max_length=512)` or `strict`.
-    key: The config key that holds it, for error messages.
+    key: The config key whose value contains the name, for error messages.
+
+  Returns:
+    (name, values by parameter), such as ("cosine", {"max_length": 512}).
 
   Raises:
     ConfigError: The parameters are not written as name=value with plain values.
@@ -36,6 +39,7 @@ def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
   if not arguments:
     return name, {}
   try:
+    # `f` replaces the name, because path/file.py:function is no Python expression.
     call = ast.parse(f"f{arguments}", mode="eval").body
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
       raise ValueError
@@ -51,24 +55,25 @@ def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
 
 
 def split_list(text: str) -> list[str]:
-  """The entries of a list with commas between them, such as `a(x=1,y=2),b`, without blanks.
+  """Splits a comma-separated list, such as `a(x=1,y=2),b`, into entries without outer blanks.
 
-  A comma inside brackets or quotes belongs to its entry.
+  A comma inside brackets or quotes does not split. Empty entries are dropped.
   """
   return [entry.strip() for entry in _entries(text) if entry.strip()]
 
 
 def _entries(text: str) -> Iterator[str]:
+  """Yields the texts between the commas that are outside of brackets and quotes."""
   begin, depth, quote = 0, 0, ""
-  for place, character in enumerate(text):
+  for index, character in enumerate(text):
     if quote:
-      is_escaped = text[place - 1] == "\\"
+      is_escaped = text[index - 1] == "\\"
       quote = "" if character == quote and not is_escaped else quote
     elif character in _QUOTES:
       quote = character
     elif character in _OPENING or character in _CLOSING:
       depth += 1 if character in _OPENING else -1
     elif character == "," and depth == 0:
-      yield text[begin:place]
-      begin = place + 1
+      yield text[begin:index]
+      begin = index + 1
   yield text[begin:]

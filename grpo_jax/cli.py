@@ -1,4 +1,4 @@
-"""The part that entry points share: flags, and errors of the user as one line and exit code 2."""
+"""Flags and error handling of all entry points. A user's error is one line and exit code 2."""
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
@@ -38,11 +38,15 @@ flags.disclaim_key_flags()  # so that --help shows the flags that a program defi
 
 
 def run(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
-  """Runs `main` with the flags of the command line, or with those of `argv`, and exits.
+  """Parses the flags of a command line and runs `main`. On an error, exits the process.
 
-  The exit code is 0 if it did all of its work, 2 for bad input, 75 for a run that was asked to stop
-  and goes on with the same command, and 1 for other failures. What went wrong is one line of
-  stderr. Only a defect of the program prints a traceback.
+  The exit code is 2 for bad input, 3 for a run that does not fit its devices, 75 for a run that was
+  asked to stop and that the same command resumes, 130 for Ctrl-C, and 1 for other failures. An
+  error is one line on stderr. Only a bug of this package prints a traceback.
+
+  Args:
+    main: The program. It is called with the whole command line, flags included.
+    argv: The command line. None means `sys.argv`.
   """
   line.started()
   exit_codes.interruptible()
@@ -54,30 +58,30 @@ def run(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) ->
     sys.stdout.flush()
     processes.ended()
   except BaseException as error:
-    together = processes.failed_together()
+    all_failed = processes.failed_together()
     workdir = flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None
-    ended = exit_codes.exit_of(error, workdir)
-    if not together:  # the others wait for this process, and leaving in peace would wait for them
-      exit_codes.leave_at_once(error, ended)
-    if ended is None:
+    code_and_line = exit_codes.exit_of(error, workdir)
+    if not all_failed:  # a regular exit would wait for the other processes, which wait for this one
+      exit_codes.leave_at_once(error, code_and_line)
+    if code_and_line is None:  # a bug, whose traceback helps
       raise
-    exit_codes.leave(*ended)
+    exit_codes.leave(*code_and_line)
   finally:
     exit_codes.flush_standard_streams()
 
 
 class _ConfigParser(flags.ArgumentParser):
-  """Makes a ConfigDict of the value of --config: a recipe of this package, or a file.
+  """Parses --config, the name of a recipe or the path of a config file, into a ConfigDict.
 
-  What a config file prints goes to stderr, because stdout may be for a program.
+  The output of a config file goes to stderr, because another program may read stdout.
   """
 
   def __init__(self, of_files: flags.ArgumentParser) -> None:
-    """`of_files` is the parser of ml_collections, which executes a file."""
+    """Wraps `of_files`, the parser of ml_collections, which executes a config file."""
     self._of_files = of_files
 
   def parse(self, argument: str) -> Any:
-    """The ConfigDict that get_config() of the file returns. It may also return a `Config`."""
+    """Returns what get_config() of the file returns. A `Config` becomes a ConfigDict."""
     with contextlib.redirect_stdout(sys.stderr):
       config = self._of_files.parse(file_of(argument))
     if isinstance(config, Config):
@@ -94,36 +98,36 @@ def define_config_flag(
 
   Args:
     meaning: The text that --help shows.
-    values: The flags that get it.
-    argv: The command line with its overrides. None means that of this program.
+    values: The FlagValues in which to define it.
+    argv: The command line, with its overrides --config.KEY=VALUE. None means `sys.argv`.
   """
   config_flags.DEFINE_config_file("config", None, meaning, flag_values=values, sys_argv=argv)
   flag = values["config"]
-  flag.parser = _ConfigParser(flag.parser)  # takes the name of a recipe, too
+  flag.parser = _ConfigParser(flag.parser)  # accepts the name of a recipe, too
 
 
 def config_of(train_flags: Sequence[str]) -> Config:
-  """The config that these flags of grpo_jax.train give. Leaves the flags of this program alone."""
+  """The config that flags of grpo_jax.train, such as --config=FILE, name. Raises ConfigError."""
   values, argv = flags.FlagValues(), [sys.argv[0], *train_flags]
   define_config_flag(values=values, argv=argv)
   return config_from_flags(_parse(argv, values), values)
 
 
 def config_from_flags(argv: Sequence[str] = (), values: flags.FlagValues = flags.FLAGS) -> Config:
-  """The --config flag with its overrides applied.
+  """The config that --config names, with the overrides --config.KEY=VALUE applied.
 
   Args:
-    argv: The arguments of the program, for error messages. Empty means those of this process.
+    argv: The command line, for error messages. Empty means `sys.argv`.
     values: The parsed flags.
 
   Raises:
-    ConfigError: There is no such flag, or its file has no config that can be used.
+    ConfigError: --config is missing, or its file returns no valid config.
   """
   if not values["config"].present:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
   value = values.config
-  # (key, what was given) of --config and of each --config.KEY. The first has no key.
-  file = next((given for key, given in _config_flags(argv or sys.argv) if not key), "")
+  # The key of --config itself is empty.
+  file = next((argument for key, argument in _config_flags(argv or sys.argv) if not key), "")
   # ml_collections keeps an OSError of the config file until a field is read.
   failure = vars(value).get("_error") if hasattr(value, "__dict__") else None
   if isinstance(failure, OSError):
@@ -144,10 +148,10 @@ def config_from_flags(argv: Sequence[str] = (), values: flags.FlagValues = flags
 
 
 def folder_of_flag(name: str, value: str) -> Path:
-  """The folder that the flag `name` has as its value.
+  """The path in `value`, the value of the flag `name`. It need not exist.
 
   Raises:
-    ConfigError: It is not a folder of a file system.
+    ConfigError: It is in object storage, or no valid path.
   """
   if "://" in value:
     raise ConfigError(f"flag --{name}={value}: object storage is not supported here; name a folder")
@@ -155,19 +159,19 @@ def folder_of_flag(name: str, value: str) -> Path:
 
 
 def folder_of_run(name: str) -> Path:
-  """The folder that --workdir names: of a file system, or of a bucket. Raises ConfigError."""
+  """The folder that `name`, the value of --workdir, names: a path, or a path in a bucket."""
   return bucket.folder(name) if "://" in name else folder_of_flag("workdir", name)
 
 
 def join_processes() -> None:
-  """Joins the processes of a command on several hosts, of which the first one prints."""
+  """Joins the processes of a command on several hosts. Only the first one prints to stdout."""
   processes.initialize_distributed()
   if jax.distributed.is_initialized() and jax.process_index():
     sys.stdout = open(os.devnull, "w")
 
 
 def define_policy_flags() -> None:
-  """Defines what `open_policy` reads: --workdir and --step, or --config."""
+  """Defines the flags that `open_policy` reads: --workdir and --step, or --config."""
   flags.DEFINE_string(
     "workdir", None, "a run's folder: its newest whole checkpoint, or that of --step"
   )
@@ -176,13 +180,16 @@ def define_policy_flags() -> None:
 
 
 def open_policy(change: Change = unchanged) -> "Policy":
-  """The policy that the flags name. `change` is applied to its config before it is built."""
+  """Loads the policy that either --workdir or --config names. Raises ConfigError if it cannot.
+
+  `change` is applied to the policy's config before the policy is built.
+  """
   values = flags.FLAGS
   if (values.workdir is None) == (values.config is None):
     raise ConfigError(
       "give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER"
     )
-  # Here, so that commands that open no policy need no jax, nor does a mistake in the flags.
+  # Imported here, so that commands without a policy and mistakes in the flags need no jax.
   from grpo_jax.evaluation.policy import policy_of_config, policy_of_run
 
   if values.workdir is None:
@@ -191,9 +198,9 @@ def open_policy(change: Change = unchanged) -> "Policy":
 
 
 def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
-  """Parses flags into `values`.
+  """Parses a command line into `values`, and returns it.
 
-  absl, ml_collections and the config file each raise errors of their own. They become ConfigErrors.
+  Errors of absl, of ml_collections and of the config file become ConfigErrors.
   """
   overrides = [(key, value if key else file_of(value)) for key, value in _config_flags(argv)]
   for key, value in overrides:
@@ -202,7 +209,7 @@ def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
     else:
       _check_file(value)
   try:
-    logging.disable(logging.WARNING)  # ml_collections warns of what becomes an error here
+    logging.disable(logging.WARNING)  # hides those about errors that are raised below
     with doing("reading --config"):
       rest = values(argv)[1:]
   except KeyboardInterrupt:
@@ -245,7 +252,7 @@ def _asks_for_help(argv: list[str]) -> bool:
 
 
 def flag_error(error: BaseException, overrides: list[tuple[str, str]]) -> ConfigError:
-  """The error for what was raised while flags were read.
+  """Turns an error of parsing flags into a ConfigError with one line.
 
   Args:
     error: The error that was raised.
@@ -262,10 +269,14 @@ def flag_error(error: BaseException, overrides: list[tuple[str, str]]) -> Config
 
 
 def _error_in_config(config: str, error: BaseException | None) -> str | None:
-  """Where in the config file an error was raised, and what it is. None if it was elsewhere."""
+  """Describes an error of the config file in `config`, FILE[:PRESET], with its line in the file.
+
+  It also searches the __context__ of the error, because absl wraps errors. Returns None for an
+  error of absl about another flag.
+  """
   file, _, preset = config.partition(":")
-  found = str(error)
-  if isinstance(error, AttributeError) and "has no attribute 'get_config'" in found:
+  message = str(error)
+  if isinstance(error, AttributeError) and "has no attribute 'get_config'" in message:
     return f"flag --config={config}: {file} defines no get_config(), as configs/default.py does"
   while error:
     frames = traceback.extract_tb(error.__traceback__)
@@ -276,8 +287,8 @@ def _error_in_config(config: str, error: BaseException | None) -> str | None:
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) == Path(file):
       lines, text = [error.lineno], error.msg
     if isinstance(error, SystemExit):
-      said = f": {text}" if isinstance(error.code, str) else ""
-      text = f"a config file must not end the program{said}"
+      reason = f": {text}" if isinstance(error.code, str) else ""
+      text = f"a config file must not end the program{reason}"
     if lines:
       return f"{file} line {lines[-1]}: {type(error).__name__}: {text:.300}{import_hint(error)}"
     if error.__context__ is None and not isinstance(error, flags.Error):

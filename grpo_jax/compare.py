@@ -1,11 +1,11 @@
-"""Says whether two runs are the same, bit by bit.
+"""Checks whether two runs are equal, bit by bit.
 
 python -m grpo_jax.compare RUN RUN
 
-It compares metrics.jsonl but for what the clock decides, completions/, and the parameters and
-optimizer states of the steps that both have saved. It prints the first difference of each with its
-step and its name. The exit code is 0 if there is none, 1 if there is one, and 2 if a folder is not
-that of a run.
+It compares metrics.jsonl except for timings, completions/, the frozen reference, and the parameters
+and optimizer states of the steps that both runs saved. For each of these it prints the first
+difference with its step and its name. The exit code is 0 if the runs are equal, 1 if they differ,
+and 2 if a folder does not hold a run.
 """
 
 import functools
@@ -22,7 +22,7 @@ def main(argv: list[str], folders: list[str]) -> None:
   if len(folders) != 2:
     raise ConfigError("name the folders of two runs: grpo_jax.compare RUN RUN")
   for folder in folders:
-    read_config(folder)  # says it if this is not the folder of a run
+    read_config(folder)  # raises ConfigError if the folder does not hold a run
   found = list(compare(*folders))
   for one in found:
     same = f"{one.steps} {'step is' if one.steps == 1 else 'steps are'} the same"

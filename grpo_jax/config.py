@@ -36,7 +36,7 @@ TEMPERATURE_SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 NOT_NEGATIVE = at_least(0)
 POSITIVE = at_least(1)
-# No batch or model in use is near these. They keep a typing error from being built for hours.
+# Bounds far above any batch or model in use, so that a typing error fails at once.
 ROWS = at_least(1, at_most=2**20)
 TOKENS = at_least(1, at_most=2**24)
 WIDTH = at_least(1, at_most=2**17)
@@ -44,12 +44,12 @@ NOT_EMPTY = Range(bool, "it must not be empty")
 
 
 class Removed(NamedTuple):
-  """A key of earlier versions.
+  """A key that only earlier versions had.
 
   Attributes:
-    instead: The replacement to write, or the fact that holds now.
-    is_same: (its value, all values of the run by key) -> whether the run computes today what it
-      computed then.
+    instead: The text of the error message: what to write instead, or what is now fixed.
+    is_same: (the key's value in a saved config, all values of that config by dotted key) -> whether
+      today's code computes the same for that config.
   """
 
   instead: str
@@ -212,7 +212,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSize:
-  """How many completions a step samples, and in which parts an update computes them."""
+  """How many completions a step samples, and how many an update computes at once."""
 
   prompts: int = setting(
     32, "P per GRPO step; an optimizer step uses prompts / algo.minibatches of them", ROWS
@@ -236,8 +236,8 @@ class BatchSize:
 class Sampling:
   """How completions are sampled in training.
 
-  With a filter (top_k, top_p, min_p, filters, min_tokens, regex, banned), tokens are drawn from
-  another distribution than the learned one, which is the whole softmax. The metric
+  With a filter (top_k, top_p, min_p, filters, min_tokens, regex, banned), the sampler does not draw
+  from the distribution that the learner trains, which is the whole softmax. The metric
   sampler/filter_gap_mean measures the difference.
   """
 
@@ -389,9 +389,9 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-  """Tools and environments that answer the policy in a completion. It then writes several turns.
+  """Tools and environments that answer the policy within a completion of several turns.
 
-  grpo_jax/environments says what tools and environments are.
+  The docstring of grpo_jax/environments explains both.
   """
 
   name: str = setting(
@@ -447,16 +447,16 @@ class Environment:
 
   @property
   def has_messages(self) -> bool:
-    """Whether others write messages that are not known before."""
+    """Whether an environment or a harness writes messages that are not known in advance."""
     return bool(self.name or self.harness)
 
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-  """Which training prompts are drawn, by how many of their completions passed.
+  """Chooses the training prompts by their pass rates.
 
-  A prompt whose completions all passed, or all failed, teaches nothing in a group. What is drawn
-  less often also counts less in the mean over prompts: nothing corrects for that.
+  If all completions of a prompt pass, or all fail, the policy learns nothing from the group. A
+  prompt that is drawn less often also weighs less in the mean over prompts. Nothing corrects that.
   """
 
   pass_score: float = setting(1.0, "a completion passes if its score is at least this", above(0))
@@ -475,7 +475,7 @@ class Curriculum:
 
   @property
   def chooses(self) -> bool:
-    """Whether pass rates change what is drawn."""
+    """Whether pass rates change which prompts are drawn."""
     return self.rest > 0 or self.floor < 1
 
 
@@ -525,9 +525,9 @@ class Learner:
 
   @property
   def saved_activations(self) -> str:
-    """The arrays that a layer keeps for the backward pass: remat_policy, or "" for everything.
+    """The remat policy, which says what a layer keeps for the backward pass. "" keeps everything.
 
-    Where nobody has chosen for `auto`, a layer keeps its input alone.
+    An `auto` that is not resolved yet counts as nothing_saveable: a layer keeps only its input.
     """
     if not self.remat:
       return ""
@@ -758,7 +758,7 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-  """How many devices lie along each axis. One axis may be -1: it takes what the others leave."""
+  """The number of devices on each axis. One axis may be -1, which takes all remaining devices."""
 
   data: int = setting(-1, "splits the rows of a batch")
   fsdp: int = setting(1, "splits rows, parameters and optimizer state")
@@ -781,7 +781,7 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """A whole run."""
+  """All settings of a run."""
 
   seed: int = setting(0, "numbers depend on it and on the step, on nothing else")
   steps: int = setting(100, "GRPO steps, after those of the warm start", NOT_NEGATIVE)
@@ -818,52 +818,57 @@ class Config:
 
   @property
   def old_is_policy(self) -> bool:
-    """Whether old log-probs are the policy's own, so that the ratio is 1.
+    """Whether the old log-probs are the current policy's own, so that the ratio is 1.
 
-    Batches that older policies drew are compared with them by a correction or a rejection. Without
-    one, the old log-probs are those that the tokens were drawn with.
+    They are not if a step has several updates. Nor are they if older policies draw the batches,
+    unless a correction or a rejection compares these policies with the current one.
     """
     is_older = self.rollout.max_staleness > 0 and not self.algo.compares_with_sampler
     return self.algo.old_is_policy and not is_older
 
   @property
   def samples_in_turn(self) -> bool:
-    """Whether the devices that learn also sample, and not others beside them."""
+    """Whether the devices that learn also sample, instead of other devices or an engine."""
     return not (self.mesh.sampler or self.rollout.listen or self.rollout.engine)
 
   @property
   def keeps_flight(self) -> bool:
-    """Whether rows stay in flight, on the devices that learn, while an update is made."""
+    """Whether unfinished rows stay on the learning devices during an update, and go on after it."""
     return self.samples_in_turn and self.rollout.weights == "in_flight"
 
   @property
   def sampling_copies(self) -> int:
-    """How many versions of the weights lie on the devices that sample, at most."""
+    """The most versions of the weights that the sampling devices hold at the same time."""
     if not self.mesh.sampler:
       return 1
     newer = self.rollout.max_staleness
-    # Those that draw, the newest, and newer ones that arrive.
+    # One version draws. With `fixed`, all newer versions wait. Otherwise two do: the newest version
+    # and one that arrives.
     return 1 + (newer if self.rollout.weights == "fixed" else min(newer, 2))
 
   @property
   def rows_per_prompt(self) -> int:
-    """The most rows that an update learns from for each prompt."""
+    """The most rows of a prompt that an update learns from."""
     return self.batch.group_size * self.environment.branches
 
   def replace(self, changes: Mapping[str, Any]) -> "Config":
-    """The config with other values, by key: {"optimizer.learning_rate": 1e-5, "seed": 1}.
+    """Returns a config with new values by key: {"optimizer.learning_rate": 1e-5, "seed": 1}.
 
     Raises:
-      ConfigError: For an unknown key or a wrong type.
+      ConfigError: A key is unknown, or a value has the wrong type.
     """
     return from_dict(changed(to_dict(self), changes))
 
 
 def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-  """Nested plain values with other values at keys such as optimizer.learning_rate.
+  """Returns nested plain values with new values at some keys.
+
+  Args:
+    values: The values by name, with a dict for each section.
+    changes: The new values by dotted key, such as {"optimizer.learning_rate": 1e-5}.
 
   Raises:
-    ConfigError: For an unknown key, or if `changes` are no values by key.
+    ConfigError: A key is unknown, or `changes` is not a mapping.
   """
   if not isinstance(changes, Mapping):
     raise ConfigError(
@@ -879,16 +884,16 @@ def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
-  """A config from nested plain values. A missing key gets its default.
+  """Builds a config from nested plain values. A missing key gets its default.
 
   Args:
     values: Nested dicts, such as those of a ConfigDict or of a run's config.json. An int may stand
       for a float and a list for a tuple. Nothing else is converted.
-    saved: True for the config of an earlier run. A key that did not exist then gets the value that
-      reproduces the behaviour of that time.
+    saved: True for the config of an earlier run. A missing key then gets the value that reproduces
+      the behaviour of the version that lacked it.
 
   Raises:
-    ConfigError: For an unknown key or a wrong type.
+    ConfigError: A key is unknown, or a value has the wrong type.
   """
   if saved:
     values = _without_removed(values)
@@ -896,7 +901,7 @@ def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
 
 
 def _without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
-  """The config of an earlier run without keys that exist no more."""
+  """The nested values of an earlier run's config, without keys that no longer exist."""
   gone = [tuple(key.split(".")) for key in REMOVED]
   return {
     name: {key: section[key] for key in section if (name, key) not in gone}
@@ -907,16 +912,15 @@ def _without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
-  """The config of an earlier run with the keys that did not exist then.
+  """Adds the keys that the config of an earlier run lacks because they are newer.
 
-  They get the values that reproduce the behaviour of that time. Keys that only the earlier config
-  has are kept.
+  They get the values that reproduce the behaviour of that time. Keys that no longer exist stay.
   """
   return _merged(plain_values.to_dict(from_dict({}, saved=True)), saved)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-  """The inverse of `from_dict`, as JSON holds it: tuples become lists."""
+  """Converts a config to nested plain values, the inverse of `from_dict`. Tuples become lists."""
   return plain_values.to_dict(config)
 
 
@@ -931,7 +935,7 @@ def wrong_type(name: str, value: Any) -> ConfigError:
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-  """Nested dicts with the values of `changes` in the place of those of `values`."""
+  """Merges nested dicts. At each level, values of `changes` replace values of `values`."""
   merged = dict(values)
   for key, change in changes.items():
     inner = merged.get(key)

@@ -18,6 +18,7 @@ from grpo_jax.settings import ConfigError
 
 
 def main(argv: list[str]) -> None:
+  """Evaluates the policy of the flags on the test split or on exams, and prints the results."""
   del argv
   tasks = tuple(flags.FLAGS.tasks or ())
   given = {"samples": flags.FLAGS.samples, "examples": flags.FLAGS.examples, "tasks": tasks or None}
@@ -46,8 +47,8 @@ def main(argv: list[str]) -> None:
     left_out = f" ({dropped} longer than {limit} left out)" if dropped else ""
     if unopened := evaluator.prompts.unopened:
       left_out += f" ({unopened} whose environments cannot begin left out)"
-    of = f"problems of {evaluator.name}" if evaluator.name else f"test problems of {data}"
-    print(f"{policy.name}: {len(evaluator.prompts)} {of}{left_out}", flush=True)
+    problems = f"problems of {evaluator.name}" if evaluator.name else f"test problems of {data}"
+    print(f"{policy.name}: {len(evaluator.prompts)} {problems}{left_out}", flush=True)
     metrics = evaluator(params, policy.step)
     lines = table(metrics, evaluator.config, evaluator.max_tokens, evaluator.name)
     print("\n".join(lines), flush=True)

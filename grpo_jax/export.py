@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
+  """Writes the policy of the flags into the folder --out and, with --push, uploads the folder."""
   del argv
   if not flags.FLAGS.out:
     raise ConfigError("flag --out is missing: the folder to write")
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
 
 
 def is_misread_by_peft(shape: "ModelConfig") -> bool:
-  """Whether the model has adapters beside experts that PEFT reads as the experts' (peft 0.21)."""
+  """Whether PEFT 0.21 would take adapters of the MLPs beside experts for adapters of experts."""
   return bool(shape.num_experts and {"gate", "up", "down"} & {*shape.lora.targets})
 
 

@@ -1,6 +1,6 @@
-"""Files and folders that a user names. Only regular files are read.
+"""Reads files that a user names, if they are regular files.
 
-A pipe or a device that lies where a file should be would block a program for ever, or fill memory.
+Reading a pipe or a device could block the program for ever, or fill the memory.
 """
 
 import errno
@@ -9,7 +9,7 @@ from pathlib import Path
 import stat
 from typing import Any
 
-# The errors that blame the path of a new folder, and not its disk.
+# The errors of creating a folder whose cause is the path, and not the disk.
 NO_FOLDER = {
   errno.EEXIST,
   errno.ENOTDIR,
@@ -21,10 +21,10 @@ NO_FOLDER = {
 
 
 def read_bytes(path: Path) -> bytes:
-  """The content of a regular file, or of one that a link leads to.
+  """Reads a regular file, also through a link, or an object in a bucket.
 
   Raises:
-    OSError: There is none, or it cannot be read.
+    OSError: The file does not exist, is not regular, or cannot be read.
   """
   if isinstance(path, Path):  # an object in a bucket is always regular
     check_regular(path)
@@ -32,7 +32,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-  """The object that a text of JSON holds. Raises ValueError if it holds anything else."""
+  """Parses a JSON text whose value must be an object. Raises ValueError for anything else."""
   try:
     value = json.loads(data)
   except RecursionError as error:
@@ -43,7 +43,7 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> None:
-  """Raises OSError unless `path` is a regular file, or a link that leads to one."""
+  """Raises OSError unless `path` is a regular file, or a link to one."""
   mode = path.stat().st_mode
   if stat.S_ISDIR(mode):
     raise IsADirectoryError(f"{path} is a folder")

@@ -1,7 +1,7 @@
-"""Code of others that runs in this process: what it raises is an Exception, or it is Ctrl-C.
+"""Runs code of the user in this process, so that it raises only an Exception or Ctrl-C.
 
-A user's code, or a package that it calls, may call sys.exit. SystemExit is no Exception, so it
-would pass all that deals with errors, and end a run without a line and with code 0.
+The code, or a package that it calls, may call sys.exit. SystemExit is not an Exception, so
+`except Exception` would not catch it, and it would end a run silently with exit code 0.
 """
 
 import asyncio
@@ -12,23 +12,23 @@ import traceback
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# An exception that a user's code raised was on its way through these.
+# These files call code of the user, so `describe` skips their frames.
 _OWN_FILES = [str(Path(__file__).parent / "rewards" / name) for name in ("call.py", "answer.py")]
 
 
 class Ended(Exception):
-  """Code of others raised something that is no Exception, such as SystemExit. That is the cause."""
+  """Code of the user raised what is no Exception, such as SystemExit. `__cause__` holds it."""
 
 
 @contextlib.contextmanager
 def as_exceptions() -> Iterator[None]:
-  """Turns whatever the block raises that is no Exception into an `Ended`.
+  """Raises `Ended` if the block raises something that is not an Exception.
 
-  Two things stay as they are, because they do not come from the block: Ctrl-C, and the end of the
-  asyncio task that the block runs in.
+  Two such errors pass unchanged, because the block does not cause them: KeyboardInterrupt, and the
+  cancellation of the asyncio task in which the block runs.
 
   Raises:
-    Ended: The block raised SystemExit, or the like.
+    Ended: The block raised SystemExit or another error that is not an Exception.
   """
   try:
     yield
@@ -39,10 +39,11 @@ def as_exceptions() -> Iterator[None]:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-  """Returns a coroutine's result, as `asyncio.run` does, also if a task of others calls sys.exit.
+  """Returns the result of `main`, as `asyncio.run` does, even if another task calls sys.exit.
 
-  asyncio stores SystemExit in its task, and then raises it out of the event loop. Here the loop
-  goes on, so that the exit ends this task alone, as an error does. Who waits for the task gets it.
+  asyncio stores a SystemExit in the task that raised it, and also raises it out of the event loop.
+  Here the loop then continues, so that the SystemExit ends only that task, like any other error.
+  Code that awaits the task receives it.
   """
   with contextlib.suppress(SystemExit), asyncio.Runner() as runner:
     task = runner.get_loop().create_task(main)
@@ -53,11 +54,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def describe(error: BaseException, file: Path | None = None) -> str:
-  """An exception in one line: its type, its message, and the line of the user's code.
+  """Describes an exception in one line: type, message, and the line of the user's code.
 
   Args:
     error: The exception.
-    file: The file of the user. None means the file in which it was raised.
+    file: The file of the user's code. None means the file that raised the exception.
   """
   if isinstance(error, Ended) and error.__cause__ is not None:
     error = error.__cause__
@@ -74,7 +75,7 @@ def describe(error: BaseException, file: Path | None = None) -> str:
 
 
 def text_of(value: Any, convert: Callable[[Any], str] = str) -> str:
-  """str(value) or repr(value), of an object of the user whose own method may raise."""
+  """Returns `convert(value)`, or a substitute if the `__str__` or `__repr__` of `value` raises."""
   try:
     return convert(value)
   except Exception:
@@ -82,6 +83,7 @@ def text_of(value: Any, convert: Callable[[Any], str] = str) -> str:
 
 
 def _is_end_of_task(error: BaseException) -> bool:
+  """Whether `error` cancels the current asyncio task, and not just a task that it awaits."""
   if not isinstance(error, asyncio.CancelledError):
     return False
   try:

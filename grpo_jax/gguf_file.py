@@ -1,7 +1,7 @@
 """Reads GGUF files, the format of llama.cpp: metadata by key, and tensors, most of them quantised.
 
-A file may be damaged or hostile. So each count, length and offset in it is compared with the size
-of the file before anything of that size is read.
+A file may be damaged or hostile. So each count, length and offset in the file is compared with the
+size of the file before anything is read or allocated.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ from grpo_jax.settings import ConfigError, shown
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_AXES = 4
-_PART_BYTES = 1 << 24  # of dequantised numbers that are made at once
+_PART_BYTES = 1 << 24  # of float32 numbers that are dequantised at once
 _PART_OF_SEVERAL = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _STRING, _ARRAY = 8, 9
-# The number of a type of metadata -> how struct and numpy read it.
+# The number of a type of metadata -> its dtype in numpy.
 _NUMBERS = {
   0: "<u1",
   1: "<i1",
@@ -39,21 +39,21 @@ _NUMBERS = {
   11: "<i8",
   12: "<f8",
 }
-_Entry = tuple[str, tuple[int, ...], int, int]  # a tensor's name, shape, number of kind and offset
-_STRING_BYTES = 8  # of the shortest string: its length
-_FIELD_BYTES = 8 + 4 + 1  # of the shortest field of metadata: a name, a type and a value
+_Entry = tuple[str, tuple[int, ...], int, int]  # name, shape, number of the kind, offset
+_STRING_BYTES = 8  # of the shortest string, which has only a length
+_FIELD_BYTES = 8 + 4 + 1  # of the shortest metadata field: a name, a type and a value
 _TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # of the shortest entry of a tensor: name, axes, type, offset
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """Where a tensor lies in a file.
+  """The position and format of a tensor in a file.
 
   Attributes:
-    shape: The last axis is the one whose numbers are stored next to each other, as in numpy.
-    kind: How it is quantised, as the package gguf names it, such as Q4_K or F16.
-    offset: Its first byte in the file.
-    row_bytes: The bytes of one row, which is the numbers along the last axis.
+    shape: The shape, as in numpy: numbers along the last axis are adjacent.
+    kind: The quantisation under its name in the package gguf, such as Q4_K or F16.
+    offset: The position of the first byte in the file.
+    row_bytes: The bytes of one row, the numbers along the last axis.
   """
 
   shape: tuple[int, ...]
@@ -63,6 +63,7 @@ class StoredTensor:
 
   @property
   def num_rows(self) -> int:
+    """The number of rows, counted over all axes but the last."""
     return math.prod(self.shape[:-1])
 
 
@@ -72,8 +73,8 @@ class GGUFFile:
 
   Attributes:
     path: The file.
-    metadata: The metadata. An array of numbers is an array of numpy, one of strings is a list.
-    tensors: The tensors by their names.
+    metadata: The metadata by key. An array of numbers is a numpy array, an array of strings a list.
+    tensors: The tensors by name.
   """
 
   path: Path
@@ -81,14 +82,14 @@ class GGUFFile:
   tensors: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
 
   def refuse(self, reason: str) -> NoReturn:
-    """Raises ConfigError with the name of the file."""
+    """Raises ConfigError with the path of the file and the reason."""
     raise ConfigError(f"{self.path}: {reason}")
 
   def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-    """Rows of a tensor as float32 [stop - start, length of the last axis].
+    """Reads and dequantises rows of a tensor: float32 [stop - start, length of the last axis].
 
     Args:
-      name: The tensor.
+      name: The name of the tensor.
       start: The first row. Rows are counted over all axes but the last.
       stop: The row after the last one.
     """
@@ -102,7 +103,7 @@ class GGUFFile:
       count = min(step, stop - first)
       stored = self._read_bytes(tensor.offset + first * tensor.row_bytes, count * tensor.row_bytes)
       stored = stored.reshape(count, tensor.row_bytes)
-      with np.errstate(all="ignore"):  # whether the numbers are finite is checked by who loads them
+      with np.errstate(all="ignore"):  # the caller checks that the numbers are finite
         rows[first - start : first - start + count] = quants.dequantize(stored, kind)
     return rows
 
@@ -111,18 +112,18 @@ class GGUFFile:
       stored = np.fromfile(self.path, np.uint8, count, offset=offset)
     except OSError as error:
       self.refuse(f"cannot be read ({error}): download it again")
-    if len(stored) < count:  # it was long enough when its header was read
+    if len(stored) < count:  # `_Header` found it long enough
       self.refuse("was cut off while it was read: download it again")
     return stored
 
 
 def is_gguf(path: str | os.PathLike) -> bool:
-  """Whether a path is that of a GGUF file, by its name. The file need not exist."""
+  """Whether a path ends in .gguf and is no folder. The file need not exist."""
   return Path(path).suffix.lower() == ".gguf" and not Path(path).expanduser().is_dir()
 
 
 def names_in(folder: Path) -> str:
-  """A hint for an error about a folder: how to read a GGUF file in it, or nothing."""
+  """Returns a hint on how to read a GGUF file in `folder`, for an error message. "" without one."""
   found = sorted(path for path in folder.glob("*") if is_gguf(path))
   return f"; to read a GGUF file, give the file, such as {found[0]}" if found else ""
 
@@ -131,8 +132,8 @@ def open_file(path: str | os.PathLike) -> GGUFFile:
   """Reads the header of a GGUF file.
 
   Raises:
-    ConfigError: There is no such file, it is damaged or one of several parts, it has tensors of a
-      kind that the package gguf cannot dequantise, or the package is not installed.
+    ConfigError: The file does not exist, is damaged, is one of several parts of a model or has
+      tensors that the package gguf cannot dequantise, or the package is not installed.
   """
   file = Path(path).expanduser()
   try:
@@ -147,7 +148,10 @@ def open_file(path: str | os.PathLike) -> GGUFFile:
 
 @functools.lru_cache(maxsize=2)
 def _open(file: Path, size: int, changed: int) -> GGUFFile:
-  """`open_file`, once for each content of a file: weights, config and tokenizer need it in turn."""
+  """Reads a header, and caches it because weights, config and tokenizer need it in turn.
+
+  `size` in bytes and `changed`, a time in ns, make sure that a changed file is read again.
+  """
   del changed
   part = _PART_OF_SEVERAL.search(file.name)
   if part and int(part[1]) > 1:
@@ -166,7 +170,7 @@ class _Header:
 
   def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
     self._file, self._stream, self._size = file, stream, size
-    self._place = 0
+    self._position = 0
 
   def read(self) -> GGUFFile:
     """Reads the header. Raises ConfigError if the file is damaged or not a GGUF file."""
@@ -190,7 +194,7 @@ class _Header:
     if type(alignment) is not int or alignment < 1:
       self._damaged(f"general.alignment is {shown(alignment)}")
     entries = list(self._entries(num_tensors))
-    start = -(-self._place // alignment) * alignment
+    start = -(-self._position // alignment) * alignment
     tensors = {entry[0]: self._placed(start, entry) for entry in entries}
     if len(tensors) < len(entries):
       self._damaged("two tensors have the same name")
@@ -198,22 +202,26 @@ class _Header:
     return GGUFFile(self._file, metadata, tensors)
 
   def _damaged(self, reason: str) -> NoReturn:
+    """Raises ConfigError for a damaged file."""
     raise ConfigError(f"{self._file} is damaged or cut off ({reason}): download it again")
 
   def _take(self, count: int) -> bytes:
-    if count > self._size - self._place:
-      self._damaged(f"its header ends {count} bytes after byte {self._place} of {self._size}")
-    self._place += count
+    """Reads the next `count` bytes. Raises ConfigError if the file has fewer."""
+    if count > self._size - self._position:
+      self._damaged(f"its header ends {count} bytes after byte {self._position} of {self._size}")
+    self._position += count
     taken = self._stream.read(count)
     if len(taken) < count:
       self._damaged("it became shorter while it was read")
     return taken
 
   def _check_count(self, count: int, bytes_of_one: int, what: str) -> None:
-    if count * bytes_of_one > self._size - self._place:
+    """Raises ConfigError if the rest of the file is too short for `count` entries of this size."""
+    if count * bytes_of_one > self._size - self._position:
       self._damaged(f"its header announces {count} {what}, more than it has room for")
 
   def _number(self, kind: str) -> Any:
+    """Reads a number of the dtype `kind`."""
     return np.frombuffer(self._take(np.dtype(kind).itemsize), kind)[0].item()
 
   def _string(self) -> str:
@@ -224,9 +232,10 @@ class _Header:
     try:
       return text.decode("utf-8")
     except UnicodeDecodeError:
-      self._damaged(f"a text before byte {self._place} is not UTF-8")
+      self._damaged(f"a text before byte {self._position} is not UTF-8")
 
   def _fields(self, count: int) -> Iterator[tuple[str, Any]]:
+    """Reads `count` fields of metadata, and yields the name and the value of each."""
     seen = set()
     for _ in range(count):
       name = self._string()
@@ -236,24 +245,25 @@ class _Header:
       yield name, self._value(name, self._number("<u4"))
 
   def _value(self, name: str, kind: int) -> Any:
-    """Reads the value of a field of metadata, which is of one of the kinds of GGUF."""
+    """Reads the value of the metadata field `name`. `kind` is the number of its GGUF type."""
     if kind == _STRING:
       return self._string()
     if kind in _NUMBERS:
       return self._number(_NUMBERS[kind])
     if kind != _ARRAY:
       self._damaged(f"field {shown(name)} is of type {kind}, which does not exist")
-    of, count = self._number("<u4"), self._number("<u8")
-    if of == _STRING:
+    element, count = self._number("<u4"), self._number("<u8")
+    if element == _STRING:
       self._check_count(count, _STRING_BYTES, f"texts in {shown(name)}")
       return [self._string() for _ in range(count)]
-    if of not in _NUMBERS:
-      self._damaged(f"field {shown(name)} is an array of type {of}, which cannot be read")
-    dtype = np.dtype(_NUMBERS[of])
+    if element not in _NUMBERS:
+      self._damaged(f"field {shown(name)} is an array of type {element}, which cannot be read")
+    dtype = np.dtype(_NUMBERS[element])
     self._check_count(count, dtype.itemsize, f"numbers in {shown(name)}")
     return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
   def _entries(self, count: int) -> Iterator[_Entry]:
+    """Reads the entries of `count` tensors. GGUF stores a shape in the reverse order of numpy."""
     for _ in range(count):
       name = self._string()
       axes = self._number("<u4")
@@ -263,13 +273,15 @@ class _Header:
       yield name, shape[::-1], self._number("<u4"), self._number("<u8")
 
   def _placed(self, start: int, entry: _Entry) -> StoredTensor:
-    """The tensor, if the file holds all of it. `start` is where the data begins."""
+    """The tensor of a header entry, whose offset counts from `start`. It must end in the file."""
     name, shape, number, offset = entry
     kind, block, block_bytes = self._kind(name, number)
     if not math.prod(shape):
       self._damaged(f"tensor {shown(name)} has no numbers: its shape is {shape}")
     if shape[-1] % block:
-      self._damaged(f"tensor {shown(name)} has rows of {shape[-1]}, and {kind} has blocks: {block}")
+      self._damaged(
+        f"tensor {shown(name)} has rows of {shape[-1]} numbers, but {kind} has blocks of {block}"
+      )
     row_bytes = shape[-1] // block * block_bytes
     tensor = StoredTensor(shape, kind, start + offset, row_bytes)
     end = tensor.offset + tensor.num_rows * row_bytes
@@ -278,7 +290,7 @@ class _Header:
     return tensor
 
   def _kind(self, name: str, number: int) -> tuple[str, int, int]:
-    """The name of a kind, the numbers in a block of it, and the bytes of the block."""
+    """Looks up a kind: (name, numbers in a block, bytes of a block). `name` is of the tensor."""
     sizes = kinds(self._file)
     if number not in sizes:
       readable = ", ".join(kind for kind, _, _ in sizes.values())
@@ -289,7 +301,7 @@ class _Header:
     return sizes[number]
 
   def _check_apart(self, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuses tensors that share bytes: a small file could describe a model without end."""
+    """Refuses tensors that overlap, with which a small file could describe a huge model."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
       if tensor.offset < end:
@@ -298,10 +310,10 @@ class _Header:
 
 
 def kinds(file: Path) -> dict[int, tuple[str, int, int]]:
-  """Number -> name, length and bytes of a block, of the kinds that the package can dequantise.
+  """The kinds that the package gguf can dequantise: number -> (name, numbers, bytes of a block).
 
   Raises:
-    ConfigError: The package is not installed. `file` is what needs it.
+    ConfigError: The package is not installed, which `file` needs.
   """
   try:
     from gguf import constants
@@ -316,7 +328,7 @@ def kinds(file: Path) -> dict[int, tuple[str, int, int]]:
 
 @functools.cache
 def _can_dequantise(kind: Any) -> bool:
-  """Tries it on a block of zeros, because the package has no list of what it can do."""
+  """Whether the package dequantises a kind. It has no list of them, so this tries zeros."""
   from gguf import constants, quants
 
   _, block_bytes = constants.GGML_QUANT_SIZES[kind]

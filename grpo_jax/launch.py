@@ -3,8 +3,8 @@
 python -m grpo_jax.launch --on=local --workdir=DIR [--sweep=FILE] -- --config=configs/arithmetic.py
 python -m grpo_jax.launch --workdir=DIR [--sweep=FILE] --table
 
-What follows -- are flags of grpo_jax.train. Run the same command again to go on with the runs that
-are not finished. --table starts nothing and shows how far they are.
+The flags after -- are flags of grpo_jax.train. Run the same command again to continue the runs that
+are not finished. --table starts nothing and shows the progress of the runs.
 """
 
 from collections.abc import Sequence
@@ -33,19 +33,21 @@ from grpo_jax.storage.saved_config import as_json, check_same_run, read_values
 
 
 def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
-  """Does what the flags of the launcher say, and prints the table of the runs.
+  """Starts the runs that are not finished, and prints a table of all runs.
+
+  With --table it only prints, and with --dry_run it only says what it would start.
 
   Args:
     values: The flags of `define_flags`.
     train_flags: The flags of grpo_jax.train that all runs have.
 
   Returns:
-    The exit code: 0 if all runs are finished or, where nobody waits for them, submitted; 75 if the
-    same command goes on; 1 if a run failed.
+    The exit code: 0 if all runs are finished or, with a launcher that does not wait, submitted; 75
+    if the same command has to be run again; 1 if a run failed.
 
   Raises:
     ConfigError: The flags, the sweep or a folder cannot be used. Nothing was started.
-    RunFailed: The engine of the cluster fails.
+    RunFailed: The cluster's scheduler reports an error.
   """
   if not values.workdir:
     raise ConfigError("flag --workdir is missing: name the folder of the run or of the sweep")
@@ -63,6 +65,7 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
     raise ConfigError("write flags of grpo_jax.train after --: -- --config=configs/arithmetic.py")
   options = options_lib.options_of(values, values.on)
   last_steps = [_checked_last_step(run, options.engine_hosts > 0) for run in runs]
+  # This waits for jobs that are ending, because only then is it clear which runs to start.
   is_settled = options.dry_run or launcher.settle(runs)
   todo = _to_start(runs, last_steps, launcher, options.dry_run)
   code = launcher.launch(todo, options) if todo else DONE
@@ -70,12 +73,12 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
     return code
   print("\n".join(table(runs, launcher.queued(runs))))
   are_finished = all(progress(run.workdir).is_finished for run in runs)
-  goes_on = not is_settled or (launcher.waits and not are_finished)
-  return STOPPED if code == DONE and goes_on else code
+  must_run_again = not is_settled or (launcher.waits and not are_finished)
+  return STOPPED if code == DONE and must_run_again else code
 
 
 def _launcher(name: str | None) -> Launcher:
-  """The launcher that --on names."""
+  """The launcher that --on names. Raises ConfigError if --on is missing or unknown."""
   choices = ", ".join(LAUNCHERS)
   if name is None:
     raise ConfigError(f"flag --on is missing: choose one of {choices}")
@@ -87,16 +90,16 @@ def _launcher(name: str | None) -> Launcher:
 def _to_start(
   runs: Sequence[Unit], last_steps: Sequence[int], launcher: Launcher, is_dry: bool
 ) -> list[Unit]:
-  """The runs that are to be started. Says which of the others are left alone, and why.
+  """Returns the runs to start. Prints which runs are running or queued already, and a summary.
 
   Args:
     runs: All runs.
-    last_steps: The step at which each of them is finished.
-    launcher: Knows which of them are queued.
-    is_dry: Nothing will be started, so a queue that cannot be asked is a warning.
+    last_steps: The step at which each run is finished.
+    launcher: The launcher, which knows the runs that are queued.
+    is_dry: Whether nothing will be started, so that a failure to read the queue is a warning.
 
   Raises:
-    RunFailed: The queue cannot be asked.
+    RunFailed: The queue cannot be read.
   """
   try:
     queued = launcher.queued(runs)
@@ -107,11 +110,11 @@ def _to_start(
     queued = {}
   todo, finished = [], 0
   for run, last_step in zip(runs, last_steps):
-    found = progress(run.workdir, last_step)
-    if found.holder or run.title in queued:
-      why = queued.get(run.title) or f"{found.holder} trains it"
+    state = progress(run.workdir, last_step)
+    if state.holder or run.title in queued:
+      why = queued.get(run.title) or f"{state.holder} trains it"
       say(f"left alone {run.title}: {why}")
-    elif found.is_finished:
+    elif state.is_finished:
       finished += 1
     else:
       todo.append(run)
@@ -122,20 +125,21 @@ def _to_start(
 
 
 def _checked_last_step(run: Unit, gets_servers: bool) -> int:
-  """The step at which a run is finished, by its flags.
+  """Checks the flags of a run, and returns the step at which the run is finished.
 
   Args:
     run: The run.
-    gets_servers: Whether the launcher names the servers of its engine.
+    gets_servers: Whether the launcher will start the engine's servers and set their URLs.
 
   Raises:
-    ConfigError: The flags cannot be used, or are not those with which the run began.
+    ConfigError: The flags are not valid, or the run began with other flags.
   """
   try:
     config = cli.config_of(run.flags)
     if gets_servers:
       if not config.rollout.engine:
         raise ConfigError("flag --engine_hosts needs --config.rollout.engine=vllm, or sglang")
+      # The URL only satisfies the checks: the hosts are known when the job runs.
       config = config.replace({"rollout.engine_urls": ("http://HOST:8000",)})
     check_config(config)
     _check_folder(Path(run.workdir), config)
@@ -145,6 +149,7 @@ def _checked_last_step(run: Unit, gets_servers: bool) -> int:
 
 
 def _check_folder(workdir: Path, config: Config) -> None:
+  """Raises ConfigError if the folder holds a run that must not continue under `config`."""
   file = workdir / "config.json"
   if file.is_file() and any((workdir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
     config, old = as_begun(config, workdir), config_lib.completed(read_values(file))
@@ -152,7 +157,7 @@ def _check_folder(workdir: Path, config: Config) -> None:
 
 
 def _check_kind(workdir: Path, is_sweep: bool) -> None:
-  """Raises ConfigError if a folder of a sweep is given for that of a run, or the reverse."""
+  """Raises ConfigError if a sweep names the folder of a run, or a run the folder of a sweep."""
   is_run = (workdir / "config.json").exists()
   if is_sweep and is_run:
     raise ConfigError(f"flag --workdir={workdir} is the folder of a run: name another for a sweep")
@@ -161,7 +166,7 @@ def _check_kind(workdir: Path, is_sweep: bool) -> None:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-  """Defines the flags that `launch` reads, among them one for each option."""
+  """Defines the flags that `launch` reads, including one flag for each option of a launcher."""
   on = f"where to run: {', '.join(LAUNCHERS)}"
   workdir = "the folder of the run, or the common one of a sweep's runs"
   sweep = "a Python file whose sweep() yields the settings of each run"
@@ -174,12 +179,13 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The command line before -- and what follows it."""
+  """Splits a command line into the arguments before -- and the arguments after it."""
   end = argv.index("--") if "--" in argv else len(argv)
   return list(argv[:end]), list(argv[end + 1 :])
 
 
 def main(argv: Sequence[str], train_flags: Sequence[str], misplaced: Sequence[str]) -> None:
+  """Calls `launch`. `misplaced` are flags of grpo_jax.train that come before --, an error."""
   del argv
   if misplaced:
     raise ConfigError(f"flag {misplaced[0]} is one of grpo_jax.train: write it after --")

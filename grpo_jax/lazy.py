@@ -1,11 +1,11 @@
-"""jax and orbax, which are imported when something is first computed or saved with them.
+"""Stand-ins for jax and orbax, which import the module when one of its attributes is first read.
 
-The files of `grpo_jax/algo/` hold the settings, properties and checks of a variant beside its
-functions of arrays. Commands that only read the former, such as report and launch, start in a
-fraction of the time without jax. And a run without checkpoints needs no orbax.
+A file of `grpo_jax/algo/` holds the settings and checks of its variants beside their functions of
+arrays. Commands that need no arrays, such as report and launch, start in a fraction of the time
+without jax. And a run without checkpoints needs no orbax.
 
-A file that takes a module from here must not evaluate annotations: it begins with
-`from __future__ import annotations`, or has none that name the module.
+A file that uses a stand-in must not evaluate annotations that name the module, which would import
+it. Such a file begins with `from __future__ import annotations`.
 """
 
 import importlib
@@ -20,7 +20,7 @@ __all__ = ["jax", "jnp", "ocp"]
 
 
 class _Lazy:
-  """Stands for a module until one of its attributes is used."""
+  """A stand-in for a module. It caches the attributes that were read."""
 
   def __init__(self, name: str) -> None:
     self._name = name

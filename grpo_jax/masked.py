@@ -1,7 +1,6 @@
 """Reductions under a mask. An entry counts where the mask is not 0.
 
-This is the only module where a mask meets a reduction. Other entries may hold anything, NaN
-included.
+All reductions under a mask are in this module. Entries that do not count may be anything, even NaN.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ def divide(sum_: jax.Array, weight: jax.Array) -> jax.Array:
 
   Every mean that is carried as (sum, weight) is divided here.
   """
+  # The inner `where` keeps the gradient of 0 / 0 from being NaN.
   return jnp.where(weight > 0, sum_ / jnp.where(weight > 0, weight, 1), 0)
 
 
@@ -52,7 +52,7 @@ def smallest(x: jax.Array, mask: jax.Array, axis: Axis = None, keepdims: bool = 
 def differ(x: jax.Array, mask: jax.Array, axis: Axis = None) -> jax.Array:
   """bool, True where the entries that count are not all equal. Reduced axes are kept.
 
-  It compares maximum and minimum because the float standard deviation of twelve times 0.7 is not 0.
+  It compares maximum and minimum, because rounding gives twelve times 0.7 a deviation above 0.
   """
   return largest(x, mask, axis, True) > smallest(x, mask, axis, True)
 
@@ -62,7 +62,7 @@ def centered(
 ) -> jax.Array:
   """x minus its weighted mean over `axis`.
 
-  It is exactly 0 where the entries that count are all equal, and where the mask is 0.
+  The result is exactly 0 where the entries that count are all equal, and where the mask is 0.
   """
   weights = masked(jnp.broadcast_to(weights, x.shape), mask)
   weighted_sum = (weights * masked(x, mask)).sum(axis, keepdims=True)
@@ -75,7 +75,8 @@ def std(
 ) -> jax.Array:
   """Weighted standard deviation over `axis`, 1 where the entries that count are all equal.
 
-  Reduced axes are kept. `ddof` is subtracted from the sum of the weights.
+  The 1 makes a division by the result safe. Reduced axes are kept. `ddof` is subtracted from the
+  sum of the weights.
   """
   deviations = centered(x, mask, axis, weights)
   weights = masked(jnp.broadcast_to(weights, x.shape), mask)

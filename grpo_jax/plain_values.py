@@ -1,4 +1,4 @@
-"""Settings as nested plain values, such as those of a config file or of a run's config.json."""
+"""Converts settings from and to nested plain values, such as those of a run's config.json."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -9,12 +9,20 @@ from grpo_jax.settings import LARGEST_FLOAT, ConfigError, Missing, shown
 
 
 def from_dict(values: Mapping[str, Any], section: type, saved: bool = False) -> Any:
-  """Nested plain values as the dataclass `section`. See `grpo_jax.config.from_dict`."""
+  """Builds the dataclass `section` from nested plain values. See `grpo_jax.config.from_dict`."""
   return _section(values, section, saved, "", section)
 
 
 def _section(values: Mapping[str, Any], section: Any, saved: bool, prefix: str, root: type) -> Any:
-  """Makes one section. Keys in errors begin with `prefix`, and `root` is the whole config."""
+  """Builds one section of a config, with the sections inside it.
+
+  Args:
+    values: The values of the section by name.
+    section: The dataclass.
+    saved: Whether the values are of an earlier run, so that `Setting.before` replaces a default.
+    prefix: The section's name in error messages, such as "algo.".
+    root: The dataclass of the whole config, for error messages.
+  """
   kinds = get_type_hints(section)
   for key in values:
     _check_is_text(key)
@@ -30,19 +38,19 @@ def _section(values: Mapping[str, Any], section: Any, saved: bool, prefix: str, 
       converted[field.name] = _section(inner, kind, saved, f"{key}.", root)
       continue
     declared = field.metadata["setting"]
-    missing = declared.before if saved and declared.before is not None else declared.default
-    given = field.name in values
-    converted[field.name] = _converted(values[field.name], kind, key) if given else missing
+    default = declared.before if saved and declared.before is not None else declared.default
+    is_set = field.name in values
+    converted[field.name] = _converted(values[field.name], kind, key) if is_set else default
   return section(**converted)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-  """The inverse of `from_dict`, as JSON holds it: tuples become lists."""
+  """Converts a config to nested plain values, the inverse of `from_dict`. Tuples become lists."""
   return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def keys(section: Any, prefix: str = "") -> dict[str, Any]:
-  """Every key, such as algo.clip_high, with its type. A section has its dataclass as its type."""
+  """Returns the type of each key, such as algo.clip_high. For a section it is the dataclass."""
   out = {}
   for name, kind in get_type_hints(section).items():
     out[prefix + name] = kind
@@ -52,7 +60,7 @@ def keys(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def check_key(name: str, section: type) -> None:
-  """Raises ConfigError unless `name` is the key of a setting."""
+  """Raises ConfigError unless `name` is the key of a setting in the config `section`."""
   _check_is_text(name)
   all_keys = keys(section)
   if name not in all_keys:
@@ -66,9 +74,7 @@ def wrong_type(name: str, value: Any, kind: Any) -> ConfigError:
   """The error for a value of the wrong type for key `name`."""
   if value is None or isinstance(value, Missing):
     hint = f"{value}, or " if value else ""
-    return ConfigError(
-      f"config key {name} has no value yet: {hint}give it one with --config.{name}=..."
-    )
+    return ConfigError(f"config key {name} has no value yet: {hint}set it with --config.{name}=...")
   return ConfigError(f"config key {name} must be {_TYPE_NAMES[kind]}, got {shown(value)}")
 
 
@@ -84,6 +90,7 @@ _TYPE_NAMES = {
 
 
 def _converted(value: Any, kind: Any, name: str) -> Any:
+  """Converts a value to `kind`, the type of key `name`. Raises ConfigError if it does not fit."""
   if hasattr(kind, "__args__"):
     element = kind.__args__[0]
     if isinstance(value, (list, tuple)) and all(_fits(item, element) for item in value):
@@ -94,6 +101,7 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
 
 
 def _fits(value: Any, kind: type) -> bool:
+  """Whether a value has the type `kind`. An int may stand for a float."""
   if kind is float and type(value) is int:
     return abs(value) <= LARGEST_FLOAT  # beyond it, float() may fail
   return type(value) is kind
@@ -107,11 +115,11 @@ def _plain(value: Any) -> Any:
 
 def _check_is_text(key: Any) -> None:
   if not isinstance(key, str):
-    raise ConfigError(f"config key {shown(key)} is no text: write a key such as 'seed'")
+    raise ConfigError(f"config key {shown(key)} is not a string: write a key such as 'seed'")
 
 
 def _unknown_key(name: str, root: Any) -> ConfigError:
-  """The error for a key that does not exist, with the key that was probably meant."""
+  """The error for a key that does not exist, with the key that the user probably meant."""
   if name in getattr(root, "removed", {}):
     return ConfigError(f"config key {name} is gone: {root.removed[name].instead}")
   all_keys = list(keys(root))

@@ -1,4 +1,4 @@
-"""Says whether a run fits on devices, and what bounds its speed, without such devices.
+"""Predicts whether a run fits on devices and what bounds its speed, without such devices.
 
 python -m grpo_jax.plan --config=configs/X.py [--config.section.key=value] --topology=v5e:2x2
 python -m grpo_jax.plan --config=configs/X.py --topology=h100:8
@@ -6,13 +6,13 @@ python -m grpo_jax.plan --config=configs/X.py --topology=cpu:4
 python -m grpo_jax.plan --config=configs/X.py --async --topology=v5e:2x4 [--workdir=RUN]
 python -m grpo_jax.plan --config=configs/X.py --async --round_ms=1:9,4:5 --update_s=1:40,4:11
 
-It compiles the programs of the run and reads what they hold and do. For TPUs it needs their
-compiler, pip install 'jax[tpu]', and for GPUs theirs, 'jax[cuda]'. Of a model it needs config.json
-alone, and no data.
+It compiles the programs of the run and counts their memory and operations. For TPUs it needs the
+compiler of pip install 'jax[tpu]', for GPUs 'jax[cuda]'. It reads config.json of the model, but
+neither weights nor data.
 The exit code is 0 if the run fits, and 3 if it does not.
 
-With --async it says how many devices to give to the sampler and to the learner of an asynchronous
-run. It simulates every split, with the least times of the programs or with measured ones.
+With --async it finds how many devices the sampler and the learner of an asynchronous run should
+have. It simulates every split, with lower bounds of the programs' times or with measured times.
 """
 
 from absl import flags

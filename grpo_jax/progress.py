@@ -1,12 +1,12 @@
-"""Progress of work that takes long: its name and how far it is.
+"""Shows the progress of slow work: what it is and how much of it is done.
 
   with doing("tokenising", 7473, "prompts") as work:
     for some in parts:
       ...
       work.advance(len(some))
 
-Whoever works says so here and knows no terminal. A thread looks a few times a second and gives what
-is going on to a `Display`. Without another one, that prints a line on stderr now and then.
+Code reports its work here and knows no terminal. A thread passes the work in progress to a
+`Display` a few times a second. The default display prints a line to stderr now and then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,22 +22,23 @@ from grpo_jax.timing import duration
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_LINES = 8.0
 _SECONDS_BETWEEN_LATE_LINES = 60.0
-_SECONDS_OF_A_PAUSE = 1.0  # after which what is done next counts as silence of its own
-_EARLY_SECONDS = 120.0  # so that hours of one work do not fill a log
+_SECONDS_OF_A_PAUSE = 1.0  # after such a pause, silence is counted from the start of the next work
+_EARLY_SECONDS = 120.0  # after them, lines are rare, so that hours of work do not fill a log
 
 
 class Work:
-  """Something that takes long.
+  """Slow work that is in progress. Work may be nested.
 
   Attributes:
     what: The name of the work, such as "tokenising".
-    total: How much there is to do. 0 if nobody knows.
-    unit: The things that are counted, such as "prompts".
-    done: How much is done.
-    began: When it began, by the clock of `time.monotonic`.
-    is_routine: Whether the like has been done before, such as a step of a run.
-    is_once: Whether it does not come again in what it is a part of, such as a compilation.
-    once: The seconds in it that do not come again, such as those of a compiler.
+    total: The number of units to do. 0 if unknown.
+    unit: The name of the units, such as "prompts".
+    done: The number of units that are done.
+    began: The time at which the work began, by `time.monotonic`.
+    is_routine: Whether the same work was done before, such as a step of a run. Lines are rare then.
+    is_once: Whether the work happens once in the enclosing work, such as a compilation.
+    once: The seconds of this work that will not recur, such as compilation. `seconds_left` leaves
+      them out.
   """
 
   def __init__(
@@ -48,51 +49,52 @@ class Work:
     self.done, self.began, self.once = 0, time.monotonic(), 0.0
 
   def advance(self, count: int = 1) -> None:
-    """Counts what was done since the last time."""
+    """Adds `count` units to those that are done."""
     self.done += count
 
   def reach(self, done: int) -> None:
-    """Says how much is done in all."""
+    """Sets the number of units that are done in all."""
     self.done = done
 
   @property
   def text(self) -> str:
-    """The name of the work and how far it is, such as "tokenising 3,072 of 7,473 prompts"."""
+    """The name of the work and its progress, such as "tokenising 3,072 of 7,473 prompts"."""
     if self.total < 2:
       return self.what
     return f"{self.what} {min(self.done, self.total):,} of {self.total:,} {self.unit}"
 
   def seconds_left(self, now: float) -> float | None:
-    """An estimate, by the time of what is done. None before the first part is."""
+    """Estimates the seconds left from the mean time of a unit. None if no unit or all are done."""
     if not 0 < self.done < self.total:
       return None
     return max(0.0, now - self.began - self.once) / self.done * (self.total - self.done)
 
 
 class Display(Protocol):
-  """Whoever shows what is going on."""
+  """Shows the work in progress, for example on a terminal."""
 
   def show(self, works: Sequence[Work]) -> None:
-    """Shows works, of which each is a part of the one before it. Called a few times a second.
+    """Shows nested works, the outermost first. Called a few times a second.
 
-    Without works, nothing that takes long is going on any more.
+    `works` is empty when the last work has ended.
     """
 
 
 def describe(works: Sequence[Work], now: float) -> str:
-  """One line about works, of which each is a part of the one before it.
+  """Describes nested works in one line.
 
   Args:
-    works: At least one.
-    now: The time.
+    works: At least one work, the outermost first.
+    now: The current time, by `time.monotonic`.
 
   Returns:
-    Such as "step 1: sampling 210 of 512 completions (12s, about 17s left)". The first time is that
-    of the last work so far.
+    A line such as "step 1: sampling 210 of 512 completions (12s, about 17s left)". The first time
+    is how long the innermost work has taken.
   """
   text = ": ".join(work.text for work in works)
   seconds = now - works[-1].began
   times = [duration(seconds)] if seconds >= 1 else []
+  # A compilation that is going on must not lengthen the estimates of the works around it.
   until = min((work.began for work in works if work.is_once), default=now)
   known = [left for work in works if (left := work.seconds_left(until)) is not None]
   times += [f"about {duration(known[-1])} left"] if known and known[-1] >= 1 else []
@@ -105,25 +107,25 @@ def _print(text: str, works: Sequence[Work]) -> None:
 
 
 class Lines:
-  """Prints a line where a work takes long, first every few seconds and later every minute."""
+  """Prints a line about slow work, first every few seconds and later every minute."""
 
   def __init__(self, write: Callable[[str, Sequence[Work]], None] = _print) -> None:
-    """`write` gets a line and the works that it is about. Without it, stderr gets the line."""
+    """`write` is called with a line and the works that the line describes."""
     self._write = write
     self._silent_since = self._ended_at = -float("inf")
 
   def show(self, works: Sequence[Work]) -> None:
-    """Prints a line about the works under way, if one is due."""
+    """Prints a line about the works in progress, if a line is due."""
     now = time.monotonic()
     if not works:
       self._ended_at = now
       return
-    whole = works[0]
-    if whole.began > self._ended_at + _SECONDS_OF_A_PAUSE:
-      self._silent_since = max(self._silent_since, whole.began)
+    outermost = works[0]
+    if outermost.began > self._ended_at + _SECONDS_OF_A_PAUSE:
+      self._silent_since = max(self._silent_since, outermost.began)
     silent = now - self._silent_since
-    if whole.is_routine or now - whole.began > _EARLY_SECONDS:
-      is_due = min(silent, now - whole.began) >= _SECONDS_BETWEEN_LATE_LINES
+    if outermost.is_routine or now - outermost.began > _EARLY_SECONDS:
+      is_due = min(silent, now - outermost.began) >= _SECONDS_BETWEEN_LATE_LINES
     else:
       is_due = silent >= _SECONDS_BETWEEN_LINES
     if is_due:
@@ -132,9 +134,10 @@ class Lines:
 
 
 class _Looking:
-  """A thread that calls something a few times a second, and lives no longer than it is needed.
+  """A thread that calls `look` a few times a second, until `stop`.
 
-  A process that forks, such as that of reward functions, must have no other threads.
+  It runs only while there is work, because a process must have no other threads when it forks, as
+  the process of reward functions does.
   """
 
   def __init__(self, look: Callable[[], None]) -> None:
@@ -143,7 +146,7 @@ class _Looking:
     self._thread.start()
 
   def stop(self) -> None:
-    """Returns when the thread has ended."""
+    """Stops the thread and waits until it has ended."""
     self._is_over.set()
     self._thread.join()
 
@@ -153,14 +156,14 @@ class _Looking:
 
 
 class Progress:
-  """The work that goes on in this process."""
+  """The work in progress in this process, and the displays that show it."""
 
   def __init__(self) -> None:
     self._forget()
 
   def _forget(self) -> None:
-    """Knows of nothing, like a process that was forked."""
-    self._works: list[tuple[int, Work]] = []  # with their threads
+    """Resets everything. A forked child calls this, because it has neither thread nor work."""
+    self._works: list[tuple[int, Work]] = []  # thread id and work
     self._displays: list[Display] = [Lines()]
     self._lock = threading.RLock()
     self._looking: _Looking | None = None
@@ -174,7 +177,7 @@ class Progress:
     is_routine: bool = False,
     is_once: bool = False,
   ) -> Work:
-    """Begins a work, which `end` ends. `Work` explains the arguments."""
+    """Begins work that `end` ends. `Work` explains the arguments."""
     work = Work(what, total, unit, is_routine=is_routine, is_once=is_once)
     with self._lock:
       self._works.append((threading.get_ident(), work))
@@ -183,14 +186,14 @@ class Progress:
     return work
 
   def end(self, work: Work) -> None:
-    """Ends a work."""
+    """Ends work that `begin` began. After the last work, the thread stops."""
     with self._lock:
       self._works = [one for one in self._works if one[1] is not work]
       if self._works or self._looking is None:
         return
       self._displays[-1].show(())
       looking, self._looking = self._looking, None
-    looking.stop()  # outside, because its thread may wait for the lock
+    looking.stop()  # without the lock, for which the thread may wait
 
   @contextlib.contextmanager
   def doing(
@@ -200,9 +203,9 @@ class Progress:
 
     Args:
       what: The name of the work, such as "tokenising".
-      total: How much there is to do. 0 if that is not known.
-      unit: The things that `total` and `Work.advance` count, such as "prompts".
-      is_routine: Whether the like has been done before, so that a log need not hear of it soon.
+      total: The number of units to do. 0 if unknown.
+      unit: The name of the units that `total` and `Work.advance` count, such as "prompts".
+      is_routine: Whether the same work was done before, so that lines about it are rare.
     """
     work = self.begin(what, total, unit, is_routine=is_routine)
     try:
@@ -211,7 +214,7 @@ class Progress:
       self.end(work)
 
   def once(self, seconds: float) -> None:
-    """Says that so many of the last seconds of this thread do not come again."""
+    """Excludes the last `seconds` of this thread from estimates, because they will not recur."""
     with self._lock:
       for thread, work in self._works:
         if thread == threading.get_ident():
@@ -219,7 +222,7 @@ class Progress:
 
   @contextlib.contextmanager
   def shown_by(self, display: Display) -> Iterator[None]:
-    """Gives what is going on to `display` alone until the block ends."""
+    """Lets only `display` show the work until the block ends."""
     with self._lock:
       self._displays[-1].show(())
       self._displays.append(display)
@@ -231,14 +234,14 @@ class Progress:
         self._displays.remove(display)
 
   def show_now(self) -> None:
-    """Shows what is going on without waiting for the thread that looks."""
+    """Shows the work in progress without waiting for the thread."""
     with self._lock:
       works = self._chain()
       if works:
         self._displays[-1].show(works)
 
   def _chain(self) -> list[Work]:
-    """The works of the thread that began first. What others do beside it is not shown."""
+    """The nested works of the thread that began first. Work of other threads is not shown."""
     return [work for thread, work in self._works if thread == self._works[0][0]]
 
 

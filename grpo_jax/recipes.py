@@ -1,4 +1,4 @@
-"""Configs as a program asks for them: a recipe and what to change in it."""
+"""Loads configs for programs: a recipe, and changes to it."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -20,11 +20,11 @@ Change = Callable[[Config], Config]
 
 
 def load_config(recipe: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
-  """The config of a recipe, with changes.
+  """Loads the config of a recipe, and applies changes.
 
   Args:
     recipe: The name of a file in configs/, such as "gsm8k", or the path of a file that ends in .py
-      and has a function `get_config` as they have. ":PRESET" may follow, as in "gsm8k:dapo".
+      and defines `get_config` as those files do. ":PRESET" may follow, as in "gsm8k:dapo".
     changes: Values by key, such as {"optimizer.learning_rate": 1e-5, "seed": 1}.
 
   Raises:
@@ -45,7 +45,7 @@ def load_config(recipe: str | Path, changes: Mapping[str, Any] | None = None) ->
     no_preset = isinstance(error, KeyError) and error.args == (preset,)
     reason = f"there is no preset {preset!r}: {CHOICES}" if no_preset else describe(error)
     raise ConfigError(f"recipe {recipe}: {reason}") from None
-  # A recipe may leave a value empty, such as model.path, that `changes` has to give.
+  # Missing values are an error only here, because `changes` may set them: for example model.path.
   return from_dict(changed(values, {} if changes is None else changes))
 
 
@@ -55,7 +55,11 @@ def unchanged(config: Config) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-  """The config with absolute paths, so that its run can be used from another folder."""
+  """Makes the paths of a config absolute, so that a run can resume from another folder.
+
+  A value that is not the path of an existing file stays, such as the name of a model. Raises
+  ConfigError for a path that the file system does not accept.
+  """
 
   def absolute(key: str, path: str) -> str:
     try:
@@ -65,14 +69,14 @@ def with_absolute_paths(config: Config) -> Config:
       raise ConfigError(f"config key {key} is {shown(path)}: {error}") from None
 
   def absolute_reward(key: str, name: str) -> str:
-    name, parameters = calls.split(name)
+    name, parameters = calls.split(name)  # FILE:FUNCTION or a folder, with parameters or without
     file, colon, function = name.rpartition(":")
     path = f"{absolute(key, file)}:{function}" if colon else absolute(key, name)
     return path + parameters
 
   def absolute_source(entry: str) -> str:
     task, colon, path = entry.partition(":")
-    if task.rpartition("=")[2] == "reasoning_gym":
+    if task.rpartition("=")[2] == "reasoning_gym":  # whose path is a list of tasks
       return entry
     return f"{task}{colon}{absolute('data.mixture', path)}"
 
@@ -81,7 +85,7 @@ def with_absolute_paths(config: Config) -> Config:
     return head + absolute("eval.tasks", path)
 
   replace = dataclasses.replace
-  data_path = config.data.path  # which names tasks and no file with this task
+  data_path = config.data.path  # a list of tasks for reasoning_gym
   if config.data.task != "reasoning_gym":
     data_path = absolute("data.path", data_path)
   functions = tuple(absolute_reward("reward.functions", x) for x in config.reward.functions)
@@ -111,7 +115,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _from_file(path: str) -> ModuleType:
-  """Executes a recipe. Raises ConfigError for whatever it raises, sys.exit included."""
+  """Executes the file of a recipe. Raises ConfigError for any error in it, even sys.exit."""
   file = Path(path).expanduser()
   if not file.is_file():
     raise ConfigError(f"there is no recipe {shown(path)}")
@@ -128,28 +132,28 @@ def _from_file(path: str) -> ModuleType:
 
 
 def recipe_files() -> dict[str, str]:
-  """The file of each recipe of grpo_jax, by its name."""
+  """The paths of the recipes of grpo_jax, by the name of the recipe."""
   folders = [Path(folder) for folder in importlib.import_module("grpo_jax.configs").__path__]
   files = sorted(file for folder in folders for file in folder.glob("[!_]*.py"))
   return {file.stem: str(file) for file in files}
 
 
 def file_of(config: str) -> str:
-  """FILE[:PRESET] of a value of --config, in which a recipe may stand for its file."""
+  """Resolves a value of --config, RECIPE[:PRESET] or FILE[:PRESET], to FILE[:PRESET]."""
   name, colon, preset = config.partition(":")
-  files = {} if os.path.isfile(name) else recipe_files()  # which never raises
+  files = {} if os.path.isfile(name) else recipe_files()  # isfile never raises
   return f"{files.get(name, name)}{colon}{preset}"
 
 
 def import_hint(error: BaseException) -> str:
-  """Where the recipes are, for a config file that looks for them in `configs`."""
+  """Returns a hint for a config file that fails to import `configs`, or ""."""
   if isinstance(error, ImportError) and error.name == "configs":
     return "; the recipes of grpo_jax are in grpo_jax.configs"
   return ""
 
 
 def _recipe(name: str) -> ModuleType:
-  """A recipe of grpo_jax."""
+  """Imports a recipe of grpo_jax. Raises ConfigError if there is no recipe of this name."""
   if name not in recipe_files():
     raise ConfigError(
       f"there is no recipe {shown(name)}: choose one of {', '.join(recipe_files())}, or name a file"

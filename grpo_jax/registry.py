@@ -1,4 +1,4 @@
-"""Tables of what a config can name, to which a user's program may add."""
+"""Adds functions of a user to the tables in which the names of a config are looked up."""
 
 from typing import Any, TypeVar
 
@@ -10,11 +10,11 @@ _added: set[tuple[str, str]] = set()  # (kind, name) of what users registered
 
 
 def name_of(function: Any) -> str:
-  """The name of a function, or that of the class of an object that can be called.
+  """The name of a function. For another callable object, the name of its class.
 
   Raises:
-    ConfigError: It cannot be called, or its own __getattr__ raises another error than
-      AttributeError, which would come up wherever Python looks at the object.
+    ConfigError: The object is not callable, or its own __getattr__ raises an error other than
+      AttributeError, which would break any code that inspects the object.
   """
   kind = type(function).__name__
   if not callable(function):
@@ -30,19 +30,19 @@ def name_of(function: Any) -> str:
 
 
 def register(kind: str, table: dict[str, T], function: Any, entry: T) -> None:
-  """Adds an entry of a user. An entry that a user added before under this name is replaced.
+  """Adds an entry of a user to a table, under the name of a function.
 
-  A cell of a notebook that is run again so takes effect in the next run.
+  It replaces an entry that a user registered before, so that a notebook cell can be run again.
 
   Args:
     kind: The word for the entry in messages, such as "reward function".
-    table: Where a config's names are looked up.
-    function: Its name is that of the entry in a config.
-    entry: The value that the name stands for.
+    table: The table in which the names of a config are looked up.
+    function: The function whose name selects the entry in a config.
+    entry: The entry, such as a record that holds the function.
 
   Raises:
-    ConfigError: The name is one of grpo_jax, or no name at all, as that of a lambda, or `function`
-      is none.
+    ConfigError: An entry of grpo_jax has this name, or `function` is not callable or has no proper
+      name, such as a lambda.
   """
   try:
     name = name_of(function)

@@ -1,9 +1,9 @@
-"""Writes one page that shows runs: settings, curves and completions.
+"""Writes one HTML page that shows runs: settings, curves and completions.
 
 python -m grpo_jax.report DIR [DIR ...] --out=page.html
 
-A DIR is the folder of a run, or a folder of such folders, as a sweep makes it. The page is one file
-that needs no network and no server.
+A DIR is the folder of a run, or a folder of such folders, such as that of a sweep. The page is one
+file that needs neither network nor server.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from grpo_jax.storage.json_files import replace_file
 
 
 def main(argv: Sequence[str], folders: Sequence[str]) -> None:
+  """Reads the runs in `folders`, and writes the page to --out."""
   del argv
   if not folders:
     raise ConfigError("name the folder of at least one run: grpo_jax.report DIR --out=page.html")
@@ -42,7 +43,7 @@ def main(argv: Sequence[str], folders: Sequence[str]) -> None:
 
 
 def _check_writable(out: Path) -> None:
-  """Raises ConfigError if no file can be written there. A report of many runs takes a while."""
+  """Raises ConfigError if `out` cannot be written, before many runs are read."""
   if out.is_dir():
     raise ConfigError(f"flag --out={out} is a folder: name a file in it, such as {out}/page.html")
   if out.exists() and not out.is_file():
@@ -58,7 +59,7 @@ def _check_writable(out: Path) -> None:
 
 
 def _run_folders(folder: str) -> list[Path]:
-  """The folder itself, or the runs in it."""
+  """The folder itself if it holds a run, or else the folders of the runs in it."""
   path = Path(folder).expanduser()
   if (path / "config.json").is_file():
     return [path]
@@ -69,17 +70,17 @@ def _run_folders(folder: str) -> list[Path]:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The command line without the folders, and the folders."""
-  own, folders = list(argv[:1]), []
+  """Splits a command line into program and flags, and the folders of runs."""
+  others, folders = list(argv[:1]), []
   rest = iter(argv[1:])
   for argument in rest:
     if not argument.startswith("-"):
       folders.append(argument)
       continue
-    own.append(argument)
-    if argument.lstrip("-") == "out":
-      own += [value for value in [next(rest, None)] if value is not None]
-  return own, folders
+    others.append(argument)
+    if argument.lstrip("-") == "out":  # the next argument is the value of the flag
+      others += [value for value in [next(rest, None)] if value is not None]
+  return others, folders
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
+  """Samples completions of the prompt or question of the flags, and prints them."""
   del argv
   values = flags.FLAGS
   _check_flags()
@@ -44,16 +45,16 @@ def main(argv: list[str]) -> None:
 
 
 def printable(text: str, on_terminal: bool) -> str:
-  """A completion as it is printed.
+  """Makes the text of a completion safe to print.
 
-  On a terminal, control characters other than newlines become escapes, because a model's text could
-  otherwise steer it. A file gets the text as it is.
+  On a terminal, control characters other than newlines become escapes, because the text of a model
+  could otherwise control the terminal. A file gets the text unchanged.
   """
   return "\n".join(map(visible, text.split("\n"))) if on_terminal else text
 
 
 def _check_flags() -> None:
-  """Raises ConfigError for flags that do not say what to complete, or are out of range."""
+  """Raises ConfigError unless --prompt or --question is set, and the numbers are in range."""
   values = flags.FLAGS
   if not values.prompt and not values.question:
     raise ConfigError(
@@ -72,6 +73,7 @@ def _check_flags() -> None:
 
 
 def _print(completions: list["Completion"]) -> None:
+  """Prints a header for each completion, and its turns or its text."""
   for number, completion in enumerate(completions, start=1):
     tokens = "token" if completion.length == 1 else "tokens"
     end = "stopped" if completion.stopped else "cut off"

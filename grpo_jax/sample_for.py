@@ -2,9 +2,9 @@
 
 python -m grpo_jax.sample_for --learner=HOST:PORT --config=configs/arithmetic.py
 
-HOST:PORT is rollout.listen of the run. The config is that of the run, with the same overrides, but
-for mesh.*, which describes the devices of this process, and rollout.secret_file and
-rollout.certificate_file, which name its own files. docs/sampler_processes.md has more.
+HOST:PORT is rollout.listen of the run. The config and its overrides must be those of the run,
+except for mesh.*, rollout.secret_file and rollout.certificate_file, which describe the devices and
+files of this process. docs/sampler_processes.md has more.
 """
 
 from absl import flags
@@ -14,6 +14,7 @@ from grpo_jax.settings import ConfigError, address_of
 
 
 def main(argv: list[str]) -> None:
+  """Joins the learner of the flags, and samples for it."""
   del argv
   values = flags.FLAGS
   if not values.learner:

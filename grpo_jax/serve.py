@@ -28,13 +28,14 @@ if TYPE_CHECKING:  # --help and mistakes in flags need no jax, so it is imported
   from grpo_jax.serving.engine import Engine
   from grpo_jax.serving.images import ImageReader
 
-_KEY = "GRPO_JAX_API_KEY"  # the environment variable
-_MOST_TEXTS = 16  # in the prefix cache, for each row
-_BYTES_WITH_IMAGES = 32 * 2**20  # of a body
-_COUNTS = ("rows", "waiting", "max_prompt_tokens", "max_tokens", "request_seconds")
+_KEY = "GRPO_JAX_API_KEY"  # the environment variable with the key
+_MOST_TEXTS = 16  # texts in the prefix cache for each row, at most
+_BYTES_WITH_IMAGES = 32 * 2**20  # the limit of a request body if the model sees images
+_COUNTS = ("rows", "waiting", "max_prompt_tokens", "max_tokens", "request_seconds")  # >= 1
 
 
 def main(argv: list[str]) -> None:
+  """Serves the policy of the flags until SIGTERM, Ctrl-C or a failure of the engine."""
   del argv
   values = flags.FLAGS
   _check_flags()
@@ -53,8 +54,8 @@ def main(argv: list[str]) -> None:
   print(f"{name}: compiling", flush=True)
   with doing("compiling"):
     engine.start()
-  # The garbage collector stops all threads. It need not look at what stays. And a thread that reads
-  # a large body gives way to the others after a millisecond.
+  # A garbage collection stops all threads, so it should skip the objects that exist now. A thread
+  # that parses a large body should let other threads run after a millisecond.
   gc.freeze()
   sys.setswitchinterval(0.001)
   reload = None
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> None:
 
 
 def make_engine(policy: "Policy") -> "Engine":
-  """The engine of the flags. It is not started yet.
+  """Builds the engine that decodes completions, with the limits of the flags. Does not start it.
 
   Raises:
     ConfigError: The longest prompt with the longest completion do not fit the model.
@@ -96,18 +97,18 @@ def make_engine(policy: "Policy") -> "Engine":
       f"flags --max_prompt_tokens={prompt_tokens} and --max_tokens={decoding.max_tokens}: together"
       f" they must be at most the model's {shape.max_positions} positions"
     )
-  rows = -(-values.rows // shape.row_shards) * shape.row_shards
-  texts, memory = rows, values.prefix_cache_mib
-  if memory is not None:  # of a device, which has its share of the texts
-    text = cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
-    texts = min(_MOST_TEXTS * rows, int(memory * 2**20 // text) * shape.row_shards)
+  rows = -(-values.rows // shape.row_shards) * shape.row_shards  # rounded up
+  texts, mebibytes = rows, values.prefix_cache_mib
+  if mebibytes is not None:  # on each device, which holds 1 / row_shards of the texts
+    text_bytes = cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
+    texts = min(_MOST_TEXTS * rows, int(mebibytes * 2**20 // text_bytes) * shape.row_shards)
   sizes = Sizes(rows, prompt_tokens, values.waiting, texts)
   params = run.parameters.for_sampling(policy.params)
   return Engine(shape, decoding, sizes, params, policy.step)
 
 
 def reader_of(run: "Run") -> "ImageReader | None":
-  """Reads images as the run does in training. None if the model sees none."""
+  """Returns a reader that processes images as in training. None if the model sees no images."""
   if run.processor is None:
     return None
   from grpo_jax.serving.images import ImageReader
@@ -116,7 +117,7 @@ def reader_of(run: "Run") -> "ImageReader | None":
 
 
 def load_newest(run: "Run", workdir: Path, engine: "Engine") -> int:
-  """Gives the engine the newest checkpoint of a run, and returns its step."""
+  """Loads the newest checkpoint of the run in `workdir` into the engine, and returns the step."""
   from grpo_jax.storage.checkpoint import Checkpoints
 
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=run.parameters.layers_of)
@@ -126,7 +127,17 @@ def load_newest(run: "Run", workdir: Path, engine: "Engine") -> int:
 
 
 async def _until_signal(serve: Callable, name: str, remark: str) -> int | None:
-  """Serves until SIGTERM or Ctrl-C. A second one leaves at once. Returns which one came first."""
+  """Serves until SIGTERM or Ctrl-C. A second signal ends the process at once.
+
+  Args:
+    serve: `Server.run`: (host, port, stop, ready) -> a coroutine that serves until `stop` is set,
+      and that calls ready(host, port) once it listens.
+    name: The name of the model, for the line that says where it is served.
+    remark: The end of that line.
+
+  Returns:
+    The number of the first signal. None if the engine failed.
+  """
   values, stop, received = flags.FLAGS, asyncio.Event(), list[int]()
 
   def on_signal(number: int) -> None:
@@ -149,6 +160,7 @@ async def _until_signal(serve: Callable, name: str, remark: str) -> int | None:
 
 
 def _check_flags() -> None:
+  """Raises ConfigError for the first flag that is out of range."""
   values = flags.FLAGS
   for name in _COUNTS:
     if values[name].value is not None and values[name].value < 1:
@@ -164,7 +176,7 @@ def _check_flags() -> None:
 
 
 def _key() -> str:
-  """The key of --api_key_file or of the environment, or empty for none."""
+  """The API key from --api_key_file, or else from the environment variable. "" without a key."""
   file = flags.FLAGS.api_key_file
   if file is None:
     key = os.environ.get(_KEY, "").strip()

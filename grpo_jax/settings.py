@@ -1,7 +1,7 @@
-"""The parts of a setting: a type, a default, a range and a meaning, written down once.
+"""Declares settings: the default, the range and the meaning of each, written down once.
 
-The sections in `grpo_jax/config.py` are dataclasses whose fields are made by `setting`, and so are
-the `Settings` that the variants of the algorithm in `grpo_jax/algo/` read.
+`setting` makes the fields of the sections in `grpo_jax/config.py`, and of the `Settings` that the
+variants of the algorithm in `grpo_jax/algo/` read.
 """
 
 from collections.abc import Callable, Collection
@@ -14,15 +14,15 @@ import traceback
 from typing import Any
 from urllib.parse import urlsplit
 
-LARGEST_INT = 2**31 - 1  # what an int32 holds, which is what numbers are on the devices
-SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e30  # inside float32, with room to compute with them
+LARGEST_INT = 2**31 - 1  # of int32, in which the devices compute
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e30  # inside the range of float32, with a margin
 
 
 class OneLineError(Exception):
-  """An error whose message says everything.
+  """An error whose message needs no traceback.
 
-  A notebook shows the message, and of the traceback only what is not ours: where a function of the
-  user raised what caused it.
+  A notebook shows the message. If code of the user raised the cause, it also shows the frames of
+  that code, without those of this package.
   """
 
   def _render_traceback_(self) -> list[str]:  # IPython calls it
@@ -31,8 +31,8 @@ class OneLineError(Exception):
       cause = cause.__cause__
     frames = traceback.extract_tb(cause.__traceback__) if cause is not self else []
     package = os.path.dirname(__file__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(package)]
-    return [*traceback.format_list(theirs), f"{type(self).__name__}: {self}"]
+    outside = [frame for frame in frames if not frame.filename.startswith(package)]
+    return [*traceback.format_list(outside), f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(OneLineError, ValueError):
@@ -40,14 +40,14 @@ class ConfigError(OneLineError, ValueError):
 
 
 class Missing(str):
-  """The value of a key that a recipe leaves to the user: in words, how the user gets one."""
+  """Stands for a value that a recipe leaves to the user. The text says how to get one."""
 
 
 class RunFailed(OneLineError):
-  """A run that began and cannot go on: one line that says what failed and what is saved.
+  """A run began and cannot continue: one line that says what failed and what is saved.
 
   Attributes:
-    goes_on: Whether the same command may succeed where the run was saved.
+    goes_on: Whether the same command may resume the saved run.
   """
 
   goes_on = True
@@ -58,9 +58,9 @@ class Range:
   """The values that a setting may have.
 
   Attributes:
-    contains: Returns whether a value is allowed.
-    requirement: The words of an error message, such as "it must be at least 1".
-    choices: The allowed names, where the range is a list of names.
+    contains: (value) -> whether the value is allowed.
+    requirement: The requirement in words, for an error message: "it must be at least 1".
+    choices: The allowed names, for a range that is a list of names. Otherwise empty.
   """
 
   contains: Callable[[Any], bool]
@@ -97,7 +97,7 @@ def zero_or_above(low: float, note: str = "") -> Range:
 
 
 def one_of(names: Collection[str], note: str = "") -> Range:
-  """One of `names`, to which some may be added later."""
+  """One of `names`. A name that is added to the collection later is allowed, too."""
   listed = ", ".join(repr(name) for name in names)
   requirement = f"choose one of {listed}" + (f", {note}" if note else "")
   return Range(lambda value: value in names, requirement, tuple(names))
@@ -110,7 +110,7 @@ def each_of(names: Collection[str]) -> Range:
 
 
 def span(requirement: str) -> Range:
-  """No numbers, or two: one of at least 1, and one that is not less."""
+  """Either no numbers or two: the first is at least 1, and the second is not less."""
   return Range(lambda pair: not pair or (len(pair) == 2 and 1 <= pair[0] <= pair[1]), requirement)
 
 
@@ -122,11 +122,11 @@ class Setting:
   """One setting, without its name.
 
   Attributes:
-    default: The value where the user gives none. Its type is the setting's type.
-    meaning: Its effect, for the reader of the code and of the error messages.
+    default: The value if the user sets none.
+    meaning: The effect of the setting, for the documentation.
     range: The values that are allowed.
-    before: The value of a config that was saved before this setting existed: the one that gives
-      the behaviour of that time. None means the default.
+    before: The value for a config that was saved before this setting existed. It reproduces the
+      behaviour of that time. None means the default.
   """
 
   default: Any
@@ -143,15 +143,15 @@ def setting(default: Any, meaning: str, range: Range = ANY, before: Any = None) 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Settings of the algorithm. This class has none: it is for functions that read nothing.
+  """The base of classes that declare settings of the algorithm. It declares none.
 
-  A function that reads some has a subclass, whose fields are made by `setting`. `Algo` in
-  `grpo_jax/algo/settings.py` inherits from all of them.
+  Each function takes the class of the settings that it reads, or this class if it reads none.
+  `setting` makes the fields. `Algo` in `grpo_jax/algo/settings.py` inherits from all such classes.
   """
 
 
 def names_of(settings: type[Settings]) -> tuple[str, ...]:
-  """The names of the settings that a class has, with those that it inherits."""
+  """The names of the settings of a class, including inherited ones."""
   return tuple(field.name for field in dataclasses.fields(settings))
 
 
@@ -172,7 +172,7 @@ def check_ranges(config: Any, prefix: str = "") -> None:
 
 
 def _unusable(value: Any) -> str:
-  """The requirement that a value breaks which nobody can compute with or write. Else empty."""
+  """Returns a requirement that all values must meet and that this one breaks, or ""."""
   if type(value) is int and abs(value) > LARGEST_INT:
     return f"it must be between -{LARGEST_INT} and {LARGEST_INT}"
   if type(value) is float and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
@@ -183,7 +183,7 @@ def _unusable(value: Any) -> str:
 
 
 def is_text(value: str) -> bool:
-  """Whether UTF-8 can hold a string. It cannot hold half of a surrogate pair, as JSON can."""
+  """Whether UTF-8 can encode a string. It cannot encode half of a surrogate pair, as JSON can."""
   try:
     value.encode()
   except UnicodeEncodeError:
@@ -192,7 +192,7 @@ def is_text(value: str) -> bool:
 
 
 def address_of(text: str, key: str) -> tuple[str, int]:
-  """Host and port of "HOST:PORT" or "[IPV6]:PORT". Raises ConfigError, which names `key`."""
+  """Parses "HOST:PORT" or "[IPV6]:PORT". Raises ConfigError, whose message names `key`."""
   host, _, port = text.rpartition(":")
   if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
     raise ConfigError(f"{key} is {shown(text)}: it must be HOST:PORT, such as 127.0.0.1:5555")
@@ -214,7 +214,7 @@ def is_url(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-  """Whether only this machine reaches an address."""
+  """Whether only this machine can reach the address or name `host`."""
   try:
     return ipaddress.ip_address(host).is_loopback
   except ValueError:
@@ -222,20 +222,20 @@ def is_loopback(host: str) -> bool:
 
 
 def path_of(value: Any, name: str) -> Path:
-  """A path on this machine that a user or a program gives.
+  """Converts the value of a user to a path on this machine. The path need not exist.
 
   Args:
-    value: A text, or a path object such as pathlib.Path. "~" is the folder of the user.
-    name: The name for the path in an error message, such as "flag --out".
+    value: A text, or a path object such as pathlib.Path. "~" means the home folder.
+    name: The name of the value in an error message, such as "flag --out".
 
   Raises:
-    ConfigError: It is something else, or no file system has such a path.
+    ConfigError: The value is not a path, or no file system accepts the path.
   """
   text = path_text(value, name)
   try:
     path = Path(text).expanduser()
     path.exists()
-  except RuntimeError as error:  # ~NAME of nobody
+  except RuntimeError as error:  # ~NAME of an unknown user
     raise ConfigError(f"{name}={text}: {error}") from None
   except OSError as error:  # a name that is too long
     raise ConfigError(f"{name}={text:.200}: {error.strerror}") from None
@@ -243,7 +243,7 @@ def path_of(value: Any, name: str) -> Path:
 
 
 def path_text(value: Any, name: str) -> str:
-  """The text of a path, which may be one in object storage. Arguments and errors as `path_of`."""
+  """The text of a path, also of one in object storage. Arguments and errors are as in `path_of`."""
   try:
     text = os.fspath(value)
   except Exception:  # an object's own __fspath__ may raise anything
@@ -258,9 +258,9 @@ def path_text(value: Any, name: str) -> str:
 
 
 def shown(value: Any) -> str:
-  """A value as an error message shows it: one line of at most 200 characters."""
+  """Formats a value for an error message, in one line of at most 200 characters."""
   try:
-    return f"{value!r:.200}".replace("\n", " ")  # which the repr of an array has
+    return f"{value!r:.200}".replace("\n", " ")  # as in the repr of an array
   except Exception:  # Python writes no int of more than 4,300 digits, and an object may do anything
     return f"a value of type {type(value).__name__} that cannot be printed"
 

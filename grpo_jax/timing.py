@@ -1,4 +1,4 @@
-"""Clocks: durations, limits of time, and what is told of what takes too long."""
+"""Clocks: durations, time limits, and messages about code that takes long."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -8,10 +8,9 @@ import threading
 import time
 from typing import Any
 
-_SECONDS_TO_RAISE_AGAIN = 1.0
+_SECONDS_TO_RAISE_AGAIN = 1.0  # for code that catches everything, even TookTooLong
 
-
-# Metrics that the clock decides, beside those of time/: two runs that are the same differ in them.
+# Metrics that measure time, beside those of time/. They differ even between equal runs.
 _OF_CLOCK = (
   "perf/tokens_per_second",
   "rollout/learner_idle",
@@ -22,7 +21,7 @@ _OF_CLOCK = (
 
 
 def is_of_clock(metric: str) -> bool:
-  """Whether the clock decides a metric, so that it differs when a run is repeated."""
+  """Whether a metric measures time, so that it differs when a run is repeated."""
   return metric.startswith("time/") or metric in _OF_CLOCK
 
 
@@ -39,12 +38,12 @@ def duration(seconds: float) -> str:
 
 
 class TookTooLong(BaseException):
-  """A block has not ended in time. No Exception, so that code that catches these cannot stop it."""
+  """A block exceeded its time limit. Not an Exception, so that `except Exception` lets it pass."""
 
 
 @contextlib.contextmanager
 def telling(line: Callable[[float], str], seconds: float) -> Iterator[None]:
-  """Prints line(seconds so far) each time that the block has taken so many seconds more."""
+  """While the block runs, prints `line(seconds so far)` to stderr every `seconds` seconds."""
   ended = threading.Event()
 
   def tell() -> None:
@@ -64,33 +63,33 @@ def telling(line: Callable[[float], str], seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-  """Raises TookTooLong in the block if it has not ended after so many seconds.
+  """Raises TookTooLong in the block if the block takes longer than `seconds`.
 
-  Only in the main thread, and where the system has alarms. Elsewhere there is no limit. What a
-  library computes without Python is not interrupted.
+  The limit works only in the main thread of a system with alarms. Elsewhere there is none. A call
+  of a library is not interrupted until it returns to Python.
   """
   is_main = threading.current_thread() is threading.main_thread()
   if not is_main or not hasattr(signal, "setitimer"):
     yield
     return
 
-  def end(*_: Any) -> None:
+  def stop(*_: Any) -> None:
     raise TookTooLong
 
-  before = signal.signal(signal.SIGALRM, end)
+  previous_handler = signal.signal(signal.SIGALRM, stop)
   signal.setitimer(signal.ITIMER_REAL, seconds, _SECONDS_TO_RAISE_AGAIN)
   try:
     yield
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, previous_handler)
 
 
 class Clock:
-  """Seconds since the clock was made, in all and by name.
+  """Measures the seconds since the clock was made, in all and by name.
 
   Attributes:
-    laps: Seconds that were spent on each name.
+    laps: The seconds that were counted for each name.
   """
 
   def __init__(self) -> None:
@@ -104,7 +103,7 @@ class Clock:
     self._last = now
 
   def restart(self) -> None:
-    """Begins a lap. The time since the last one counts for no name."""
+    """Begins a lap. The time since the last lap counts for no name."""
     self._last = time.perf_counter()
 
   def total(self) -> float:

@@ -4,9 +4,8 @@ python -m grpo_jax.train --config=configs/arithmetic.py --workdir=DIR [--config.
 
 Run the same command again to resume from the newest checkpoint.
 
-In Python: `grpo_jax.train(config, workdir, callback)`. The name stands for this module and for the
-function in it, because the import system puts the module in the place of anything else that the
-package has under this name. So the module can be called, and both always work.
+In Python: `grpo_jax.train(config, workdir, callback)`. Importing this module sets `grpo_jax.train`
+to the module, whatever it was before. So the module itself can be called like its function `train`.
 """
 
 from pathlib import Path
@@ -35,34 +34,34 @@ def train(
   *,
   data: Any = None,
 ) -> Step:
-  """Trains a run to its end, or goes on with it.
+  """Trains a run to its end, from its newest checkpoint if it has one.
 
-  While it takes steps, the first Ctrl-C (a notebook's stop button) or SIGTERM lets the step finish,
-  saves and raises Stopped. A second one raises KeyboardInterrupt at once.
+  During training, the first Ctrl-C (a notebook's stop button) or SIGTERM lets the current step
+  finish, saves the run and raises Stopped. A second one raises KeyboardInterrupt at once.
 
   Args:
-    config: The run.
-    workdir: Its folder. It is created, or resumed if it has a checkpoint.
+    config: The config of the run.
+    workdir: The folder of the run. It is created if it does not exist.
     callback: Called with a `Step` after each step, on the first process. If it returns True, the
       run is saved and `train` returns.
-    data: Rows in the place of data.path: a list of dicts, a `datasets.Dataset`, any object with
+    data: Rows that replace data.path: a list of dicts, a `datasets.Dataset`, any object with
       `__len__` and `__getitem__`, or a dict of these with the keys `train` and perhaps `test`, such
-      as a `DatasetDict`. data.task says how they are read, as those of a file.
+      as a `DatasetDict`. data.task says how the rows are read, like the rows of a file.
 
   Returns:
-    The last step that was taken. It is not the run's last one if the callback asked to stop.
+    The last step that was trained. The run has more steps if the callback asked to stop.
 
   Raises:
     ConfigError: The config or the folder cannot be used. Nothing was run.
     RunFailed: The run cannot go on, for example because a reward function or the callback raised
       something. What could be saved is saved.
-    Stopped: The run was interrupted. It is saved, and the same call goes on.
+    Stopped: The run was interrupted. It is saved, and the same call resumes it.
   """
   if not isinstance(config, Config):
     raise ConfigError(
       f"train needs a grpo_jax.Config and got a {type(config).__name__}: see grpo_jax.load_config"
     )
-  config = config.replace({})  # its dataclasses take values of any type, and this checks them
+  config = config.replace({})  # checks the types of the values, which dataclasses do not
   if data is not None:
     config = config.replace({"data.path": given_path(config.data, data)})
   folder = bucket.folder(workdir)
@@ -79,7 +78,7 @@ def train(
 
 
 class _CallableModule(ModuleType):
-  """A module that can be called as the function `train` in it."""
+  """A module that can be called like its function `train`."""
 
   def __call__(
     self,
@@ -95,6 +94,7 @@ class _CallableModule(ModuleType):
 
 
 def main(argv: list[str]) -> None:
+  """Trains the run of --config in --workdir."""
   del argv
   config = cli.config_from_flags()
   if not flags.FLAGS.workdir:

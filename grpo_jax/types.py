@@ -1,4 +1,4 @@
-"""The structs that several packages share, and the legend of the letters in names of arrays.
+"""Structs that several packages share, and the meaning of the letters in the names of arrays.
 
   P  prompts                   H  query heads              X  experts
   G  completions of a prompt   K  key and value heads      U  experts that a token uses
@@ -11,7 +11,7 @@
   Y  the experts of a token in all layers: U of the first sparse layer, U of the next, ...
   I  pictures that a prompt sees, of N patches with C numbers each
   A  alternatives to a token, the likeliest
-  Q  seats of a place in the sampler, whose rows in flight are R, and N its places
+  Q  seats for rows in each of the N places of the sampler, which has R = N * Q rows in flight
 
 `logprobs_PGT[..., t]` is the log-prob of completion token t given all tokens before it. Prompts and
 completions are right-padded. A completion includes the token that ended it: stopping is an action.
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 
 class Completions(struct.PyTreeNode):
-  """The completions of P prompts, G each, as a rollout returns them: on the devices or in numpy.
+  """The completions of P prompts, G each, as a rollout returns them. On the devices or in numpy.
 
   A row holds tokens that the policy sampled and, in a conversation with an environment, tokens that
   the environment wrote between them. Padding follows. At padding, tokens and log-probs are 0.
@@ -41,11 +41,11 @@ class Completions(struct.PyTreeNode):
     behavior_logprobs_PGT: float32, log-probs under the distribution that the token was drawn from:
       that softmax after the filters top-k, top-p and min-p.
     stopped_by_PG: int32, the stop id that ended the row, or -1 where the length limit cut it off.
-    experts_PGTY: int8 or int16, the experts of each token, where the sampler keeps them. -1 where
-      it computed none: at a row's last token and at padding.
+    experts_PGTY: int8 or int16, the experts that the sampler chose for each token. -1 where it
+      computed none: at a row's last token and at padding. None if the sampler does not keep them.
     prompt_experts_PSY: The same for the tokens of the prompts.
-    versions_PGT: int32, the version of the weights that drew each token, where weights change while
-      rows are in flight. Otherwise None.
+    versions_PGT: int32, the version of the weights that drew each token. None unless weights change
+      while rows are in flight.
   """
 
   tokens_PGT: jax.Array
@@ -70,7 +70,7 @@ class Rewards(struct.PyTreeNode):
     step_rewards_PGT: float32, for process supervision: the reward of the step that ends at this
       token.
     step_ends_PGT: float32, 1 where a step ends.
-    kl_penalty_PGT: float32, the KL term that is taken from the reward at each token, 0 at padding.
+    kl_penalty_PGT: float32, the KL term that each token subtracts from the reward, 0 at padding.
   """
 
   scores_PGJ: jax.Array
@@ -117,13 +117,12 @@ class Images(struct.PyTreeNode):
   Attributes:
     patches_PINC: float32, the pixels of each patch, in the order in which the family's image
       processor writes patches and the numbers of a patch. 0 at padding.
-    places_PIN2: int32, row and column of each patch in its picture. -1 at padding.
-    seen_PS2: int32, which visual token takes the place of a token of the prompt: the number of its
-      picture, and its own number among the visual tokens of that picture. -1 where the token is
-      text.
+    places_PIN2: int32, the row and the column of each patch in its picture. -1 at padding.
+    seen_PS2: int32, for each token of the prompt the visual token that replaces it: the index of a
+      picture, and the index of the visual token in this picture. -1 where the token is text.
     positions_PS3: int32, the positions of the prompt's tokens in time, height and width, for
-      families that rotate by three axes. None: a token's position is its number.
-    next_P: int32, beside `positions_PS3`: the position of the first token after the prompt.
+      families that rotate by three axes. None means that a token's position is its index.
+    next_P: int32, the position of the first token after the prompt. None without `positions_PS3`.
   """
 
   patches_PINC: jax.Array
@@ -134,19 +133,19 @@ class Images(struct.PyTreeNode):
 
   @property
   def is_seen_PS(self) -> jax.Array:
-    """bool, True where a token of a prompt is one of an image."""
+    """bool, True where a visual token replaces a token of a prompt."""
     return (self.seen_PS2 >= 0).all(-1)
 
 
 class Visual(struct.PyTreeNode):
-  """The visual tokens that a vision tower makes of `Images`. The decoder reads them as tokens.
+  """The visual tokens that a vision tower computes from `Images`, for the decoder.
 
   Attributes:
-    features_PKND: The visual tokens of each prompt's pictures, one picture after another, N in all.
-      Number 0 of the K levels takes the place of embeddings. Number k > 0 is added to the residual
-      stream after layer k - 1.
-    seen_PS: int32, which of the N takes the place of a token of the prompt, or -1.
-    picture_PS: int32, to which picture a token of the prompt belongs, or -1.
+    features_PKND: The features of each prompt's N visual tokens, one picture after another, in K
+      levels. Level 0 replaces token embeddings. Level k > 0 is added to the residual stream after
+      layer k - 1.
+    seen_PS: int32, for each token of the prompt the visual token that replaces it, of N, or -1.
+    picture_PS: int32, for each token of the prompt the index of its picture, or -1.
     positions_PS3: `Images.positions_PS3`.
     next_P: `Images.next_P`.
   """
@@ -159,11 +158,11 @@ class Visual(struct.PyTreeNode):
 
   @property
   def is_seen_PS(self) -> jax.Array:
-    """bool, True where a token of a prompt is one of an image."""
+    """bool, True where a visual token replaces a token of a prompt."""
     return self.seen_PS >= 0
 
   def after(self, tokens: int) -> "Visual":
-    """The visual tokens of prompts that lack their first `tokens` tokens, which see no image."""
+    """The same without the first `tokens` tokens of each prompt, which must be text."""
     axes_PS3 = self.positions_PS3
     return self.replace(
       seen_PS=self.seen_PS[:, tokens:],
@@ -173,16 +172,16 @@ class Visual(struct.PyTreeNode):
 
 
 class Routing(struct.PyTreeNode):
-  """The statistics of the L sparse layers' routers, as sums over the counted tokens of a row.
+  """Statistics of the routers of the L sparse layers, as sums over the counted tokens of a row.
 
   Attributes:
     tokens_BL: float32, how many tokens were counted.
-    assigned_BLX: float32, how many of them were sent to each expert.
+    assigned_BLX: float32, how many of these tokens were sent to each expert.
     probs_BLX: float32, the sum of the routers' probabilities.
     entropy_BL: float32, the sum of the routers' entropies, without a gradient.
-    compared_BL: float32, how many completion tokens of them have experts of the sampler, where the
-      batch has these. Otherwise None.
-    differs_BL: float32, for how many of those the router would choose other experts. Or None.
+    compared_BL: float32, how many counted completion tokens have experts that the sampler chose.
+      None if the batch has no experts of the sampler.
+    differs_BL: float32, for how many of these the router would choose other experts, or None.
   """
 
   tokens_BL: jax.Array
@@ -197,7 +196,7 @@ class TokenStats(struct.PyTreeNode):
   """The learner's results for the completion tokens of a batch, 0 at padding.
 
   Attributes:
-    logprobs_PGT: float32.
+    logprobs_PGT: float32, the log-probs of the tokens under the policy.
     entropies_PGT: float32, entropy of softmax(logits / temperature), before any filter.
     full_kl_PGT: float32, KL(policy || reference) over the whole vocabulary, or None if it was not
       requested.
@@ -215,8 +214,8 @@ class TokenSelection(struct.PyTreeNode):
 
   Attributes:
     weights_PGT: float32, the weight of the token's surrogate. 0 leaves the token out.
-    chosen_PGT: float32, 1 at the tokens that the surrogate treats in its own special way, such as
-      those of highest covariance for `clip_cov` and `kl_cov`.
+    chosen_PGT: float32, 1 at the tokens that the surrogate treats specially, such as the tokens of
+      highest covariance in `clip_cov` and `kl_cov`.
   """
 
   weights_PGT: jax.Array
@@ -227,9 +226,9 @@ class Batch(struct.PyTreeNode):
   """The batch that an update learns from, with the prompts on the first axis of every array.
 
   Attributes:
-    prompts_PS: int32.
-    prompt_lengths_P: int32.
-    completions_PGT: int32.
+    prompts_PS: int32, the tokens of the prompts.
+    prompt_lengths_P: int32, the number of tokens of each prompt.
+    completions_PGT: int32, the tokens of the completions.
     mask_PGT: float32, the loss mask: 1 on the tokens that the policy sampled and learns from.
     temperature_P: float32, the sampling temperature of each prompt's completions.
     advantages_PGT: float32, or None before they are computed and in the warm start.
@@ -239,21 +238,21 @@ class Batch(struct.PyTreeNode):
     old_logprobs_PGT: float32, log-probs of the policy before the batch's first update. None means
       that they are the current policy's own, so that the ratio is 1.
     ref_logprobs_PGT: float32, log-probs of the reference, or None where no KL term needs them.
-    teacher_logprobs_PGT: float32, log-probs of the teacher, until the advantages have them. None
-      without a teacher.
+    teacher_logprobs_PGT: float32, log-probs of the teacher. None without a teacher, and once the
+      advantages are computed.
     selection: How tokens are treated. None means weight 1 for every token of the loss.
     routing: The routing of each prompt's group before the update, where a loss over the whole batch
       needs it.
     experts_PGTY: `Completions.experts_PGTY`. The policy's passes use them instead of those that
       its routers choose. None means that the routers choose.
     prompt_experts_PSY: `Completions.prompt_experts_PSY`, beside them.
-    rollout_PG: int32, the rollout in the group whose reward each row has, until the advantages have
-      them. None means that each row is a rollout of its own.
-    images: The images of the prompts, where updates train the vision tower. None without images.
-    visual: The visual tokens that a frozen tower made of them, once for all updates. None without
-      images.
-    slots: How many slots the tokens of a group's completions are computed in, one completion after
-      another. 0 means in rows of T.
+    rollout_PG: int32, the index in the group of the rollout to which each row belongs, and whose
+      reward it gets. None if each row is a rollout itself, and once the advantages are computed.
+    images: The images of the prompts, if updates train the vision tower. Otherwise None.
+    visual: The visual tokens of the prompts, computed once for all updates by a frozen vision
+      tower. None without images or such a tower.
+    slots: The number of slots in which the tokens of a group's completions are packed, one
+      completion after another. 0 means that they are not packed: each completion has its own row.
   """
 
   prompts_PS: jax.Array | None = None
@@ -277,24 +276,29 @@ class Batch(struct.PyTreeNode):
   slots: int = struct.field(pytree_node=False, default=0)
 
   def without_experts(self) -> "Batch":
-    """The batch for a model that did not sample it."""
+    """The batch without the sampler's experts, for a model other than the sampler's."""
     return self.replace(experts_PGTY=None, prompt_experts_PSY=None)
 
 
 class Coefficients(struct.PyTreeNode):
-  """Coefficients of the objective that controllers may change, float32 scalars."""
+  """Coefficients of the objective that may change during a run, float32 scalars.
+
+  Attributes:
+    kl: The weight of the KL to the reference.
+    entropy: The weight of the entropy bonus.
+  """
 
   kl: jax.Array
   entropy: jax.Array
 
 
 class TrainState(struct.PyTreeNode):
-  """All that an update changes.
+  """The state that an update changes.
 
   Attributes:
     step: int32 scalar, the number of updates so far. Skipped updates count.
-    params: The trained parameters: all parameters, those beside a frozen vision tower, or with LoRA
-      the adapters.
+    params: The trained parameters: all parameters, all but those of a frozen vision tower, or with
+      LoRA only the adapters.
     opt_state: The state of the optax optimizer.
     coefs: The coefficients of the next update.
   """

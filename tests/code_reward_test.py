@@ -595,7 +595,9 @@ def test_a_run_begins_with_rows_that_can_pay_no_program(tmp_path, capsys):
   Collector(scorers._run, scorers)
   scorers.close()
   said = capsys.readouterr().err
-  assert "warning: reward.functions: code: 2 of 8 rows that were tried can pay no program" in said
+  assert (
+    "warning: reward.functions: code: 2 of 8 rows that were tried cannot reward any program" in said
+  )
   assert f"{tmp_path}/train.jsonl line 7: its tests read nothing of a program" in said
   assert f"{tmp_path}/train.jsonl line 8: its own solution fails its tests" in said
 

@@ -198,7 +198,7 @@ def test_an_int_stands_for_a_float_and_nothing_else_is_converted():
     (
       "model__path",
       None,
-      "config key model.path has no value yet: give it one with --config.model.path=...",
+      "config key model.path has no value yet: set it with --config.model.path=...",
     ),
     ("mesh", 8, "config key mesh must be a section of keys, got 8"),
     ("clip_high", 0.3, "config key clip_high is unknown: did you mean algo.clip_high?"),

@@ -21,6 +21,7 @@ from teacher_test import save_teacher
 from grpo_jax import cli, rewards
 from grpo_jax.algo.metrics import disjoint
 from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.config import check_key
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stdout import Stdout
 from grpo_jax.console.stop import leaving_on_second_signal, raising_on_second_signal
@@ -88,7 +89,7 @@ def test_what_a_function_raises_and_a_signal_lose_nothing(tmp_path):
   with pytest.raises(RunFailed) as error:
     train(config, run)
   words = f"step 3: reward function reward raised SystemExit: 0 ({tmp_path}/reward.py line 13)"
-  assert str(error.value) == f"{words}; step 2 is saved, the same command goes on"
+  assert str(error.value) == f"{words}; step 2 is saved; run the same command again to go on"
   assert saved_steps(run) == [2] and len(read_metrics(run)) == 3
 
   plan.write_text("decides 1 raise")  # at step 4; those of steps 0 and 2 are made
@@ -155,7 +156,9 @@ def test_a_run_without_rewards_stops_saves_and_goes_on(tmp_path):
     " (reward.max_unscored_steps): reward function reward returned no score for any completion"
     " (the first answer in the data is '"
   )
-  assert said.endswith("; step 5 is saved, the same command goes on") and "\n" not in said
+  assert (
+    said.endswith("; step 5 is saved; run the same command again to go on") and "\n" not in said
+  )
   assert saved_steps(tmp_path / "run") == [5]
   train(config, tmp_path / "run")
   train(config.replace({"reward.max_unscored_steps": 0}), tmp_path / "undisturbed")
@@ -539,6 +542,14 @@ def test_every_end_has_its_code_and_its_line(monkeypatch, capsys, error, code, l
   found, lines = end_of(monkeypatch, capsys, error)
   assert found == code and lines.startswith(line) and lines.count("\n") <= 1
   assert line or not lines
+
+
+def test_the_line_of_too_little_memory_names_keys_that_there_are(monkeypatch, capsys):
+  _, line = end_of(monkeypatch, capsys, MemoryError())
+  keys = re.findall(r"[a-z_]+\.[a-z_]+", line)
+  assert len(keys) > 5
+  for key in keys:
+    check_key(key)
 
 
 @pytest.mark.parametrize("code", [0, None, 3, "no"])

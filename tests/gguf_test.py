@@ -507,7 +507,7 @@ HOSTILE = {
   "shape": (header(tensor(b"a", [2**62] * 4), bytes(64), tensors=1), "ends at byte"),
   "no numbers": (header(tensor(b"a", [0, 2**62]), bytes(64), tensors=1), "has no numbers"),
   "axes": (header(text(b"a"), struct.pack("<I", 2**31), bytes(64), tensors=1), "axes"),
-  "half a block": (header(tensor(b"a", [33], 8), bytes(64), tensors=1), "has blocks: 32"),
+  "half a block": (header(tensor(b"a", [33], 8), bytes(64), tensors=1), "has blocks of 32"),
   "kind": (header(tensor(b"a", [8], 4242), bytes(64), tensors=1), "of kind number 4242"),
   "alignment": (
     header(text(b"general.alignment"), struct.pack("<II", 4, 0), bytes(64), fields=1),

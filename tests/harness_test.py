@@ -365,9 +365,9 @@ def test_a_harness_may_return_columns_and_metrics(tmp_path):
   "pays, words",
   [
     ("{}", "one of them is reward"),
-    ("{'reward': 1, 2: 3}", "a dict has texts as keys"),
+    ("{'reward': 1, 2: 3}", "the keys of a dict must be texts"),
     ("{'reward': 1, 'turns': 3}", "the column turns, which reward functions have already"),
-    ("{'reward': 1, 'x': object()}", "the columns .*JSON does not have"),
+    ("{'reward': 1, 'x': object()}", "the columns .*JSON cannot represent"),
     ("{'reward': 1, 'metrics': 3}", "metrics=3: give a dict"),
     ("{'reward': 1, 'metrics': {'x': 'a'}}", "the metric x='a': give a finite number"),
     ("{'reward': 1, 'metrics': {'lost_tokens': 1}}", "the metric lost_tokens, .*: rename it"),

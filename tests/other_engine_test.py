@@ -643,7 +643,7 @@ def test_a_server_without_the_weights_is_noticed(tmp_path):
       servers.use(written("second", -0.3))
   with sharing(stub) as servers:
     servers.use(written("first"))
-    with pytest.raises(RunFailed, match="to the last bit those under the weights before"):
+    with pytest.raises(RunFailed, match="exactly those under the previous weights"):
       servers.use(written("second", -1e-6))
 
 

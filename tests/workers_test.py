@@ -666,7 +666,7 @@ def test_an_exception_in_a_worker_stops_the_run_after_it_is_saved(tmp_path):
     train(dataclasses.replace(config, steps=3), tmp_path / "run")
   assert str(error.value) == (
     "step 2: reward function reward raised ZeroDivisionError: division by zero"
-    f" ({tmp_path}/reward.py line 2); step 1 is saved, the same command goes on"
+    f" ({tmp_path}/reward.py line 2); step 1 is saved; run the same command again to go on"
   )
 
 

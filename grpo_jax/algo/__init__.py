@@ -1,4 +1,4 @@
-"""The algorithm, arrays to arrays: advantages, ratios, surrogates, KL, and their objective.
+"""The algorithm as functions of arrays: advantages, ratios, surrogates, KL, and their objective.
 
-It may import types, masked, settings and registry. `objective.py` is GRPO's equation.
+It may import types, masked, lazy, settings and registry. `objective.py` is GRPO's equation.
 """

@@ -1,7 +1,7 @@
 """Aggregations: how the losses of tokens become one number.
 
-Each gives a mean as (sum, weight). Sums and weights of the parts of a batch add up, and a weight
-depends on the mask alone, so the sum of a part is divided by the weight of the whole batch. A
+Each returns a mean as (sum, weight). Sums and weights add up over micro-batches. A weight depends
+on the mask alone, so the sum of a micro-batch is divided by the weight of the whole batch. A
 sequence without a loss token is not counted.
 """
 
@@ -16,7 +16,7 @@ from grpo_jax.algo.variant import Example, Record, Records, S
 from grpo_jax.lazy import jax
 from grpo_jax.settings import Settings, at_least, one_of, setting
 
-Mean: TypeAlias = "tuple[jax.Array, jax.Array]"
+Mean: TypeAlias = "tuple[jax.Array, jax.Array]"  # (sum, weight)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def token_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Me
   """sum(x) / number of tokens (DAPO 2503.14476, eq. 12 over the batch).
 
   Args:
-    values_PGT: Anything, NaN included, where the mask is 0.
+    values_PGT: The values of the tokens. Where the mask is 0, they may be NaN.
     mask_PGT: The loss mask.
 
   Returns:
@@ -64,10 +64,10 @@ AGGREGATIONS["token_mean"] = Aggregation(
 
 
 def sequence_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
-  """Mean over sequences of their token mean (GRPO 2402.03300, eq. 3).
+  """Mean over sequences of the mean over their tokens (GRPO 2402.03300, eq. 3).
 
   Args:
-    values_PGT: Anything, NaN included, where the mask is 0.
+    values_PGT: The values of the tokens. Where the mask is 0, they may be NaN.
     mask_PGT: The loss mask.
 
   Returns:
@@ -84,12 +84,12 @@ AGGREGATIONS["sequence_mean"] = Aggregation(
 
 
 def sequence_sum(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
-  """Mean over sequences of their token sum (RLOO 2402.14740).
+  """Mean over sequences of the sum over their tokens (RLOO 2402.14740).
 
   With the ratio `sequence` it is LUSPO 2602.05261.
 
   Args:
-    values_PGT: Anything, NaN included, where the mask is 0.
+    values_PGT: The values of the tokens. Where the mask is 0, they may be NaN.
     mask_PGT: The loss mask.
 
   Returns:
@@ -120,7 +120,7 @@ def constant(values_PGT: jax.Array, mask_PGT: jax.Array, algo: ConstantSettings)
   The weight of a token does not depend on the length of its sequence.
 
   Args:
-    values_PGT: Anything, NaN included, where the mask is 0.
+    values_PGT: The values of the tokens. Where the mask is 0, they may be NaN.
     mask_PGT: The loss mask.
 
   Returns:
@@ -137,14 +137,14 @@ AGGREGATIONS["constant"] = Aggregation(
 
 
 def prompt_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
-  """Mean over prompts of the token mean of their group (DAPO 2503.14476, eq. 8).
+  """Mean over prompts of the mean over the tokens of their group (DAPO 2503.14476, eq. 8).
 
   Args:
-    values_PGT: Anything, NaN included, where the mask is 0.
+    values_PGT: The values of the tokens. Where the mask is 0, they may be NaN.
     mask_PGT: The loss mask.
 
   Returns:
-    (sum of the groups' means, number of prompts that have a token)
+    (sum of the groups' means, number of prompts that have a loss token)
   """
   prompts = (mask_PGT != 0).any((1, 2)).sum()
   return masked.mean(values_PGT, mask_PGT, (1, 2)).sum(), prompts
@@ -169,7 +169,7 @@ class _Choice(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class AggregationSettings(ConstantSettings, _Choice):
-  """The choice of an aggregation and the settings of all. New settings go in front."""
+  """The choice of an aggregation, and the settings of all of them. New bases go in front."""
 
 
 def _sequences(mask_PGT: jax.Array) -> jax.Array:

@@ -9,11 +9,11 @@ from grpo_jax.types import Routing
 def balance_loss(assigned_X: jax.Array, probs_X: jax.Array, tokens: jax.Array) -> jax.Array:
   """X sum_x f_x P_x (Switch 2101.03961, eq. 4-6).
 
-  f_x is the fraction of the tokens that are sent to expert x, and P_x is the mean of its
-  probability. If a token uses several experts, f sums to their number, as in transformers.
+  f_x is the fraction of the tokens that are sent to expert x, and P_x is the mean probability of
+  expert x. If a token uses several experts, f sums to their number, as in transformers.
 
-  The losses of the parts of a batch add up if `assigned_X` and `tokens` are those of the whole
-  batch and `probs_X` is that of the part.
+  The losses of micro-batches add up if `assigned_X` and `tokens` are of the whole batch and
+  `probs_X` is of the micro-batch.
 
   Args:
     assigned_X: How many tokens were sent to each expert, summed over layers. It gets no gradient.
@@ -30,14 +30,14 @@ def balance_loss(assigned_X: jax.Array, probs_X: jax.Array, tokens: jax.Array) -
 def balance_metrics(routing: Routing) -> dict[str, jax.Array]:
   """Metrics of the routing of a whole batch.
 
-  The load of an expert is the number of tokens that it got, divided by the mean over the experts of
-  its layer.
+  The load of an expert is the number of tokens that were sent to it, divided by the mean over the
+  experts of the layer.
 
   Args:
-    routing: Sums over any rows, B on the first axis.
+    routing: Sums over groups of tokens, with the groups on the first axis.
 
   Returns:
-    Names and float32 scalars.
+    float32 scalars by name.
   """
   assigned_LX, probs_LX = routing.assigned_BLX.sum(0), routing.probs_BLX.sum(0)
   tokens_L, entropy_L = routing.tokens_BL.sum(0), routing.entropy_BL.sum(0)

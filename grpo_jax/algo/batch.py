@@ -19,19 +19,19 @@ def to_batch(
   live_P: jax.Array,
   algo: Algo,
 ) -> Batch:
-  """The batch of these completions, without advantages and reference log-probs.
+  """Builds a batch of completions, without advantages and reference log-probs.
 
-  A token is in the loss if the policy drew it (tools write tokens, too), its group is live and its
-  completion is not left out by `mask_truncated`. The old log-probs are the sampler's, under the
-  whole softmax, until the learner computes its own. Those of the behavior are under the
+  A token is in the loss if the policy drew it (tools write tokens, too), its group is live and
+  `mask_truncated` does not leave out its completion. The old log-probs are the sampler's, under the
+  whole softmax, until the learner computes its own. The behavior log-probs are under the
   distribution after top-k, top-p and min-p.
 
   Args:
     completions: G completions of each of P prompts.
     prompts_PS: int32, the prompts.
     prompt_lengths_P: int32, their lengths.
-    temperature_P: float32, what their completions were sampled at.
-    live_P: bool or a number. 0 leaves a group out of the loss.
+    temperature_P: float32, the temperature at which their completions were sampled.
+    live_P: bool or a number for each group. 0 leaves the group out of the loss.
     algo: Reads `mask_truncated`.
   """
   mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]
@@ -54,21 +54,25 @@ def to_batch(
 def with_advantages(
   batch: Batch, rewards: Rewards, kl_coef: jax.Array, algo: Algo, teacher_weight: float
 ) -> tuple[Batch, dict[str, jax.Array]]:
-  """The batch with the advantage of each token, and metrics of the advantages.
+  """Adds the advantage of each token to a batch.
 
   Args:
-    batch: With reference log-probs where a KL is in the reward, and with the teacher's where there
-      is a teacher.
+    batch: The batch. It has reference log-probs if there is a KL in the reward, and the teacher's
+      log-probs if there is a teacher.
     rewards: The rewards of the batch's rollouts.
     kl_coef: float32 scalar, the weight of a KL in the reward.
     algo: Names the advantage.
-    teacher_weight: The weight of the teacher's advantages, where there is a teacher.
+    teacher_weight: The weight of the teacher's advantages, if there is a teacher.
+
+  Returns:
+    The batch, without fields that only advantages need, and metrics as scalars by name.
   """
   mask_PGT, rollouts = batch.mask_PGT, rewards.scores_PGJ.shape[1]
   if algo.kl_in_reward:
     kl_PGT = KL[algo.kl].compute(batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT)
     rewards = rewards.replace(kl_penalty_PGT=kl_coef * masked.masked(kl_PGT, mask_PGT))
-  # The first rows of a group are its rollouts. Others are further branches of these.
+  # The first rows of a group are its rollouts. Further rows are branches of rollouts, and share
+  # their advantages.
   advantages = ADVANTAGES[algo.advantage].compute(rewards, mask_PGT[:, :rollouts], algo)
   if advantages.ndim == 2:
     advantages = advantages[..., None]
@@ -77,9 +81,9 @@ def with_advantages(
   advantages_PGT = mask_PGT * advantages
   teacher_metrics = {}
   if batch.teacher_logprobs_PGT is not None:
-    own_PGT = teacher_advantages(batch.teacher_logprobs_PGT, batch.sampler_logprobs_PGT, mask_PGT)
-    advantages_PGT = advantages_PGT + teacher_weight * own_PGT
-    teacher_metrics["teacher/reverse_kl"] = -masked.mean(own_PGT, mask_PGT)
+    gap_PGT = teacher_advantages(batch.teacher_logprobs_PGT, batch.sampler_logprobs_PGT, mask_PGT)
+    advantages_PGT = advantages_PGT + teacher_weight * gap_PGT
+    teacher_metrics["teacher/reverse_kl"] = -masked.mean(gap_PGT, mask_PGT)
   learns_PG = (advantages_PGT != 0).any(-1)
   deviations_PGT = advantages_PGT - masked.mean(advantages_PGT, mask_PGT)
   metrics = {

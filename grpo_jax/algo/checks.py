@@ -1,4 +1,4 @@
-"""Checks of the algorithm's settings against each other, and which settings change nothing."""
+"""Checks the algorithm's settings against each other, and finds settings without effect."""
 
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.corrections import CORRECTIONS, LEVELS, BoundSettings
@@ -13,9 +13,9 @@ from grpo_jax.algo.variant import require
 def check_algo(
   algo: Algo, *, prompts: int, group_size: int, max_tokens: int, sampler_filters: bool
 ) -> None:
-  """Raises ConfigError at the first setting that cannot be run with the others.
+  """Raises ConfigError for the first setting that cannot be combined with the others.
 
-  The ranges of single settings are not checked here: they must hold already.
+  Each setting must already be in its own range, which is not checked here.
 
   Args:
     algo: The settings.
@@ -39,16 +39,16 @@ def check_algo(
 
 
 def settings_idle_at_ratio_one(algo: Algo) -> tuple[str, ...]:
-  """Names of the settings that a user changed and that change no gradient while the ratio is 1.
+  """The names of the settings that the user changed, but that do not change the gradient.
 
-  The ratio is 1 with one update per batch. With several updates there are no such settings.
+  They act on the ratio, which is 1 with one update per batch. With several, there are none.
   """
   if not algo.old_is_policy:
     return ()
   surrogate = SURROGATES[algo.surrogate]
   idle = ["old_logprobs", *surrogate.idle_at_ratio_one]
   if surrogate.applies_correction_itself and algo.has_correction:
-    idle = ["old_logprobs"]  # its settings shape the weight of the correction, too
+    idle = ["old_logprobs"]  # the surrogate's settings then affect the correction, too
   if not RATIOS[algo.ratio].shared_by_row or _rows_are_uniform(algo):
     idle.insert(0, "ratio")
   defaults = Algo()
@@ -56,17 +56,17 @@ def settings_idle_at_ratio_one(algo: Algo) -> tuple[str, ...]:
 
 
 def moves_unseen(algo: Algo) -> bool:
-  """Whether a step makes many updates with a loss that does not see how far they have moved.
+  """Whether a step makes many updates with a loss that does not limit how far the policy moves.
 
   With neither a ratio nor a KL term in the loss, 4 updates per batch did no harm, 8 cost accuracy
   and 16 made every run collapse. A KL in the reward did not help (experiments/stress.md).
   """
-  sees = SURROGATES[algo.surrogate].reads_ratio or (algo.kl_coef > 0 and not algo.kl_in_reward)
-  return algo.updates_per_step >= 8 and not sees
+  has_limit = SURROGATES[algo.surrogate].reads_ratio or (algo.kl_coef > 0 and not algo.kl_in_reward)
+  return algo.updates_per_step >= 8 and not has_limit
 
 
 def _rows_are_uniform(algo: Algo) -> bool:
-  """Whether all tokens of a completion have one advantage and one weight."""
+  """Whether all tokens of a completion have the same advantage and the same weight."""
   token_advantages = ADVANTAGES[algo.advantage].per_token or algo.kl_in_reward
   token_corrections = algo.has_correction and not LEVELS[algo.correction_level].shared_by_row
   chosen = SURROGATES[algo.surrogate].select is not None
@@ -97,7 +97,7 @@ def _check_batch(algo: Algo, prompts: int, group_size: int) -> None:
 
 
 def _check_overlong(algo: Algo, max_tokens: int) -> None:
-  """Raises ConfigError for a penalty for length that the advantage or the limit does not allow."""
+  """Raises ConfigError for a length penalty that max_tokens or the advantage does not allow."""
   require(
     not algo.overlong or round(algo.overlong * max_tokens) >= 1,
     algo,
@@ -119,7 +119,7 @@ def _check_overlong(algo: Algo, max_tokens: int) -> None:
 
 
 def _check_variants(algo: Algo, group_size: int) -> None:
-  """Raises ConfigError for an advantage or a surrogate whose other settings do not fit it."""
+  """Raises ConfigError for settings that the advantage or the surrogate does not allow."""
   advantage, surrogate = ADVANTAGES[algo.advantage], SURROGATES[algo.surrogate]
   require(
     not algo.dynamic_sampling or not advantage.equal_rewards_teach,
@@ -180,7 +180,7 @@ def _check_correction(algo: Algo, sampler_filters: bool) -> None:
 
 
 def _check_kl(algo: Algo) -> None:
-  """Raises ConfigError for a KL term that its place, the loss or the reward, does not allow."""
+  """Raises ConfigError for KL settings that do not fit together, such as k3+ in the reward."""
   kl = KL[algo.kl]
   if algo.kl_in_reward:
     require(

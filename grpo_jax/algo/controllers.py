@@ -1,7 +1,8 @@
-"""Coefficients that change during a run: controllers follow a measured value, a plan the steps.
+"""Coefficients that change during a run, by a controller or by a plan.
 
-Controllers change them once per optimizer update, a plan once per GRPO step. The coefficients are
-part of the checkpoint.
+A controller follows a measured value, and changes its coefficient once per optimizer update. A plan
+depends on the step alone, and changes its coefficient once per GRPO step. Checkpoints contain the
+coefficients.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from grpo_jax.types import Coefficients
 
 
 def initial(algo: Algo) -> Coefficients:
-  """The coefficients in the config."""
+  """The coefficients of the first update, from the config."""
   return Coefficients(kl=jnp.float32(algo.kl_coef), entropy=jnp.float32(algo.entropy_coef))
 
 
@@ -51,15 +52,15 @@ def proportional(coef: jax.Array, kl: jax.Array, completions: int, algo: Algo) -
 
 
 def stepwise(coef: jax.Array, entropy: jax.Array, algo: Algo) -> jax.Array:
-  """entropy_step up below entropy_target, down above it, never below 0 (2505.22312, section 5).
+  """max(0, coef + entropy_step sign(entropy_target - entropy)) (Skywork-OR1 2505.22312, section 5).
 
-  That paper, Skywork-OR1, also leaves the bonus out of an update whose entropy is above the target.
+  The paper also leaves the bonus out of an update whose entropy is above the target.
   """
   return jnp.maximum(coef + algo.entropy_step * jnp.sign(algo.entropy_target - entropy), 0)
 
 
 def planned(algo: Algo, index: int, steps: int) -> dict[str, float]:
-  """The coefficients that follow a plan, by their names in `Coefficients`.
+  """The coefficients that follow a plan in a step, by their names in `Coefficients`.
 
   Args:
     algo: Reads `entropy_coef` and `entropy_coef_end`.
@@ -67,7 +68,8 @@ def planned(algo: Algo, index: int, steps: int) -> dict[str, float]:
     steps: The GRPO steps of the run.
 
   Returns:
-    Their values in this step: each goes linearly from that of the first step to that of the last.
+    Values on a line from the value of the first step to the value of the last step. Empty without
+    a plan.
   """
   share = index / max(1, steps - 1)
   found = dict[str, float]()

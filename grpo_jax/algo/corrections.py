@@ -2,7 +2,8 @@
 
 w = exp(old - mu), where mu is the log-prob under the distribution that the token was drawn from and
 old is the log-prob under the policy before the update. A level says whether w belongs to a token or
-to a row, and a correction says what becomes of it. Weights have no gradient.
+to a row, and a correction limits it. The loss of a token is multiplied by the result, which has no
+gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class CorrectionLevel:
 
   Attributes:
     compute: (log_w_PGT, mask_PGT) -> log w of the level, [P, G, T] or [P, G, 1].
-    examples: Inputs are `w`, the weights of the single tokens of one row, and its `mask`. The
+    examples: Inputs are `w`, the weights of the single tokens of one row, and the row's `mask`. The
       output is `weights`.
     shared_by_row: True if all tokens of a row have the same weight.
   """
@@ -38,7 +39,7 @@ class Correction(Record[S]):
   """A way to limit the weights, such as an upper bound.
 
   Attributes:
-    compute: (weights_PGT, algo) -> [P, G, T].
+    compute: (weights_PGT, algo) -> the limited weights, [P, G, T].
     examples: The input is `weights`, a list. The output is `corrected`.
   """
 
@@ -52,7 +53,7 @@ _ROW = {"w": [2, 4, 0.5, 3], "mask": [1, 1, 1, 0]}
 
 
 def token(log_w_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
-  """The weight of the token."""
+  """log w of the token, unchanged."""
   del mask_PGT
   return log_w_PGT
 
@@ -63,7 +64,7 @@ LEVELS["token"] = CorrectionLevel(
 
 
 def sequence(log_w_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
-  """The product of the weights of the row's tokens."""
+  """The logarithm of the product of the weights of the row's tokens."""
   return masked.total(log_w_PGT, mask_PGT, -1, keepdims=True)
 
 
@@ -71,7 +72,7 @@ LEVELS["sequence"] = CorrectionLevel(sequence, (Example(_ROW, {"weights": [4, 4,
 
 
 def geometric(log_w_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
-  """The geometric mean of the weights of the row's tokens."""
+  """The logarithm of the geometric mean of the weights of the row's tokens."""
   return masked.mean(log_w_PGT, mask_PGT, -1, keepdims=True)
 
 
@@ -90,7 +91,7 @@ class BoundSettings(Settings):
 
 
 def none(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
-  """1."""
+  """1 for every token."""
   return jnp.ones_like(weights_PGT)
 
 
@@ -104,7 +105,7 @@ CORRECTIONS["none"] = Correction(
 def truncate(weights_PGT: jax.Array, algo: BoundSettings) -> jax.Array:
   """w limited to [correction_low, correction_high] (TIS, Yao et al. 2025).
 
-  Truncated importance sampling. It is also decoupled PPO (AReaL 2505.24298). Worked: mu .2,
+  This is truncated importance sampling, and also decoupled PPO (AReaL 2505.24298). Worked: mu .2,
   old .25, pi .3, A 1, clip .2: 1.25 min(1.2, 1.2) = 1.5.
 
   With the surrogate reinforce and one update per batch, where old is the policy itself, the
@@ -115,7 +116,7 @@ def truncate(weights_PGT: jax.Array, algo: BoundSettings) -> jax.Array:
     weights_PGT: w.
 
   Returns:
-    [P, G, T]
+    The limited weights, [P, G, T].
   """
   return jnp.clip(weights_PGT, algo.correction_low, algo.correction_high or jnp.inf)
 
@@ -142,7 +143,7 @@ def mask(weights_PGT: jax.Array, algo: BoundSettings) -> jax.Array:
     weights_PGT: w.
 
   Returns:
-    [P, G, T]
+    The limited weights, [P, G, T].
   """
   high = algo.correction_high or jnp.inf
   inside_PGT = (weights_PGT >= algo.correction_low) & (weights_PGT <= high)
@@ -181,13 +182,13 @@ class _Choice(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionSettings(BoundSettings, _Choice):
-  """The choice of a correction and the settings of all. New settings go in front."""
+  """The choice of a correction, and the settings of all corrections. New bases go in front."""
 
 
 def importance(
   old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: CorrectionSettings
 ) -> jax.Array:
-  """w at the level of `algo.correction_level`, before any bound.
+  """Computes w at the level of `algo.correction_level`, before any bound.
 
   Args:
     old_logprobs_PGT: Log-probs under the policy before the update.
@@ -195,7 +196,7 @@ def importance(
     mask_PGT: The loss mask.
 
   Returns:
-    [P, G, T]
+    The weights, [P, G, T].
   """
   log_w_PGT = masked.masked(old_logprobs_PGT - mu_PGT, mask_PGT)
   log_weight = LEVELS[algo.correction_level].compute(log_w_PGT, mask_PGT)
@@ -205,7 +206,7 @@ def importance(
 def correction_weights(
   old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: CorrectionSettings
 ) -> jax.Array:
-  """Weights of the surrogate.
+  """Computes the weights that multiply the loss of the surrogate.
 
   Args:
     old_logprobs_PGT: Log-probs under the policy before the update.
@@ -214,7 +215,7 @@ def correction_weights(
     algo: Reads `correction`, `correction_level` and the settings of the correction.
 
   Returns:
-    [P, G, T], 0 where the mask is 0.
+    The weights, [P, G, T], 0 where the mask is 0.
   """
   weights_PGT = importance(old_logprobs_PGT, mu_PGT, mask_PGT, algo)
   weights_PGT = CORRECTIONS[algo.correction].compute(weights_PGT, algo)
@@ -222,20 +223,17 @@ def correction_weights(
 
 
 def register_correction(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-  """Gives a correction of this program a name in configs: that of its function.
+  """Registers a correction of the user under its function's name, for `algo.correction`.
 
-  It can be used as a decorator. `algo.correction` then finds the name. A program that goes on with
-  a run registers the function first, because the run saves the name alone.
+  Returns the function, so that it can be used as a decorator. A program that resumes a run
+  registers the function first, because the run saves only the name.
 
   Args:
-    compute: (weights_PGT, algo) -> [P, G, T], in JAX. The weights belong to a token or to a row, as
-      `algo.correction_level` says. What it returns multiplies the loss of each token.
-
-  Returns:
-    The function.
+    compute: (weights_PGT, algo) -> factors of the loss of each token, [P, G, T], in JAX. The
+      weights belong to a token or to a row, as `algo.correction_level` says.
 
   Raises:
-    ConfigError: A correction of grpo_jax has this name, or it has none.
+    ConfigError: grpo_jax has a correction of this name, or the function has no name.
   """
   record = Correction(compute=compute, settings=Settings, examples=())
   register("correction", CORRECTIONS, compute, record)

@@ -1,7 +1,8 @@
 """KL(policy || reference) at each token.
 
-Estimates read the log-probs of the token that was sampled, with d = lp - ref. `full` reads both
-distributions. A `+` after a name keeps the value of the estimate and takes the gradient of k2.
+Estimates read the log-probs of the sampled token, lp under the policy and ref under the reference,
+with d = lp - ref. `full` reads both distributions. A `+` after a name keeps the value of the
+estimate and takes the gradient of k2.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class KLEstimator:
     compute: (logprobs_PGT, ref_logprobs_PGT) -> [P, G, T], or (logits [..., V], ref_logits
       [..., V]) -> [...] if `reads_logits`.
     examples: Inputs are `policy` and `reference`: lists of probabilities of sampled tokens, or of
-      distributions if `reads_logits`. Outputs are `kl` and `gradient`, its derivative by the
-      log-prob, or by the logits if `reads_logits`.
+      distributions if `reads_logits`. Outputs are `kl` and `gradient`, the derivative of the KL by
+      the log-prob, or by the logits if `reads_logits`.
     reads_logits: True if `compute` needs whole distributions.
     replaces_gradient: True if the gradient is not that of the value.
   """
@@ -46,14 +47,14 @@ _LN2 = 0.6931472
 
 
 def k1(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
-  """d: unbiased, of either sign.
+  """d, an unbiased estimate of either sign.
 
   Args:
     logprobs_PGT: lp.
     ref_logprobs_PGT: ref.
 
   Returns:
-    [P, G, T]
+    The KL of each token, [P, G, T].
   """
   return logprobs_PGT - ref_logprobs_PGT
 
@@ -69,7 +70,7 @@ def absolute(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
     ref_logprobs_PGT: ref.
 
   Returns:
-    [P, G, T]
+    The KL of each token, [P, G, T].
   """
   d_PGT = logprobs_PGT - ref_logprobs_PGT
   # The gradient of jnp.abs at 0 is 1. It would push every token before anything has moved.
@@ -89,7 +90,7 @@ def k2(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
     ref_logprobs_PGT: ref.
 
   Returns:
-    [P, G, T]
+    The KL of each token, [P, G, T].
   """
   return 0.5 * (logprobs_PGT - ref_logprobs_PGT) ** 2
 
@@ -107,12 +108,11 @@ def k3(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
     ref_logprobs_PGT: ref.
 
   Returns:
-    [P, G, T]
+    The KL of each token, [P, G, T].
   """
   d_PGT = logprobs_PGT - ref_logprobs_PGT
-  # expm1 keeps the value exact for small d. Below d = -20, e^-d continues along its tangent: its
-  # gradient of 5e8 still points the right way, and the square of that, which the norm of the
-  # gradient takes, is still finite.
+  # expm1 keeps the value exact for small d. Below d = -20, the tangent replaces e^-d. Its gradient
+  # of 5e8 still points the right way, and the gradient norm can square it without overflow.
   bounded_PGT = jnp.minimum(-d_PGT, 20.0)
   tangent_PGT = jnp.exp(bounded_PGT) * (-d_PGT - bounded_PGT)
   return jnp.expm1(bounded_PGT) + tangent_PGT + d_PGT
@@ -133,7 +133,7 @@ KL["k3"] = KLEstimator(
 
 
 def straight_through(estimate: Estimate) -> Estimate:
-  """The estimate with the value of `estimate` and the gradient of k2."""
+  """Returns an estimate with the value of `estimate` and the gradient of `k2`."""
 
   def compute(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
     gradient_PGT = k2(logprobs_PGT, ref_logprobs_PGT)
@@ -144,6 +144,7 @@ def straight_through(estimate: Estimate) -> Estimate:
 
 
 def _with_gradient_of_k2(record: KLEstimator) -> KLEstimator:
+  """The record of the `+` form of an estimate."""
   value = record.examples[0].expected["kl"]
   example = Example(_INPUTS, {"kl": value, "gradient": [_LN2, -_LN2, 0]})
   return KLEstimator(straight_through(record.compute), (example,), replaces_gradient=True)
@@ -153,16 +154,16 @@ KL |= {f"{name}+": _with_gradient_of_k2(record) for name, record in KL.items()}
 
 
 def full(logits: jax.Array, ref_logits: jax.Array) -> jax.Array:
-  """sum over the vocabulary of pi (log pi - log ref), with its own gradient.
+  """sum over the vocabulary of pi (log pi - log ref).
 
-  It is exact for the token's distribution. So its gradient needs no estimate, and it has no + form.
+  The KL of the token's distribution is exact, and so is its gradient: it needs no + form.
 
   Args:
     logits: The policy's logits [..., V], divided by the temperature.
-    ref_logits: The reference's, likewise.
+    ref_logits: The reference's logits [..., V], divided by the temperature.
 
   Returns:
-    [...]
+    The KL of each token, [...].
   """
   logprobs, ref_logprobs = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
   return (jnp.exp(logprobs) * (logprobs - ref_logprobs)).sum(-1)
@@ -183,7 +184,7 @@ KL["full"] = KLEstimator(
 
 @dataclasses.dataclass(frozen=True)
 class KLSettings(Settings):
-  """The choice of a KL estimator, what becomes of the KL, and how the reference moves."""
+  """The choice of a KL estimator, the use of the KL, and the updates of the reference."""
 
   kl: str = setting(
     "k3",
@@ -221,20 +222,17 @@ class KLSettings(Settings):
 
 
 def register_kl(estimate: Estimate) -> Estimate:
-  """Gives a KL estimate of this program a name in configs: that of its function.
+  """Registers a KL estimate of the user under its function's name, for `algo.kl`.
 
-  It can be used as a decorator. `algo.kl` then finds the name. A program that goes on with a run
-  registers the function first, because the run saves the name alone.
+  Returns the function, so that it can be used as a decorator. A program that resumes a run
+  registers the function first, because the run saves only the name.
 
   Args:
-    estimate: (logprobs_PGT, ref_logprobs_PGT) -> [P, G, T], in JAX. Its gradient is that of its
-      value. `straight_through` gives an estimate the gradient of k2.
-
-  Returns:
-    The function.
+    estimate: (logprobs_PGT, ref_logprobs_PGT) -> the KL of each token, [P, G, T], in JAX. Its
+      gradient is used as it is. `straight_through` returns an estimate with the gradient of k2.
 
   Raises:
-    ConfigError: An estimate of grpo_jax has this name, or it has none.
+    ConfigError: grpo_jax has an estimate of this name, or the function has no name.
   """
   register("KL estimate", KL, estimate, KLEstimator(estimate, ()))
   return estimate

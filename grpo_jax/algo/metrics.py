@@ -1,7 +1,7 @@
-"""Metrics that say how they are reduced: over micro-batches, over updates, and to a number.
+"""Metrics that know how they are reduced: over micro-batches, over updates, and to a number.
 
-A metric is made where its value is computed, as in `metrics["kl"] = mean(kl_PGT, mask_PGT)`. Nobody
-who passes it on has to know what it is.
+The code that computes a value makes the metric, as in `metrics["kl"] = mean(kl_PGT, mask_PGT)`.
+Code that passes the metric on need not know how it is reduced.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ class Metric(struct.PyTreeNode):
   """A value that is not reduced yet.
 
   Attributes:
-    value: float32 scalar: the sum of a mean, or the largest or smallest value or the sum so far. Of
-      an effective sample size, the two sums of weights and of their squares.
-    weight: float32 scalar: what the sum of a mean is divided by, or how many weights there are.
-      Other reductions ignore it.
-    reduction: "mean", "sum", "max", "min" or "effective".
+    value: float32 scalar: for "mean" and "sum" the sum so far, for "max" and "min" the extreme so
+      far. For "effective", float32 [2]: the sum of the weights and the sum of their squares.
+    weight: float32 scalar: the divisor of a mean, or the number of weights for "effective". For
+      "max" and "min", 0 means that there is no value yet.
+    reduction: "mean", "sum", "max", "min" or "effective", the effective sample size.
     first_update_only: True for a metric of the policy that sampled. Later updates of the same batch
-      meet a policy that has moved, so their values are dropped.
+      begin with another policy, so their values are dropped.
   """
 
   value: jax.Array
@@ -62,7 +62,7 @@ def smallest(x: jax.Array, mask: jax.Array) -> Metric:
 
 
 def summed(value: jax.Array) -> Metric:
-  """A scalar that is added up."""
+  """A scalar that is summed over micro-batches and updates."""
   return Metric(jnp.asarray(value, jnp.float32), jnp.float32(1), "sum")
 
 
@@ -70,9 +70,9 @@ def effective(weights: jax.Array, mask: jax.Array) -> Metric:
   """The effective sample size of importance weights, divided by their number.
 
   It is (sum w)^2 / (n sum w^2) over the n entries where the mask is not 0 (Kong 1992): 1 if all
-  weights are equal, and 1 / n if one of them has all the weight. The sums of parts add up.
+  weights are equal, and 1 / n if one has all the weight. The sums add up over micro-batches.
   """
-  # The square of a larger weight, of which one is enough for a size of 1 / n, is not finite.
+  # Keeps the squares finite. One weight of 1e15 suffices for an effective size of 1 / n.
   weights = jnp.minimum(jax.lax.stop_gradient(weights.astype(jnp.float32)), 1e15)
   sums = jnp.stack([masked.total(weights, mask), masked.total(weights**2, mask)])
   return Metric(sums, masked.count(mask).astype(jnp.float32), "effective")
@@ -85,13 +85,11 @@ _MERGE = {
   "min": jnp.minimum,
   "effective": jnp.add,
 }
-
-
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -jnp.inf, "min": jnp.inf, "effective": 0.0}
 
 
 def neutral(like: Metrics) -> Metrics:
-  """Metrics of the same names that change nothing when they are merged."""
+  """Metrics with the names of `like` that leave other metrics unchanged when merged with them."""
   return {
     name: metric.replace(
       value=jnp.full(metric.value.shape, _NEUTRAL[metric.reduction], jnp.float32),
@@ -102,12 +100,12 @@ def neutral(like: Metrics) -> Metrics:
 
 
 def merge(first: Metrics, second: Metrics) -> Metrics:
-  """The metrics of two micro-batches of one update as those of both."""
+  """Combines the metrics of two micro-batches of one update."""
   return {name: _merge_two(first[name], second[name]) for name in first}
 
 
 def merge_updates(first: Metrics, second: Metrics) -> Metrics:
-  """The metrics of one update and of a later one of the same batch as those of both."""
+  """Combines the metrics of an update with the metrics of a later update of the same batch."""
   return {
     name: first[name] if first[name].first_update_only else _merge_two(first[name], second[name])
     for name in first
@@ -120,7 +118,7 @@ def mean_value(metric: Metric) -> jax.Array:
 
 
 def reduced(metrics: Mapping[str, Metric]) -> dict[str, float]:
-  """Plain numbers on the host. Without anything to reduce, a number is NaN, and a sum is 0."""
+  """Reduces metrics to numbers on the host. A metric without any value is NaN, a sum is 0."""
   return {name: _number(metric) for name, metric in jax.device_get(dict(metrics)).items()}
 
 
@@ -141,10 +139,10 @@ def _number(metric: Metric) -> float:
 
 
 def disjoint(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
-  """Metrics of parts of a step, together. Each part has names of its own.
+  """Merges metrics by name. The names must all differ.
 
   Raises:
-    RunFailed: A name is in two of them, because a reward function has chosen it for log_metric.
+    RunFailed: A name occurs twice, because a reward function logs a metric under a name of the run.
   """
   metrics = dict(first)
   for other in others:

@@ -1,8 +1,8 @@
 """The objective that an update minimises, and its metrics.
 
-J = agg(surrogate - kl_coef KL) + entropy_coef H, and the loss is -J. A batch may be split. What
-depends on the whole batch, the divisors of the means (`totals`) and the token selection, is
-computed before the split, so that the losses of the parts add up to the loss of the whole.
+J = agg(surrogate - kl_coef KL) + entropy_coef H, and the loss is -J. The divisors of the means
+(`totals`) and the token selection are computed before a batch is split into micro-batches, so that
+the losses of the micro-batches add up to the loss of the batch.
 """
 
 import dataclasses
@@ -28,11 +28,12 @@ sg = jax.lax.stop_gradient
 
 
 class Totals(struct.PyTreeNode):
-  """Numbers of a whole optimizer batch, which one update learns from. Its parts share them.
+  """Numbers of a whole optimizer batch, which all of its micro-batches use.
 
   Attributes:
-    loss_weight: float32 scalar, what the aggregation divides the summed loss of the batch by.
-    entropy_weight: float32 scalar, how many tokens of the whole batch have a weight above 0.
+    loss_weight: float32 scalar, the divisor of the summed loss of the batch.
+    entropy_weight: float32 scalar, the divisor of the summed entropy: the number of tokens that the
+      token selection does not leave out.
     coefs: The coefficients of this update.
   """
 
@@ -42,7 +43,7 @@ class Totals(struct.PyTreeNode):
 
 
 def totals(batch: Batch, coefs: Coefficients, algo: Algo) -> Totals:
-  """The divisors and coefficients of a whole optimizer batch, for `objective` on its parts.
+  """The divisors and coefficients of a whole optimizer batch, for `objective` on micro-batches.
 
   Args:
     batch: The whole batch. Its mask and its selection are read.
@@ -54,6 +55,7 @@ def totals(batch: Batch, coefs: Coefficients, algo: Algo) -> Totals:
   """
   mask_PGT = batch.mask_PGT
   selection = batch.selection or trivial(mask_PGT)
+  # The weight depends on the mask alone, so zeros stand for the values.
   _, loss_weight = AGGREGATIONS[algo.aggregation].compute(jnp.zeros_like(mask_PGT), mask_PGT, algo)
   return Totals(
     loss_weight=loss_weight, entropy_weight=masked.count(selection.weights_PGT), coefs=coefs
@@ -61,11 +63,11 @@ def totals(batch: Batch, coefs: Coefficients, algo: Algo) -> Totals:
 
 
 def without_idle_groups(batch: Batch, algo: Algo) -> Batch:
-  """The batch with only those groups in its mask that have a gradient.
+  """Removes groups without a gradient from the loss mask, so that they need not be computed.
 
-  A group whose completions all have the same reward has advantages of 0. Where `objective` has no
-  term beside the surrogate, such a group has no gradient, and need not be computed. It still counts
-  in the divisors: `totals` is called before.
+  A group whose completions all have the same reward has advantages of 0. If the surrogate is the
+  only term of `objective`, such a group has no gradient. It still counts in the divisors, because
+  `totals` is called first.
 
   Args:
     batch: The whole batch, with advantages.
@@ -83,27 +85,27 @@ def without_idle_groups(batch: Batch, algo: Algo) -> Batch:
 def objective(
   stats: TokenStats, batch: Batch, of_batch: Totals, algo: Algo
 ) -> tuple[jax.Array, Metrics]:
-  """The loss of a batch, or of a part of it (GRPO 2402.03300, eq. 3, and its family).
+  """The loss of a batch or micro-batch (GRPO 2402.03300, eq. 3, and its family).
 
-  The order is:
+  The order of the computation is:
 
-  1. The surrogate, such as `ppo_clip` in surrogates/clipped.py. It may apply the weights of 3 and 4
-     itself, if its record says so.
+  1. The surrogate, such as `ppo_clip` in surrogates/clipped.py. If its record says so, it applies
+     the weights of 3 or 4 itself.
   2. The loss becomes 0 where A < 0 in rows that are too far off-policy.
   3. The weights of the token selection.
   4. The weights of the correction.
   5. The KL term.
-  6. The aggregation. It counts every token of the loss, also those of weight 0.
+  6. The aggregation. It counts every token of the loss, even with weight 0.
   7. The entropy bonus.
 
   Args:
-    stats: The learner's statistics of the tokens of the batch or part, with gradients.
-    batch: The batch or part, with its advantages and its selection.
+    stats: The learner's results for the tokens of `batch`, with gradients.
+    batch: The batch or micro-batch, with advantages and token selection.
     of_batch: The totals of the whole batch.
     algo: The `Algo` of the run.
 
   Returns:
-    The loss, a scalar that is added up over the parts, and its metrics.
+    The loss, a scalar to be summed over micro-batches, and the metrics.
   """
   terms = _terms(stats.logprobs_PGT, batch, algo)
   loss_PGT = _surrogate_loss(terms, batch, algo)
@@ -113,7 +115,7 @@ def objective(
     metrics["kl"] = metrics_lib.mean(kl_PGT, terms.mask_PGT)
     if not algo.kl_in_reward:
       if algo.kl_importance_weighted:
-        # Unbiased also after pi has moved away from old (DeepSeek-V3.2 2512.02556).
+        # Keeps the KL unbiased when pi has moved away from old (DeepSeek-V3.2 2512.02556).
         kl_PGT = kl_PGT * jnp.exp(terms.d_PGT)
       loss_PGT = loss_PGT + of_batch.coefs.kl * kl_PGT
   loss_sum, _ = AGGREGATIONS[algo.aggregation].compute(loss_PGT, terms.mask_PGT, algo)
@@ -125,18 +127,18 @@ def objective(
 
 
 def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Algo) -> Terms:
-  """The numbers that surrogates read of each token, such as its ratio. 0 outside of the loss.
+  """Computes the inputs of the surrogate, such as the ratio of each token.
 
   Args:
     logprobs_PGT: The policy's log-probs, with gradients.
-    batch: The batch or a part of it.
+    batch: The batch or micro-batch.
     algo: The `Algo` of the run.
   """
   mask_PGT = batch.mask_PGT
   selection = batch.selection or trivial(mask_PGT)
   logprobs_PGT = masked.masked(logprobs_PGT, mask_PGT)
   if batch.old_logprobs_PGT is None:
-    # Old is the policy itself: the ratio is 1 and carries only the gradient.
+    # The old policy is the current one: the ratio is 1 and carries only the gradient.
     old_logprobs_PGT = sg(logprobs_PGT)
   else:
     old_logprobs_PGT = masked.masked(batch.old_logprobs_PGT, mask_PGT)
@@ -168,7 +170,7 @@ def _surrogate_loss(terms: Terms, batch: Batch, algo: Algo) -> jax.Array:
     dropped_PGT = (terms.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold)
     loss_PGT = jnp.where(dropped_PGT, 0, loss_PGT)
   if not surrogate.weighs_tokens_itself:
-    # A loss that is not finite stays so when it is multiplied by 0. The mask makes it 0.
+    # A loss that is not finite times a weight of 0 is NaN. `masked` makes it 0.
     loss_PGT = masked.masked(loss_PGT * terms.weights_PGT, terms.weights_PGT)
   if not surrogate.applies_correction_itself:
     loss_PGT = loss_PGT * terms.corrections_PGT
@@ -176,6 +178,7 @@ def _surrogate_loss(terms: Terms, batch: Batch, algo: Algo) -> jax.Array:
 
 
 def _kl(terms: Terms, stats: TokenStats, batch: Batch, algo: Algo) -> jax.Array:
+  """The KL to the reference at each token, [P, G, T], 0 outside of the loss."""
   if algo.needs_full_kl:
     return masked.masked(stats.full_kl_PGT, terms.mask_PGT)
   ref_logprobs_PGT = masked.masked(batch.ref_logprobs_PGT, terms.mask_PGT)
@@ -190,7 +193,7 @@ def _behavior_logprobs(terms: Terms, batch: Batch) -> jax.Array:
 
 
 def _metrics(terms: Terms, entropies_PGT: jax.Array, batch: Batch, algo: Algo) -> Metrics:
-  """The metrics of the loss over its tokens, as sums that the parts of a batch add up."""
+  """Metrics over the tokens of the loss. Those of micro-batches can be merged."""
   mask_PGT = terms.mask_PGT
   metrics = {
     "entropy": metrics_lib.mean(entropies_PGT, mask_PGT),

@@ -1,11 +1,11 @@
 """Presets: the settings of a paper that differ from the defaults of `Algo`.
 
-Where a preset's choice reads the ratio, it has several minibatches, 4 as in the papers of GSPO and
-SAPO. With one update per batch the ratio is 1, and the choice would change nothing.
+A preset whose choices depend on the ratio has several minibatches: 4, as in the papers of GSPO and
+SAPO. With one update per batch the ratio is 1, and these choices would change nothing.
 
-Settings are those of the papers, even where experiments/stress.md shows that short texts need
-others. Comments below say what it shows. Above all: with many updates per batch,
-`algo.kl_coef=0.04` holds nearly every preset.
+The settings are those of the papers, even where experiments/stress.md shows that short texts need
+others. Comments below name its results. Above all, `algo.kl_coef=0.04` keeps nearly every preset
+from collapsing with many updates per batch.
 """
 
 from dataclasses import fields
@@ -17,7 +17,7 @@ from grpo_jax.algo.settings import Algo
 PAPERS: dict[str, tuple[str, str]] = {
   "grpo": ("GRPO, DeepSeekMath", "2402.03300"),
   "dr_grpo": ("Dr. GRPO", "2503.20783"),
-  "bnpo": ("BNPO, as TRL has it", ""),
+  "bnpo": ("BNPO, as in TRL", ""),
   "dapo": ("DAPO", "2503.14476"),
   "gspo": ("GSPO", "2507.18071"),
   "gspo_token": ("GSPO-token", "2507.18071"),
@@ -48,18 +48,18 @@ PRESETS: dict[str, dict[str, Any]] = {
   # No division by the deviation, nor by the length.
   "dr_grpo": dict(advantage="group_centered", aggregation="constant"),
   "bnpo": dict(aggregation="token_mean"),
-  # The paper has 16 minibatches, and 4096 of 20480 tokens.
+  # The paper has 16 minibatches, and its penalty covers the last 4096 of 20480 tokens.
   "dapo": dict(
     clip_high=0.28, aggregation="token_mean", minibatches=4, dynamic_sampling=True, overlong=0.2
   ),
-  # With its four minibatches. The bounds are for texts of thousands of tokens.
-  # With 24 tokens it hardly learns from noisy rewards, unless the bounds are 16 times as wide.
+  # Four minibatches, as in the paper. The bounds are for texts of thousands of tokens. With 24
+  # tokens it hardly learns from noisy rewards, unless the bounds are 16 times as wide.
   "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, minibatches=4),
   "gspo_token": dict(ratio="sequence_token", clip_low=3e-4, clip_high=4e-4, minibatches=4),
   "gmpo": dict(
     advantage="group_centered", surrogate="gmpo", clip_low=0.4, clip_high=0.4, minibatches=4
   ),
-  # No lower bound. Nothing takes a token's gradient away: with 16 updates per batch it collapses.
+  # No lower bound. No token loses its gradient, so with 16 updates per batch it collapses.
   "cispo": dict(
     surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean", minibatches=4
   ),
@@ -70,7 +70,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ratio="sequence", clip_low=2e-3, clip_high=2.5e-3, aggregation="sequence_sum", minibatches=4
   ),
   "vespo": dict(surrogate="vespo", aggregation="token_mean", minibatches=4),
-  # It has no ratio, as ReMax and GPG: with 16 updates per batch it collapses.
+  # Like ReMax and GPG, it has no ratio: with 16 updates per batch it collapses.
   "rloo": dict(
     advantage="leave_one_out",
     surrogate="reinforce",
@@ -79,25 +79,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     kl_coef=0.03,
     kl_in="reward",
   ),
-  # Its baseline is the mean of the whole batch, not of a group.
+  # The baseline is the mean of the whole batch, not of a group.
   "reinforce_pp": dict(
     advantage="batch_normalized", aggregation="token_mean", kl="k1", kl_coef=0.001, kl_in="reward"
   ),
   "lite_ppo": dict(advantage="group_mean_batch_std", aggregation="token_mean"),
   "opo": dict(advantage="opo", aggregation="token_mean"),
-  # Its baseline is one reward. With flipped rewards it forgets what it learned.
+  # The baseline is one reward. With flipped rewards the policy forgets what it has learned.
   "remax": dict(advantage="greedy_baseline", surrogate="reinforce", aggregation="sequence_sum"),
   "gpg": dict(advantage="group_centered", surrogate="reinforce", aggregation="token_mean"),
   "clip_cov": dict(surrogate="clip_cov", aggregation="token_mean", minibatches=4),
   # kl_cov has no bound at all: with 16 updates per batch it collapses.
   "kl_cov": dict(surrogate="kl_cov", aggregation="token_mean", minibatches=4),
-  # It takes any reward above 0 for a right answer.
+  # Any reward above 0 counts as a right answer.
   "pass_at_k": dict(advantage="pass_at_k", aggregation="token_mean"),
   # Rewards are at least 0.
   "max_rl": dict(advantage="max_rl", aggregation="token_mean"),
-  # For rollouts of older policies: the policy before the first update is the one that the ratio is
-  # clipped to, and a weight corrects for the one that sampled. There tokens with a weight above 5
-  # are left out, and a token may be 4 to 8 versions old.
+  # For rollouts of older policies. The ratio compares with the policy before the first update, and
+  # a weight corrects for the policy that sampled. In the paper, too, tokens with a weight above 5
+  # are left out. A token may be 4 to 8 versions old there.
   "areal": dict(
     advantage="batch_normalized",
     batch_weighting="token",
@@ -107,9 +107,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     correction="mask",
     correction_high=5.0,
   ),
-  # min(pi / mu, 4) A grad lp, summed over a completion. There the bound is between 2 and 10. It is
-  # exact with one update per batch. With several, pi is the one before the first; with the
-  # surrogate cispo, clip_low=1 and clip_high=3 it moves along.
+  # min(pi / mu, 4) A grad lp, summed over a completion. The paper's bound is between 2 and 10.
+  # The preset is exact with one update per batch. With several, pi stays the policy before the
+  # first update. With the surrogate cispo, clip_low=1 and clip_high=3, pi is the current policy.
   "aipo": dict(
     advantage="group_centered",
     surrogate="reinforce",
@@ -123,11 +123,11 @@ PRESETS: dict[str, dict[str, Any]] = {
   "process": dict(advantage="process", kl_coef=0.04),
 }
 
-CHOICES = f"choose one of {', '.join(PRESETS)}"  # what an error message says
+CHOICES = f"choose one of {', '.join(PRESETS)}"  # for error messages
 
 
 def closest(algo: Algo) -> str:
-  """The preset with the variants of `algo` and the fewest other settings. "" if there is none."""
+  """The preset with the variants of `algo` that differs in the fewest settings, or ""."""
   fitting = {
     name: sum(getattr(algo, field.name) != getattr(settings, field.name) for field in fields(Algo))
     for name in PRESETS
@@ -137,7 +137,7 @@ def closest(algo: Algo) -> str:
 
 
 def _variants(algo: Algo) -> tuple[Any, ...]:
-  """The choices without which an algorithm is another one, whatever its numbers are."""
+  """The choices that make an algorithm what it is, whatever its numbers are."""
   choices = (algo.advantage, algo.ratio, algo.surrogate, algo.aggregation, algo.correction)
   return *choices, algo.m2_bound > 0
 

@@ -16,10 +16,10 @@ class Ratio:
   """One way to compute the ratio.
 
   Attributes:
-    compute: (logprobs_PGT, old_logprobs_PGT, mask_PGT) -> [P, G, T].
-    examples: Inputs are `w`, the ratios of the single tokens of one row, and its `mask`. Outputs
-      are `ratio`, and `jacobian` [T, T], the derivatives of each ratio by the log-prob of each
-      token.
+    compute: (logprobs_PGT, old_logprobs_PGT, mask_PGT) -> the ratio of each token, [P, G, T].
+    examples: Inputs are `w`, the ratios of the single tokens of one row, and the row's `mask`.
+      Outputs are `ratio`, and `jacobian` [T, T], the derivatives of each ratio by the log-prob of
+      each token.
     shared_by_row: True if the gradient of a token's ratio reaches all tokens of its row.
   """
 
@@ -35,12 +35,12 @@ def token(logprobs_PGT: jax.Array, old_logprobs_PGT: jax.Array, mask_PGT: jax.Ar
   """w_t = exp(lp_t - old_t) (PPO 1707.06347; GRPO 2402.03300, eq. 3).
 
   Args:
-    logprobs_PGT: lp.
-    old_logprobs_PGT: old.
+    logprobs_PGT: lp, the log-probs under the policy.
+    old_logprobs_PGT: old, the log-probs before the update.
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    [P, G, T]
+    The ratios, [P, G, T].
   """
   del mask_PGT
   return jnp.exp(logprobs_PGT - old_logprobs_PGT)
@@ -63,12 +63,12 @@ def sequence(
   """s = exp(mean over the row's tokens of lp - old), for every token (GSPO 2507.18071, eq. 7).
 
   Args:
-    logprobs_PGT: lp.
-    old_logprobs_PGT: old.
+    logprobs_PGT: lp, the log-probs under the policy.
+    old_logprobs_PGT: old, the log-probs before the update.
     mask_PGT: The loss mask.
 
   Returns:
-    [P, G, T], equal along T.
+    The ratios, [P, G, T], equal along T.
   """
   log_s_PG1 = masked.mean(logprobs_PGT - old_logprobs_PGT, mask_PGT, -1, keepdims=True)
   return jnp.broadcast_to(jnp.exp(log_s_PG1), logprobs_PGT.shape)
@@ -92,15 +92,15 @@ def sequence_token(
 ) -> jax.Array:
   """sg[s] pi / sg[pi] (GSPO-token 2507.18071, eq. 14).
 
-  The value is that of `sequence`. Each token has the gradient of its own log-prob alone.
+  The value is the same as for `sequence`, but each ratio has the gradient of its own token alone.
 
   Args:
-    logprobs_PGT: lp.
-    old_logprobs_PGT: old.
+    logprobs_PGT: lp, the log-probs under the policy.
+    old_logprobs_PGT: old, the log-probs before the update.
     mask_PGT: The loss mask.
 
   Returns:
-    [P, G, T], equal along T.
+    The ratios, [P, G, T], equal along T.
   """
   s_PGT = jax.lax.stop_gradient(sequence(logprobs_PGT, old_logprobs_PGT, mask_PGT))
   return s_PGT * jnp.exp(logprobs_PGT - jax.lax.stop_gradient(logprobs_PGT))
@@ -123,7 +123,7 @@ RATIOS["sequence_token"] = Ratio(
 
 @dataclasses.dataclass(frozen=True)
 class RatioSettings(Settings):
-  """The choice of a ratio, and how many updates of a batch there are for it to differ from 1."""
+  """The choice of a ratio, and the number of updates of a batch. With one, the ratio is 1."""
 
   ratio: str = setting("token", "of the policy to the policy before the update", one_of(RATIOS))
   updates_per_batch: int = setting(1, "passes over a batch", at_least(1, at_most=1000))

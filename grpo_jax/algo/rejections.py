@@ -1,10 +1,10 @@
-"""Rejection: tokens and rows that leave the loss because sampler and learner disagree about them.
+"""Rejection: removes tokens and rows from the loss if sampler and learner disagree about them.
 
 w = exp(old - mu), where mu is the log-prob under the distribution that the token was drawn from and
-old is the log-prob under the policy before the update. What is rejected is as if it was not there:
-it has no loss and no KL term, and no mean counts it. A w that is not finite is an error and no gap:
-its token and its row stay, so that the update is skipped and counted. The weights of a correction
-(corrections.py) are apart: any of them, or none, goes with any rejection.
+old is the log-prob under the policy before the update. A rejected token has neither a loss nor a KL
+term, and no mean counts it. A w that is not finite is an error and not a disagreement: the token
+and the row stay, so that the update is skipped and counted. Rejections do not depend on the
+weights of a correction (corrections.py): any correction, or none, goes with any rejection.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from grpo_jax.settings import Range, Settings, at_least, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rejection(Record[S]):
-  """One way to reject tokens or rows. A token stays if all that are on accept it.
+  """One way to reject tokens or rows. A token stays if all rejections that are on accept it.
 
   Attributes:
-    accepts: (log_w_PGT, mask_PGT, algo) -> bool [P, G, T], or [P, G, 1] for rows. log_w is 0 where
-      the mask is 0.
+    accepts: (log_w_PGT, mask_PGT, algo) -> bool [P, G, T], or [P, G, 1] to accept whole rows.
+      log_w is 0 where the mask is 0.
     is_on: (algo) -> whether the settings turn it on.
-    examples: Inputs are `w`, the weights of the tokens of one row, and its `mask`. The output is
-      `accepted`. Their settings turn it on.
+    examples: Inputs are `w`, the weights of the tokens of one row, and the row's `mask`. The output
+      is `accepted`. The settings of an example turn the rejection on.
   """
 
   accepts: Callable[[jax.Array, jax.Array, S], jax.Array]
@@ -43,6 +43,7 @@ BOUNDS = Range(
 
 
 def _inside(log_w: jax.Array, bounds: tuple[float, ...]) -> jax.Array:
+  """Whether low <= w <= high. With a low of 0, whose logarithm is -inf, there is no lower bound."""
   low, high = bounds
   return (log_w >= jnp.log(low)) & (log_w <= jnp.log(high))
 
@@ -57,14 +58,14 @@ class TokenSettings(Settings):
 
 
 def token(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: TokenSettings) -> jax.Array:
-  """low <= w_t <= high.
+  """Accepts tokens with low <= w_t <= high.
 
   Args:
     log_w_PGT: log w.
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    bool [P, G, T]
+    bool [P, G, T], True to accept.
   """
   del mask_PGT
   return _inside(log_w_PGT, algo.reject_token)
@@ -99,14 +100,14 @@ class OutlierSettings(Settings):
 
 
 def outlier(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: OutlierSettings) -> jax.Array:
-  """low <= w_t <= high for every token t of the row: one outlier is a veto.
+  """Accepts rows with low <= w_t <= high at every token t: one outlier rejects the row.
 
   Args:
     log_w_PGT: log w.
     mask_PGT: The loss mask.
 
   Returns:
-    bool [P, G, 1]
+    bool [P, G, 1], True to accept.
   """
   inside_PGT = _inside(log_w_PGT, algo.reject_outlier)
   return (inside_PGT | (mask_PGT == 0)).all(-1, keepdims=True)
@@ -148,14 +149,14 @@ class ProductSettings(Settings):
 
 
 def product(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: ProductSettings) -> jax.Array:
-  """low <= product over t of w_t <= high.
+  """Accepts rows with low <= product over t of w_t <= high.
 
   Args:
     log_w_PGT: log w.
     mask_PGT: The loss mask.
 
   Returns:
-    bool [P, G, 1]
+    bool [P, G, 1], True to accept.
   """
   return _inside(masked.total(log_w_PGT, mask_PGT, -1, keepdims=True), algo.reject_product)
 
@@ -193,14 +194,14 @@ class GeometricSettings(Settings):
 
 
 def geometric(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: GeometricSettings) -> jax.Array:
-  """low <= exp(mean over t of log w_t) <= high.
+  """Accepts rows with low <= exp(mean over t of log w_t) <= high.
 
   Args:
     log_w_PGT: log w.
     mask_PGT: The loss mask.
 
   Returns:
-    bool [P, G, 1]
+    bool [P, G, 1], True to accept.
   """
   return _inside(masked.mean(log_w_PGT, mask_PGT, -1, keepdims=True), algo.reject_geometric)
 
@@ -248,14 +249,14 @@ class K2Settings(Settings):
 
 
 def k2(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K2Settings) -> jax.Array:
-  """mean over t of (log w_t)^2 / 2 <= bound: the estimate k2 of KL(sampler, learner).
+  """Accepts rows with mean over t of (log w_t)^2 / 2 <= bound: k2 of KL(sampler || learner).
 
   Args:
     log_w_PGT: log w.
     mask_PGT: The loss mask.
 
   Returns:
-    bool [P, G, 1]
+    bool [P, G, 1], True to accept.
   """
   return masked.mean(_k2(log_w_PGT), mask_PGT, -1, keepdims=True) <= algo.reject_k2
 
@@ -290,14 +291,14 @@ class K3Settings(Settings):
 
 
 def k3(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K3Settings) -> jax.Array:
-  """mean over t of w_t - 1 - log w_t <= bound: the estimate k3 of KL(sampler, learner).
+  """Accepts rows with mean over t of w_t - 1 - log w_t <= bound: k3 of KL(sampler || learner).
 
   Args:
     log_w_PGT: log w.
     mask_PGT: The loss mask.
 
   Returns:
-    bool [P, G, 1]
+    bool [P, G, 1], True to accept.
   """
   return masked.mean(_k3(log_w_PGT), mask_PGT, -1, keepdims=True) <= algo.reject_k3
 
@@ -332,14 +333,14 @@ class K2SumSettings(Settings):
 
 
 def k2_sum(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K2SumSettings) -> jax.Array:
-  """sum over t of (log w_t)^2 / 2 <= bound: `k2`, but it grows with the length.
+  """Accepts rows with sum over t of (log w_t)^2 / 2 <= bound. The sum grows with the length.
 
   Args:
     log_w_PGT: log w.
     mask_PGT: The loss mask.
 
   Returns:
-    bool [P, G, 1]
+    bool [P, G, 1], True to accept.
   """
   return masked.total(_k2(log_w_PGT), mask_PGT, -1, keepdims=True) <= algo.reject_k2_sum
 
@@ -374,14 +375,14 @@ class K3SumSettings(Settings):
 
 
 def k3_sum(log_w_PGT: jax.Array, mask_PGT: jax.Array, algo: K3SumSettings) -> jax.Array:
-  """sum over t of w_t - 1 - log w_t <= bound: `k3`, but it grows with the length.
+  """Accepts rows with sum over t of w_t - 1 - log w_t <= bound. The sum grows with the length.
 
   Args:
     log_w_PGT: log w.
     mask_PGT: The loss mask.
 
   Returns:
-    bool [P, G, 1]
+    bool [P, G, 1], True to accept.
   """
   return masked.total(_k3(log_w_PGT), mask_PGT, -1, keepdims=True) <= algo.reject_k3_sum
 
@@ -428,16 +429,16 @@ def rejects(algo: RejectionSettings) -> bool:
 def without_rejected(
   old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: RejectionSettings
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The loss mask without the tokens that are rejected, and metrics of them.
+  """Removes rejected tokens from the loss mask.
 
   Args:
     old_logprobs_PGT: Log-probs under the policy before the update.
     mu_PGT: Log-probs under the distribution that the tokens were drawn from.
-    mask_PGT: The loss mask. Each rejection sees all of it, whatever the others reject.
+    mask_PGT: The loss mask. Each rejection reads the whole mask, whatever the others reject.
     algo: Reads the settings of the rejections.
 
   Returns:
-    (mask [P, G, T], the shares of tokens and of rows that lose one)
+    (mask [P, G, T], metrics: the share of tokens that are rejected, and of rows that lose a token)
   """
   log_w_PGT = masked.masked(old_logprobs_PGT - mu_PGT, mask_PGT)
   broken_PGT, kept_PGT = ~jnp.isfinite(log_w_PGT), mask_PGT

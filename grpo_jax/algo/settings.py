@@ -74,21 +74,21 @@ class Algo(  # the fields of the last class come first
 
   @property
   def old_is_policy(self) -> bool:
-    """Whether the old log-probs are the policy's own, if the policy of the step samples.
+    """Whether the old log-probs are the current policy's own, if this policy drew the batch.
 
-    That is so with one update per batch. `Config.old_is_policy` also knows of rollouts that are
-    older.
+    They are with one update per step. `Config.old_is_policy` also considers batches that older
+    policies drew.
     """
     return self.updates_per_step == 1
 
   @property
   def has_entropy_bonus(self) -> bool:
-    """Whether the entropy needs a gradient."""
+    """Whether the loss may have an entropy bonus, so that the entropy needs a gradient."""
     return self.entropy_coef > 0 or self.entropy_target > 0 or self.entropy_coef_end > 0
 
   @property
   def plans_entropy_coef(self) -> bool:
-    """Whether the coefficient of the entropy bonus goes linearly to another one."""
+    """Whether the coefficient of the entropy bonus changes linearly to entropy_coef_end."""
     return self.entropy_coef_end >= 0
 
   @property
@@ -98,9 +98,10 @@ class Algo(  # the fields of the last class come first
 
   @property
   def has_idle_groups(self) -> bool:
-    """Whether a group whose advantages are all 0 has no gradient.
+    """Whether an update can leave out groups whose advantages are all 0.
 
-    A KL in the reward counts too: its metric, which may steer the coefficient, is over all groups.
+    It can if the surrogate is the only term of the loss, and there is no KL in the reward either:
+    the metric of that KL, which may control its coefficient, needs all groups.
     """
     surrogate = SURROGATES[self.surrogate]
     terms_of_all_groups = self.uses_reference or self.has_entropy_bonus
@@ -113,7 +114,7 @@ class Algo(  # the fields of the last class come first
 
   @property
   def has_rejection(self) -> bool:
-    """Whether tokens are rejected for that gap."""
+    """Whether tokens may be rejected because sampler and learner disagree about them."""
     return rejects(self)
 
   @property
@@ -128,7 +129,7 @@ class Algo(  # the fields of the last class come first
 
   @property
   def kl_in_reward(self) -> bool:
-    """Whether the KL is taken from the reward."""
+    """Whether the KL is subtracted from the reward."""
     return self.uses_reference and self.kl_in == "reward"
 
   @property

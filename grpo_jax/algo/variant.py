@@ -1,8 +1,9 @@
 """The base of the records of all axes: worked examples, settings, and errors about settings.
 
-A variant of the algorithm is one record: a function, the settings that it reads, its properties and
-its worked examples. Each axis has one dict of records, such as `ADVANTAGES`. The rest of the
-package looks a record up by its name and never compares names.
+An axis is a choice of the algorithm, such as the advantage or the surrogate. A variant on an axis
+is one record: a function, the settings that it reads, its properties and its worked examples. Each
+axis has one dict of records, such as `ADVANTAGES`. The rest of the package looks a record up by its
+name and never compares names.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ class Example:
   """A worked example in plain numbers. A test runs every example of every record.
 
   Attributes:
-    inputs: Names and values of the inputs. tests/variants_test.py says which an axis has.
+    inputs: Names and values of the inputs. tests/variants_test.py lists the inputs of each axis.
     expected: Names and values of the outputs, worked out by hand or taken from a paper.
     settings: The settings that differ from the defaults.
   """
@@ -60,7 +61,7 @@ class Records(dict[str, AnyRecord]):
 
 
 def check_settings(of_axis: type[Settings], records: Mapping[str, Record[Any]]) -> None:
-  """Raises TypeError if an axis lacks settings of its records, or gives one name two meanings."""
+  """Raises TypeError if `of_axis` lacks a record's settings, or inherits a name twice."""
   for name, record in records.items():
     if not issubclass(of_axis, record.settings):
       missing = f"{record.settings.__module__}.{record.settings.__name__}"

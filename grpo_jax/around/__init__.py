@@ -1,6 +1,6 @@
-"""Serves a run from outside: it is launched, planned, shown and ported here. No run needs it.
+"""Commands around runs: launching, planning, reporting and porting. No run needs this package.
 
-`launchers/` start runs on clusters, `planning/` says what a run needs, `reporting/` makes the page
-of runs and compares them, and `trl.py` reads the configs of Hugging Face's TRL. Files may import
-what a run is made of, and nothing of a run imports them.
+`launchers/` starts runs on clusters, `planning/` computes what a run needs, `reporting/` makes the
+page of runs and compares them, and `trl.py` reads the configs of Hugging Face's TRL. This package
+may import the code of runs, and the code of runs never imports it.
 """

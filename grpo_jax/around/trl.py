@@ -1,4 +1,4 @@
-"""Configs of TRL's GRPOTrainer as configs of grpo_jax. `trl_fields.py` has the table of fields."""
+"""Converts configs of TRL's GRPOTrainer with the table of fields in `trl_fields.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -29,28 +29,28 @@ def from_trl(
   processes: int = 1,
   say: Callable[[str], None] | None = print,
 ) -> Config:
-  """The config of a run with the settings of TRL's GRPOTrainer. It says what each field became.
+  """Converts the settings of TRL's GRPOTrainer to a config, and says what each field became.
 
   Args:
-    args: A `trl.GRPOConfig`, or its fields as a dict. What it does not set has TRL's default.
+    args: A `trl.GRPOConfig`, or a dict of its fields. Missing fields have TRL's defaults.
     model: A Hugging Face folder, or a name on huggingface.co.
-    reward_funcs: Reward functions, or their names as in reward.functions: one or a list. Functions
-      are registered, as `grpo_jax.register_reward` does it.
-    train_dataset: A `datasets.Dataset` or a list of dicts, or a file or a folder as in data.path.
-      The rows have the column `prompt`: texts, or lists of messages.
-    eval_dataset: The same for the test split. None means that of train_dataset, if it has one.
-    tools: Functions that the policy may call, or their names as in environment.tools. Functions are
-      registered, as `grpo_jax.register_tool` does it.
-    peft_config: A `peft.LoraConfig`, or its fields as a dict. None trains all weights.
+    reward_funcs: A reward function or a name as in reward.functions, or a list of these. Functions
+      are registered as with `grpo_jax.register_reward`.
+    train_dataset: A `datasets.Dataset`, a list of dicts, or a file or folder as in data.path. Its
+      column `prompt` has texts or lists of messages.
+    eval_dataset: The same for the test split. None uses the test split of train_dataset, if any.
+    tools: Functions that the policy may call, or names as in environment.tools. Functions are
+      registered as with `grpo_jax.register_tool`.
+    peft_config: A `peft.LoraConfig`, or a dict of its fields. None trains all weights.
     processes: The number of processes of TRL's run, which multiplies its batch.
-    say: Called with each line: what each given field became, and the flags that give the same
-      config from `--config=default`. None says nothing.
+    say: Called with one line for each field that was set, and with the flags that make the same
+      config from `--config=default`. None prints nothing.
 
   Returns:
     The config. `config.replace({...})` changes more settings.
 
   Raises:
-    ConfigError: A field is unknown, or has a value that grpo_jax cannot compute with.
+    ConfigError: A field is unknown, or has a value that grpo_jax does not support.
   """
   given, left_out = _given(args)
   values = {name: field.default for name, field in (FIELDS | EARLIER).items()} | given
@@ -77,7 +77,7 @@ def from_trl(
 
 
 def _become(port: Port, given: Mapping[str, Any]) -> tuple[Changes, list[str], list[str]]:
-  """Returns (changed settings, a line for each field that was given, the refused fields)."""
+  """Converts all fields: (settings by config key, a line for each given or refused one, errors)."""
   changes, lines, refused = Changes(), list[str](), list[str]()
   for name, field in (FIELDS | EARLIER).items():
     value = port[name]
@@ -95,7 +95,7 @@ def _become(port: Port, given: Mapping[str, Any]) -> tuple[Changes, list[str], l
 
 
 def flags_of(config: Config) -> list[str]:
-  """The flags that make the config from configs/default.py, for a shell."""
+  """The shell-quoted flags that make the config from configs/default.py."""
   default = flat(to_dict(Config(algo=presets.preset("grpo"))))
   return [
     shlex.quote(f"--config.{key}={tuple(value) if isinstance(value, list) else value}")
@@ -105,17 +105,17 @@ def flags_of(config: Config) -> list[str]:
 
 
 def _given(args: Any) -> tuple[dict[str, Any], list[str]]:
-  """The fields that the user set, and the names of those that change nothing of what is learned.
+  """Returns the fields that the user set, and the names of fields that do not influence training.
 
   Raises:
-    ConfigError: A field is not known.
+    ConfigError: A field is not known, or `args` is no GRPOConfig.
   """
   if dataclasses.is_dataclass(args):
     fields = dataclasses.fields(args)
-    # What TRL computes itself, such as generation_batch_size, counts as set.
+    # A field differs from its default also if TRL computed it, such as generation_batch_size.
     given = {field.name: getattr(args, field.name) for field in fields}
     given = {name: value for name, value in given.items() if value != _default_of(fields, name)}
-    if given.get("generation_batch_size"):  # TRL has set both, each from the other
+    if given.get("generation_batch_size"):  # TRL computes each of the two from the other
       given.pop("steps_per_generation", None)
   elif isinstance(args, Mapping) or args is None:
     given = dict(args or {})
@@ -138,6 +138,7 @@ def _default_of(fields: Sequence[Any], name: str) -> Any:
 
 
 def _reward_names(reward_funcs: Any) -> tuple[str, ...]:
+  """Registers the functions among these functions and names, and returns the names of all."""
   several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
   functions = list(reward_funcs) if several else [reward_funcs]
   return tuple(one if isinstance(one, str) else name_of(register_reward(one)) for one in functions)
@@ -148,7 +149,7 @@ def _tool_name(tool: Any) -> str:
 
 
 def _data(train: Any, test: Any) -> tuple[Changes, int | None]:
-  """The settings of the data, and how many training rows there are."""
+  """Registers the data sets. Returns the settings of the data, and how many training rows exist."""
   if isinstance(train, str) and not train:
     if test is not None:
       raise ConfigError("from_trl: eval_dataset without train_dataset: give both")
@@ -177,19 +178,19 @@ def _data(train: Any, test: Any) -> tuple[Changes, int | None]:
   }, len(rows)
 
 
-_RANK, _ALPHA = 8, 8  # of peft.LoraConfig
-_LORA = ("r", "lora_alpha", "target_modules", "use_rslora")  # its fields that become settings
-_LORA_IDLE = (  # and those that change nothing of what is computed
+_RANK, _ALPHA = 8, 8  # the defaults of peft.LoraConfig
+_LORA = ("r", "lora_alpha", "target_modules", "use_rslora")  # fields that become settings
+_LORA_IDLE = (  # fields that do not influence training
   *("task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode"),
   *("auto_mapping", "peft_version", "runtime_config", "megatron_core", "qalora_group_size"),
 )
 
 
 def _lora(given: Any) -> Changes:
-  """The settings of adapters of a `peft.LoraConfig`.
+  """Converts a `peft.LoraConfig`, or a dict of its fields, to the settings of adapters.
 
   Raises:
-    ConfigError: It asks for something that there is not here.
+    ConfigError: A field that grpo_jax does not support has a value other than off.
   """
   if given is None:
     return {}
@@ -203,7 +204,7 @@ def _lora(given: Any) -> Changes:
         f"from_trl: peft_config has {name}={shown(value)}, which adapters do not have here: leave"
         " it out"
       )
-  targets = fields.get("target_modules") or ("q_proj", "v_proj")  # PEFT's, of today's decoders
+  targets = fields.get("target_modules") or ("q_proj", "v_proj")  # PEFT's default for Llama, Qwen
   targets = PROJECTIONS if targets == "all-linear" else targets
   if isinstance(targets, str):
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""The fields of TRL's GRPOConfig (TRL 1.16), and the settings that each of them becomes.
+"""Maps the fields of TRL's GRPOConfig (TRL 1.16) to settings.
 
 docs/from_trl.md shows `FIELDS` with remarks, and a test compares the two.
 """
@@ -15,15 +15,15 @@ Changes = dict[str, Any]  # values by config key
 
 
 class Refused(Exception):
-  """A field has a value that grpo_jax cannot compute with. The text says what to do."""
+  """A field has a value that grpo_jax does not support. The text says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-  """The facts of TRL's config and run on which the meaning of a field depends.
+  """TRL's config and facts about TRL's run, on which the meaning of a field depends.
 
   Attributes:
-    values: The values of all fields of the table.
+    values: The values of all fields in `FIELDS` and `EARLIER`.
     processes: The number of processes of TRL's run.
     rows: The number of rows of the training data. None if it is not known.
     reward_names: The names of the reward functions.
@@ -38,7 +38,7 @@ class Port:
     return self.values[name]
 
   def count(self, name: str) -> int:
-    """The value of a field that counts something. Raises Refused for anything else."""
+    """The value of a field, which must be a positive integer. Otherwise raises Refused."""
     value = self[name]
     if type(value) is not int or value < 1:
       raise Refused(f"{name} is {shown(value)}: it must be a whole number of at least 1")
@@ -46,12 +46,12 @@ class Port:
 
   @property
   def update_rows(self) -> int:
-    """Completions of a micro-batch of TRL, over all processes."""
+    """The number of completions in a micro-batch of TRL, over all processes."""
     return self.count("per_device_train_batch_size") * self.processes
 
   @property
   def batches(self) -> int:
-    """Micro-batches for which TRL samples at once: its steps_per_generation."""
+    """The number of micro-batches for which TRL samples together: its steps_per_generation."""
     if self["steps_per_generation"] is not None:
       return self.count("steps_per_generation")
     if self["generation_batch_size"] is not None:
@@ -60,7 +60,7 @@ class Port:
 
   @property
   def prompts(self) -> int:
-    """Prompts of a batch."""
+    """The number of prompts in a batch. Raises Refused if groups do not fill it."""
     rows, group = self.update_rows * self.batches, self.count("num_generations")
     if self["generation_batch_size"] is not None:
       rows = self.count("generation_batch_size")
@@ -70,7 +70,7 @@ class Port:
 
   @property
   def minibatches(self) -> int:
-    """Updates of a batch, in each pass over it."""
+    """The number of updates in each pass over a batch. Raises Refused for a fraction."""
     accumulated = self.count("gradient_accumulation_steps")
     if self.batches % accumulated:
       raise Refused(
@@ -79,18 +79,19 @@ class Port:
     return self.batches // accumulated
 
   def steps(self, updates: float) -> int:
-    """Steps of grpo_jax, each with all updates of a batch, for a number of updates."""
+    """Converts a number of updates to steps. A step of grpo_jax has all updates of a batch."""
     return max(1, round(updates / (self.minibatches * self.count("num_iterations"))))
 
 
 class Field(NamedTuple):
-  """A field of GRPOConfig.
+  """How a field of GRPOConfig is converted.
 
   Attributes:
-    default: Its default in TRL.
-    keys: The config keys that it becomes. A flag such as --workdir stands for itself.
-    become: Makes values of config keys of the field's value. None if nothing is set.
-    why: Why nothing is set.
+    default: The default of the field in TRL.
+    keys: The config keys, or the flag such as --workdir, that correspond to the field.
+    become: Called with the port and the field's value, returns settings by config key, or raises
+      Refused. None if the field sets nothing.
+    why: Why the field sets nothing.
   """
 
   default: Any
@@ -100,22 +101,22 @@ class Field(NamedTuple):
 
 
 def _same(default: Any, key: str, none: Any = None) -> Field:
-  """The same value has another name. `none` is what TRL's None means."""
+  """A field whose value is the value of `key`. `none` replaces None."""
   return Field(default, (key,), lambda port, value: {key: none if value is None else value})
 
 
 def _by(default: Any, key: str, become: Callable[[Port, Any], Any]) -> Field:
-  """`become` makes the value of one key."""
+  """A field that sets `key` to the result of `become`, called with the port and the value."""
   return Field(default, (key,), lambda port, value: {key: become(port, value)})
 
 
 def _with(default: Any, key: str, name: str) -> Field:
-  """A field that the row of another field, `name`, reads."""
+  """A field that sets nothing itself, because the entry of another field, `name`, uses it."""
   return Field(default, (key,), why=f"it counts in {name}")
 
 
 def _only(default: Any, why: str) -> Field:
-  """A field of which no other value than the default can be computed."""
+  """A field whose values other than the default, None and {} are refused because of `why`."""
 
   def refuse(port: Port, value: Any) -> Changes:
     if value in (default, None, {}):
@@ -126,7 +127,7 @@ def _only(default: Any, why: str) -> Field:
 
 
 def _not_here(default: Any, why: str) -> Field:
-  """A field that changes nothing of what is learned."""
+  """A field that does not influence training because of `why`."""
   return Field(default, (), None, why)
 
 
@@ -143,7 +144,8 @@ LOSSES: dict[str, Changes] = {
 
 
 def _choice(choices: Mapping[Any, Any], value: Any) -> Any:
-  value = getattr(value, "value", value)  # an enum of transformers
+  """Looks up a value, or the value of an enum of transformers. Raises Refused if it is missing."""
+  value = getattr(value, "value", value)
   if value not in choices:
     raise Refused(f"choose one of {', '.join(map(str, choices))}")
   return choices[value]
@@ -160,6 +162,7 @@ def _clip_high(port: Port, value: float | None) -> float:
 
 
 def _steps(port: Port, value: int) -> int:
+  """The number of steps for max_steps, or if that is not positive for num_train_epochs."""
   if value > 0:
     return port.steps(value)
   if port.rows is None:
@@ -189,6 +192,7 @@ def _advantage(port: Port, value: Any) -> str:
 
 
 def _correction(port: Port, value: bool) -> Changes:
+  """The settings of the correction, which TRL applies only to samples from vLLM."""
   if not (value and port["use_vllm"]):
     return {}
   modes = [f"{level}_{kind}" for level in ("token", "sequence") for kind in ("mask", "truncate")]
@@ -206,6 +210,7 @@ _MODE = "vllm_importance_sampling_mode"
 
 
 def _warmup(port: Port, value: float) -> int:
+  """The number of warm-up updates. A value between 0 and 1 is a share of all updates."""
   if not 0 < value < 1:
     return int(value)
   updates = port["max_steps"]
@@ -235,8 +240,9 @@ def _model_kwargs(port: Port, value: Mapping[str, Any] | None) -> Changes:
 
 
 def _report_to(port: Port, value: Any) -> Changes:
+  """The settings of trackers for a name or names. "all" means all that are installed."""
   names = {value} if isinstance(value, str) else {*(value or ())}
-  if "all" in names:  # those that are installed
+  if "all" in names:
     names |= {"tensorboard", *filter(importlib.util.find_spec, TRACKERS)}
   unknown = sorted(names - {"all", "none", "tensorboard", *TRACKERS}, key=str)
   if unknown:
@@ -249,6 +255,7 @@ def _report_to(port: Port, value: Any) -> Changes:
 
 
 def _bad_words(port: Port, value: Mapping[str, Any] | None) -> tuple[str, ...]:
+  """The texts in bad_words of generation_kwargs. All other kwargs are refused."""
   others = {*(value or {})} - {"bad_words"}
   if others:
     raise Refused(f"the learner would not know the distribution with {', '.join(sorted(others))}")
@@ -382,7 +389,7 @@ FIELDS: dict[str, Field] = {
   "model_init_kwargs": Field(None, (), _model_kwargs, "see model.dtype and model.attention"),
   "bf16": _by(None, "model.dtype", lambda port, value: "float32" if value is False else "bfloat16"),
   "gradient_checkpointing": _same(True, "learner.remat"),
-  "activation_checkpointing": Field(  # its name in later versions
+  "activation_checkpointing": Field(  # the name of gradient_checkpointing in later versions
     None, ("learner.remat",), lambda port, value: {} if value is None else {"learner.remat": value}
   ),
   "router_aux_loss_coef": _same(None, "learner.router_aux_coef", 0.0),
@@ -424,7 +431,7 @@ FIELDS: dict[str, Field] = {
 }
 # Fields of earlier versions of TRL.
 EARLIER = {"max_prompt_length": _same(512, "data.max_prompt_tokens")}
-# Fields of TrainingArguments that change nothing of what is learned begin with one of these words.
+# Fields of TrainingArguments that begin with one of these words do not influence training.
 OF_PROGRAMS = tuple(
   "accelerator_config activation_checkpointing_kwargs dataloader_ ddp_ debug disable_tqdm do_"
   " gradient_checkpointing_kwargs hub_ log_ logging_ overwrite_output_dir push_to_hub"

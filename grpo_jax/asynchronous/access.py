@@ -1,4 +1,4 @@
-"""Who may join a run: its secret and its certificate, from the settings of each side."""
+"""Reads the secret and the certificates by which a learner and its samplers trust each other."""
 
 import os
 import re
@@ -15,12 +15,12 @@ _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE---
 
 
 class Access(NamedTuple):
-  """The secret and certificates with which one side lets the other in.
+  """The secret and the certificates of one side of a connection.
 
   Attributes:
-    secret: The secret, the same on both sides. Empty for none.
-    tls: The context that encrypts, or None.
-    trusted: The certificates that a sampler trusts, as bytes (DER).
+    secret: The secret, which both sides share. Empty if there is none.
+    tls: The TLS context, or None for a connection without encryption.
+    trusted: The certificates that a sampler trusts, in DER.
   """
 
   secret: bytes = b""
@@ -28,14 +28,14 @@ class Access(NamedTuple):
   trusted: tuple[bytes, ...] = ()
 
 
-OPEN = Access()  # lets every process join that reaches the port
+OPEN = Access()  # any process that reaches the port may join
 
 
 def learner_access(rollout: Rollout, host: str) -> Access:
-  """The access that a learner listening at `host` gives.
+  """Reads the access of a learner that listens at `host`.
 
   Raises:
-    ConfigError: A file cannot be used, or other machines could join without a secret.
+    ConfigError: A file is missing or invalid, or other machines could join without a secret.
   """
   secret = _secret(rollout.secret_file)
   if not secret and not is_loopback(host):
@@ -48,14 +48,15 @@ def learner_access(rollout: Rollout, host: str) -> Access:
     return Access(secret)
   context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
   context.minimum_version = ssl.TLSVersion.TLSv1_3
-  context.num_tickets = 0  # no session is resumed
+  context.num_tickets = 0  # no tickets, because sessions are never resumed
   pair = {"certificate_file": rollout.certificate_file}
   if rollout.key_file:
     pair["key_file"] = rollout.key_file
   for key, file in pair.items():
     _content(key, file, is_private=key == [*pair][-1])
   try:
-    context.load_cert_chain(*pair.values(), password=lambda: "")  # which never asks the terminal
+    # With a password function, OpenSSL does not ask for a password at the terminal.
+    context.load_cert_chain(*pair.values(), password=lambda: "")
   except (OSError, ValueError) as error:
     named = " and ".join(f"config key rollout.{key}={file}" for key, file in pair.items())
     raise ConfigError(
@@ -65,10 +66,10 @@ def learner_access(rollout: Rollout, host: str) -> Access:
 
 
 def sampler_access(rollout: Rollout, host: str) -> Access:
-  """The access with which a sampler joins a learner at `host`.
+  """Reads the access of a sampler that joins a learner at `host`.
 
   Raises:
-    ConfigError: A file cannot be used, or the learner is another machine and there is no secret.
+    ConfigError: A file is missing or invalid, or `host` is another machine and there is no secret.
   """
   secret = _secret(rollout.secret_file)
   if not secret and not is_loopback(host):
@@ -80,8 +81,9 @@ def sampler_access(rollout: Rollout, host: str) -> Access:
   text = _content("certificate_file", rollout.certificate_file).decode("ascii", "replace")
   context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
   context.minimum_version = ssl.TLSVersion.TLSv1_3
-  context.check_hostname = False  # the handshake compares names, unless it knows the certificate
-  context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the learner's own is enough
+  # `handshake` compares the host with the certificate, unless it trusts the certificate itself.
+  context.check_hostname = False
+  context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusts the learner's certificate itself
   try:
     trusted = tuple(map(ssl.PEM_cert_to_DER_cert, _CERTIFICATE.findall(text)))
     context.load_verify_locations(cadata=b"".join(trusted))
@@ -94,7 +96,7 @@ def sampler_access(rollout: Rollout, host: str) -> Access:
 
 
 def _secret(file: str) -> bytes:
-  """The secret from a file, or from the environment if no file is named. Empty for none."""
+  """Reads the secret from a file, or from the environment if `file` is "". b"" if there is none."""
   if file:
     name, secret = f"config key rollout.secret_file={file}", _content("secret_file", file, True)
   elif _VARIABLE in os.environ:
@@ -108,7 +110,7 @@ def _secret(file: str) -> bytes:
 
 
 def _content(key: str, file: str, is_private: bool = False) -> bytes:
-  """The bytes of the file that a key of the section rollout names."""
+  """Reads the file in config key rollout.KEY. Refuses a private file that other users may read."""
   name = f"config key rollout.{key}"
   path = path_of(file, name)
   try:

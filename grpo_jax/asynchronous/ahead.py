@@ -1,17 +1,16 @@
 """Draws batches before the steps that learn from them.
 
 `AheadInTurn` uses the devices that also learn: step i draws batch i + max_staleness before its
-update. While it samples and learns, workers score the batches before it. `InFlightInTurn` does so,
-too, but rows stay in flight across updates. `Beside` has devices of its own or sampler processes,
-with which a thread samples while the others learn. All draw at most max_staleness batches ahead, so
-nothing piles up.
+update. While it samples and learns, workers score the batches before it. `InFlightInTurn` differs
+in that rows stay in flight across updates. In `Beside`, a thread samples with separate devices or
+sampler processes while the others learn. All draw at most max_staleness batches ahead.
 
-With rollout.weights=fixed, the policy after step k - max_staleness draws batch k. So a run's
-numbers depend on its config alone, as they do in turn. In `Beside`, with newest and in_flight, they
-also depend on when weights arrived, and the run's schedule records when that was. A run that finds
-a batch in its schedule waits for the same weights, and draws the same batch.
+With rollout.weights=fixed, the policy after step k - max_staleness draws batch k, so a run's
+numbers depend only on its config. The same holds for sampling in turn. In `Beside` with newest or
+in_flight, they also depend on when weights arrive, which the run's schedule records. For a batch in
+its schedule, a run waits for the same weights and draws the same batch again.
 
-A checkpoint saves the batches that were drawn and not learned yet.
+A checkpoint saves the batches that are drawn and not learned yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,59 +38,60 @@ from grpo_jax.progress import doing
 from grpo_jax.settings import RunFailed
 from grpo_jax.timing import Clock
 
-_AHEAD, _CHUNK = "ahead", "chunk"  # keys of the host state
+# Keys of the host state: batches for later steps, and the number of the run's next chunk.
+_AHEAD, _CHUNK = "ahead", "chunk"
 
 
 def has_drawn_ahead(host: HostState) -> bool:
-  """Whether the host state of a checkpoint has batches for later steps."""
+  """Whether the host state in a checkpoint has batches for later steps."""
   return bool(host.get(_AHEAD))
 
 
 class Ahead:
-  """The batches that are drawn and not learned yet.
+  """Draws batches ahead, and keeps those that are drawn and not learned yet.
 
   Attributes:
-    devices: Makes a context. An evaluation holds it while it samples on the devices that draw.
+    devices: Returns a context manager. An evaluation enters it while it uses the sampling devices.
   """
 
   def __init__(self, collector: Collector, config: Config):
     """`collector` draws the batches."""
     self._collector, self._steps = collector, config.steps
     self._bound = config.rollout.max_staleness
-    self._drawn: dict[int, Pending[Scored]] = {}  # by their numbers, without gaps
-    self._next = -1  # the number of the batch that is drawn next, -1 before the first step
+    self._drawn: dict[int, Pending[Scored]] = {}  # by the number of the batch, without gaps
+    self._next = -1  # the number of the next batch to draw, -1 before this process's first step
     self.devices: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
-    """The batch of a GRPO step.
+    """Returns the batch of a GRPO step, and draws batches for later steps.
 
     Args:
       params: The policy before the step's update, as `Parameters.for_sampling` returns it.
       index: The number of the GRPO step, from 0.
-      host: The host state before the step. Before the first step of a process, it is the state in
-        the checkpoint.
-      clock: Counts the time of the step.
+      host: The host state before the step. In the first call after a resume, the state in the
+        checkpoint.
+      clock: Measures the time of the step.
     """
     raise NotImplementedError
 
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
-    """The host state before GRPO step `index`, with the batches for it and for later steps.
+    """The host state for a checkpoint, with the drawn batches for step `index` and later steps.
 
-    Waits for the batches that the weights until now can draw.
+    Waits for the batches that the existing weights can draw.
 
     Args:
       index: The number of the next GRPO step.
-      host: The host state before it.
-      params: Returns the policy before its update, as `Parameters.for_sampling` does.
+      host: The host state before this step.
+      params: Returns the policy before this step, as `Parameters.for_sampling` does.
     """
-    del params  # other ways to draw ahead need them for what they have begun
-    if self._next < 0:  # no step was taken, and the batches of an earlier process are in `host`
+    del params  # subclasses need them to finish rows in flight
+    if self._next < 0:  # this process took no step, so `host` still has the checkpoint's batches
       return host
     batches: HostState = {}
     for number in range(index, self._next):
       try:
         batches[str(number)] = to_arrays(self._drawn[number].result())
-      except Exception:  # the step that learns from it says why
+      except Exception:  # the step that learns from the batch raises it
         break
     without = {key: value for key, value in host.items() if key != _AHEAD}
     return without | ({_AHEAD: batches} if batches else {})
@@ -100,7 +100,7 @@ class Ahead:
     """Ends sampling."""
 
   def _restore(self, index: int, host: HostState) -> None:
-    """Begins with GRPO step `index` and the batches in a checkpoint."""
+    """Starts at GRPO step `index` with the batches in the host state of a checkpoint."""
     kept = host.get(_AHEAD, {})
     self._collector.restart(index, {key: x for key, x in host.items() if key != _AHEAD})
     self._next = index
@@ -111,21 +111,21 @@ class Ahead:
       self._next += 1
 
   def _draw(self, policy: VersionedParams) -> Pending[Scored]:
-    """Draws the next batch, which workers begin to score."""
+    """Draws the next batch, which workers start to score."""
     clock = Clock()
     return self._collector.draw(policy, clock).then(functools.partial(_with_times, clock))
 
   def _take(self, policy: VersionedParams, clock: Clock) -> Pending[Scored]:
-    """The next batch, whose groups are drawn. `clock` has counted the time of sampling."""
+    """Takes the next batch, whose groups are all drawn. `clock` has measured the sampling."""
     return self._collector.take(policy, clock).then(functools.partial(_with_times, clock))
 
   def _drop_learned(self, index: int) -> None:
-    """Forgets the batches before GRPO step `index`."""
+    """Drops the batches of steps before GRPO step `index`."""
     for number in [number for number in self._drawn if number < index]:
       del self._drawn[number]
 
   def _collected(self, index: int, clock: Clock) -> Collected:
-    """The batch of a step on the mesh, with metrics of its staleness."""
+    """Waits for a step's batch and puts it on the mesh. Raises RunFailed if a token is too old."""
     with doing("scoring"):
       scored = self._drawn[index].result()
     clock.lap("wait")
@@ -141,12 +141,13 @@ class Ahead:
       )
     collected = self._collector.put_on_mesh(scored)
     self._collector.forget(index)
-    del self._drawn[index]  # and with it what its prompts see
+    del self._drawn[index]  # also frees the visual tokens of the batch's prompts
     clock.lap("put")
     return dataclasses.replace(collected, metrics=disjoint(collected.metrics, ages))
 
 
 def _with_times(clock: Clock, scored: Scored) -> Scored:
+  """Adds the clock's times to the metrics of a batch."""
   seconds = {f"time/{name}": spent for name, spent in clock.laps.items()}
   return dataclasses.replace(scored, metrics=disjoint(scored.metrics, seconds))
 
@@ -166,10 +167,10 @@ class AheadInTurn(Ahead):
 
 
 class InFlightInTurn(Ahead):
-  """Draws on the devices that also learn. Rows that have not ended at an update go on after it.
+  """Draws on the devices that also learn. Rows that have not ended at an update continue after it.
 
-  Step i draws until batch i is there. The groups of later steps fill the seats that get free
-  meanwhile, so that no seat waits for the slowest row of a batch.
+  Step i draws until batch i is complete. Groups of later steps fill the seats that become free in
+  the meantime, so no seat idles until the slowest row of a batch has ended.
   """
 
   def __init__(self, collector: Collector, config: Config):
@@ -188,14 +189,14 @@ class InFlightInTurn(Ahead):
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
     flow = self._collector.flow
     if self._next >= 0 and flow.next > flow.first:
-      # A checkpoint has no rows in flight, so what was begun is drawn to the end of its step.
+      # A checkpoint has no rows in flight, so all steps with opened groups are drawn to their end.
       last = flow.step_of(flow.next - 1)
-      with contextlib.suppress(Exception):  # the step that learns from it says why
+      with contextlib.suppress(Exception):  # the step that learns from the batch raises it
         self._draw_until(last + 1, VersionedParams(params(), index), last)
     return super().saved(index, host, params)
 
   def _draw_until(self, end: int, policy: VersionedParams, last: int) -> None:
-    """Draws the batches before number `end`, and opens no groups after those of step `last`."""
+    """Draws all batches before batch `end`. Opens no groups for steps after step `last`."""
     self._clock.restart()
     while self._next < end:
       self._collector.advance(policy, last)
@@ -207,20 +208,20 @@ class InFlightInTurn(Ahead):
 
 
 def ahead_in_turn(collector: Collector, config: Config) -> Ahead:
-  """Draws ahead on the devices that also learn, as rollout.weights says."""
+  """Makes the `Ahead` for rollout.weights that draws on the devices that also learn."""
   in_turn = InFlightInTurn if config.rollout.weights == "in_flight" else AheadInTurn
   return in_turn(collector, config)
 
 
 class KeepsWeights(Protocol):
-  """A sampler outside the devices of the run. A collector samples with it."""
+  """A sampler that does not use the devices of the run."""
 
   def weights(self, params: Any) -> Any:
-    """A copy of weights, which stays valid when an update donates the arrays."""
+    """Copies weights. The copy stays valid after an update donates the arrays."""
 
 
 class Beside(Ahead):
-  """Draws ahead in a thread, on devices of its own, with sampler processes or an engine."""
+  """Draws ahead in a thread, on separate devices, with sampler processes or with an engine."""
 
   def __init__(
     self,
@@ -229,7 +230,7 @@ class Beside(Ahead):
     schedule: WeightSchedule | None,
     remote: KeepsWeights | None = None,
   ):
-    """Draws ahead.
+    """Starts no thread yet. The first call starts it.
 
     Args:
       collector: Draws the batches.
@@ -238,24 +239,25 @@ class Beside(Ahead):
       remote: The sampler that the collector uses. None for devices of this process.
     """
     super().__init__(collector, config)
-    # An update takes the arrays on the devices that learn.
+    # A remote sampler needs a copy, because an update donates the arrays of the learning devices.
     self._kept: Callable[[Any], Any] = remote.weights if remote else lambda params: params
     self._drawing = threading.Lock()
     if remote is None or config.eval.engine:
-      # Processes must agree on what is drawn before an evaluation and what after it.
+      # All processes must draw the same batches before an evaluation.
       self.devices = self._all_drawn if jax.process_count() > 1 else lambda: self._drawing
     self._schedule, self._changes = schedule, config.rollout.weights == "in_flight"
     self._changed = threading.Condition()
     self._weights: dict[int, Any] = {}  # by version
-    self._first_version = 0  # of this process
-    self._chunk = 0  # of the run, where weights change in flight
+    self._first_version = 0  # the first version that this process has
+    self._chunk = 0  # with in_flight, the number of the run's next chunk
+    # `_is_paused`: a checkpoint waits, so the thread finishes its step and begins no other.
     self._is_drawing = self._is_paused = self._is_closed = False
-    self._error: BaseException | None = None
+    self._error: BaseException | None = None  # that ended the thread
     self._thread: threading.Thread | None = None
     self._idle = _Stopwatch()
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
-    """Gives the thread the weights of a step, and waits for the step's batch."""
+    """Passes the weights before a step to the thread, and waits for the step's batch."""
     params = self._kept(params)
     clock.lap("weights")
     with self._changed:
@@ -284,15 +286,15 @@ class Beside(Ahead):
     return dataclasses.replace(collected, metrics=disjoint(collected.metrics, waited))
 
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
-    """Waits until the thread has drawn what a checkpoint needs, as `Ahead.saved` describes it."""
+    """See `Ahead.saved`. Waits until the thread has drawn all batches that the checkpoint needs."""
     if self._thread is not None:
       converted = self._kept(params()) if index in self._known_versions() else None
       with self._changed:
-        # A checkpoint has no older weights, so what they draw must be drawn now.
+        # A checkpoint has no older weights, so all batches that they draw must be drawn now.
         last = min(index + self._bound, self._steps)
         if self._schedule is not None:
           last, self._is_paused = self._next, True
-          if converted is not None:  # a known schedule may change to them in flight
+          if converted is not None:  # the schedule may change to these weights in flight
             self._weights[index] = converted
           self._changed.notify_all()
         self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
@@ -309,13 +311,16 @@ class Beside(Ahead):
       self._thread.join()
 
   def take(self, version: int | None) -> VersionedParams:
-    """The weights of a version, or the newest, and their version. It waits for them.
+    """Waits for the weights of a version, and returns them with their version.
 
-    While a checkpoint or the step of the newest weights waits for what is in flight, newer weights
-    do not come. Then it takes the newest.
+    Newer weights cannot arrive while a checkpoint waits for the thread, or while the step of the
+    newest weights waits for its batch. Then the newest weights are returned instead.
+
+    Args:
+      version: The version. None means the newest.
 
     Raises:
-      RunFailed: They are older than all of this process.
+      RunFailed: The version is older than all versions of this process.
       SamplingClosed: The run has ended.
     """
     with self._changed:
@@ -341,7 +346,7 @@ class Beside(Ahead):
       return VersionedParams(self._weights[version], version)
 
   def _run(self, draw: Callable[[], None]) -> None:
-    """Draws until the run has ended. This is the thread."""
+    """Runs `draw` in the thread, and stores the error that ends it."""
     error = None
     try:
       draw()
@@ -352,7 +357,7 @@ class Beside(Ahead):
       self._changed.notify_all()
 
   def _draw_batches(self) -> None:
-    """Draws batch after batch, each with weights of its own."""
+    """Draws batch after batch, each with one version of the weights."""
     while self._next < self._steps:
       with self._changed, self._idle.running():
         self._changed.wait_for(lambda: self._is_closed or self._may_draw())
@@ -363,11 +368,11 @@ class Beside(Ahead):
         pending = self._draw(policy)
       if self._schedule is not None:
         self._schedule.add(number, ((0, policy.version),))
-      del policy  # and with it the weights, while the thread waits
+      del policy  # so that the weights can be freed while the thread waits
       self._add(pending)
 
   def _stream(self) -> None:
-    """Draws group after group. Rows in flight go on with the newest weights."""
+    """Draws chunk after chunk. Rows in flight continue with the newest or the scheduled weights."""
     flow, clock = self._collector.flow, Clock()
     while self._next < self._steps:
       with self._changed, self._idle.running():
@@ -375,13 +380,13 @@ class Beside(Ahead):
         is_paused, self._is_drawing = self._is_paused, True
       known = self._schedule.chunk(self._chunk)
       if is_paused and known is not None and known.version not in self._weights:
-        known = None  # a checkpoint does not wait for weights that come after it
+        known = None  # these weights arrive only after the checkpoint, which waits for the thread
       if known is not None and flow.is_idle and flow.step > known.version + self._bound:
-        known = None  # the chunks are not those of the schedule any more
+        known = None  # the run has diverged from the schedule: these weights would be too old
       policy = self.take(None if known is None else known.version)
       until = min(policy.version + self._bound, self._steps - 1)
       limit = None if known is None or flow.is_idle else known.groups
-      if is_paused and known is None:  # what was begun is drawn to the end of its step
+      if is_paused and known is None:  # draws all steps with opened groups to their end
         until = max(flow.step, flow.step_of(flow.next - 1))
       with self._drawing:
         has_drawn = self._collector.advance(policy, until, limit)
@@ -396,17 +401,17 @@ class Beside(Ahead):
     self._schedule.end(self._chunk - 1)
 
   def _may_go_on(self) -> bool:
-    """Whether there is a group to draw, or the run has ended. Tells waiting threads of a pause."""
+    """Whether the thread can draw a chunk, or the run has ended. Notifies `saved` of a pause."""
     flow = self._collector.flow
     if self._is_closed:
       return True
-    if flow.next > flow.first:  # groups of the next step were opened, and are drawn to their end
+    if flow.next > flow.first:  # groups of the next step are open, and must be drawn to their end
       return True
     if self._is_paused:
       self._is_drawing = False
       self._changed.notify_all()
       return False
-    # A chunk of the schedule waits for its weights, unless the learner waits for a batch itself.
+    # A scheduled chunk waits for newer weights, unless the learner itself waits for the next batch.
     newest, scheduled = max(self._weights), self._schedule.chunk(self._chunk)
     comes_later = scheduled is not None and scheduled.version > newest
     if comes_later and self._next > newest:
@@ -414,7 +419,7 @@ class Beside(Ahead):
     return flow.step <= newest + self._bound
 
   def _add(self, pending: Pending[Scored]) -> None:
-    """Adds a batch that is drawn."""
+    """Adds a drawn batch, and notifies the learner."""
     with self._changed:
       self._drawn[self._next] = pending
       self._next, self._is_drawing = self._next + 1, self._changes
@@ -423,7 +428,7 @@ class Beside(Ahead):
 
   @contextlib.contextmanager
   def _all_drawn(self) -> Iterator[None]:
-    """Waits until the thread has drawn all batches that the weights until now can draw."""
+    """Waits until the thread has drawn all batches that the existing weights can draw."""
     with self._changed:
       self._changed.wait_for(
         lambda: (
@@ -436,11 +441,12 @@ class Beside(Ahead):
     yield
 
   def _fail_with_others(self) -> None:
-    """Raises the error that ended the thread, if other processes wait for this one."""
+    """Raises the thread's error if there are several processes, because the others would wait."""
     if self._error is not None and jax.process_count() > 1:
       raise self._error
 
   def _may_draw(self) -> bool:
+    """Whether the next batch can be drawn: the bound allows it, and scheduled weights exist."""
     if self._is_paused or self._next > max(self._weights) + self._bound:
       return False
     known = self._schedule and self._schedule.known.get(self._next)
@@ -454,7 +460,7 @@ class Beside(Ahead):
     return None if known is None else known[0][1]
 
   def _forget(self) -> None:
-    """Frees the weights that nothing needs any more."""
+    """Frees the weights that no later batch needs."""
     newest = max(self._weights)
     needed = {newest, *self._known_versions()}
     if self._schedule is None:
@@ -463,7 +469,7 @@ class Beside(Ahead):
       del self._weights[version]
 
   def _known_versions(self) -> set[int]:
-    """The versions of the weights that a known schedule needs later."""
+    """The versions of the weights that the known part of the schedule still needs."""
     if self._schedule is None:
       return set()
     if self._changes:
@@ -481,7 +487,7 @@ class _Stopwatch:
 
   @contextlib.contextmanager
   def running(self) -> Any:
-    """Counts the time of the block."""
+    """Counts the time of its block as waiting."""
     self._since, self._is_running = time.perf_counter(), True
     try:
       yield
@@ -490,7 +496,7 @@ class _Stopwatch:
       self._is_running = False
 
   def share(self) -> float:
-    """The share of the time since the last call."""
+    """The share of waiting in the time since the last call, in [0, 1]."""
     now = time.perf_counter()
     if self._is_running:
       self._waited, self._since = self._waited + now - self._since, now

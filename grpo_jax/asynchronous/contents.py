@@ -1,7 +1,7 @@
 """Checks every field and array of the messages, on both sides.
 
-The learner knows the shape of each array in a good answer. A sampler knows the shapes of the
-weights of its config. So neither side allocates more memory, or accepts other values.
+The learner knows the shape of each array in a valid answer, and a sampler knows the shapes of the
+weights of its config. Neither side allocates memory for other shapes, or accepts invalid values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +20,20 @@ from grpo_jax.settings import shown
 from grpo_jax.types import Completions, Images
 
 IMAGES = "images."  # the names of image arrays begin with this
-_SETTINGS = {*RowSettings.__dataclass_fields__} - {"own"}  # a filter has its own name
-_ROUNDING = 1e-3  # a log-prob may lie above 0 by this much
-_MOST = 2**31  # numbers in a field are below it
+_SETTINGS = {*RowSettings.__dataclass_fields__} - {"own"}  # filters in `own` are sent by name
+_ROUNDING = 1e-3  # rounding may raise a log-prob above 0 by this much
+_MOST = 2**31  # numbers in a field must be below it
 
 
 class CompletionLimits(NamedTuple):
-  """The sizes that completions of a run can have.
+  """The limits on completions of a run.
 
   Attributes:
-    vocabulary: Token ids are below it.
-    tokens: T, the longest completion.
+    vocabulary: The size of the vocabulary.
+    tokens: T, the length of the longest completion.
     experts: X, the number of experts of a layer.
     experts_in_all: Y, how many experts a token uses in all layers together.
-    experts_dtype: The dtype of the experts' numbers.
+    experts_dtype: The dtype of the numbers of experts.
   """
 
   vocabulary: int
@@ -44,14 +44,14 @@ class CompletionLimits(NamedTuple):
 
 
 class PartRequest(NamedTuple):
-  """The sizes of a request to a process.
+  """The sizes of a part of a sampling call, which one process draws.
 
   Attributes:
-    prompts: How many prompts it has.
-    prompt_tokens: S.
-    members: G.
-    longest: The longest completion of these rows, at most `CompletionLimits.tokens`.
-    keeps_experts: Whether completions have the experts of each token.
+    prompts: The number of prompts.
+    prompt_tokens: S, the padded length of the prompts.
+    members: G, the number of completions of each prompt.
+    longest: The most tokens of a completion, at most `CompletionLimits.tokens`.
+    keeps_experts: Whether completions include the experts of each token.
     pauses: Whether rows that have ended wait for a reply.
   """
 
@@ -64,7 +64,7 @@ class PartRequest(NamedTuple):
 
 
 def limits_of(run: Run) -> CompletionLimits:
-  """The sizes that completions of a run can have."""
+  """The limits on completions of a run."""
   shape = run.parameters.sampling.model
   return CompletionLimits(
     vocabulary=shape.vocab_size,
@@ -78,16 +78,16 @@ def limits_of(run: Run) -> CompletionLimits:
 def check_answer(
   fields: Mapping[str, Any], shapes: Shapes, part: PartRequest, limits: CompletionLimits
 ) -> None:
-  """Checks an answer of a process before its arrays are read.
+  """Checks a process's message with completions before its arrays are read.
 
   Args:
-    fields: The fields of its message.
-    shapes: The shapes of its arrays.
-    part: The request that it answers.
-    limits: The sizes that completions of the run can have.
+    fields: The fields of the message.
+    shapes: The dtypes and shapes of the arrays of the message.
+    part: The part that the process draws.
+    limits: The limits on completions of the run.
 
   Raises:
-    BadMessage: It names the field or the array.
+    BadMessage: A field or an array is invalid. The text names it.
   """
   numbers, own = fields.get("prompts"), range(part.prompts)
   if not isinstance(numbers, list) or not all(type(n) is int and n in own for n in numbers):
@@ -100,7 +100,7 @@ def check_answer(
 def check_paused(
   fields: Mapping[str, Any], shapes: Shapes, part: PartRequest, limits: CompletionLimits
 ) -> None:
-  """Checks which rows pause, before their tokens are read. Raises BadMessage, which says why."""
+  """Checks a message "paused" before its arrays are read. Raises BadMessage, which says why."""
   rows = fields.get("rows")
   if not part.pauses or not isinstance(rows, list) or not rows:
     raise BadMessage("it sent rows that pause, and none may")
@@ -115,12 +115,12 @@ def paused(
   part: PartRequest,
   limits: CompletionLimits,
 ) -> list[StoppedRow]:
-  """The rows that pause: each has ended a turn, and keeps its seat until it gets a reply.
+  """Reads the rows in a message "paused", which `check_paused` has accepted.
 
-  `check_paused` has looked at their shapes.
+  A row pauses after a turn, and keeps its seat until it gets a reply.
 
   Raises:
-    BadMessage: They cannot be rows of the request. It says why.
+    BadMessage: A row or its tokens are invalid. The text says why.
   """
   found = []
   for (prompt, member, length, stopped_by), tokens_T in zip(fields["rows"], arrays["tokens_RT"]):
@@ -138,13 +138,14 @@ def paused(
 
 
 def _is_row(row: Any) -> bool:
+  """Whether a value is [prompt, member, length, stopped_by] as integers."""
   return (
     isinstance(row, list) and len(row) == 4 and all(map(_is_whole, row[:3])) and type(row[3]) is int
   )
 
 
 def check_replies(fields: Mapping[str, Any], part: PartRequest, limits: CompletionLimits) -> None:
-  """Checks replies to rows that pause. Raises BadMessage, which says why."""
+  """Checks a learner's message "go_on", with replies to rows. Raises BadMessage, which says why."""
   rows = fields.get("rows")
   if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 3 for row in rows):
     raise BadMessage("it sent replies that make no sense")
@@ -158,7 +159,7 @@ def check_replies(fields: Mapping[str, Any], part: PartRequest, limits: Completi
       raise BadMessage("it sent a reply that is no list of tokens")
 
 
-# The replies to a row, each as its length when it paused, and the tokens, or None to end it.
+# The replies to a row: (length of the row when it paused, tokens of the reply or None to end it).
 Replies = list[tuple[int, list[int] | None]]
 
 
@@ -168,16 +169,16 @@ def completions(
   limits: CompletionLimits,
   replies: Sequence[Sequence[Replies]] = (),
 ) -> Completions:
-  """The completions of some groups of a part, whose shapes `check_answer` has looked at.
+  """Reads the completions in a message that `check_answer` has accepted, and checks all values.
 
   Args:
     arrays: The arrays of the message, by the names of the fields of `Completions`.
-    part: The request that they answer.
-    limits: The sizes that completions of the run can have.
-    replies: For each group and member, the replies that the row was sent while it paused.
+    part: The part that the process draws.
+    limits: The limits on completions of the run.
+    replies: The replies to each row, by group and member. Empty if there are none.
 
   Raises:
-    BadMessage: They cannot be what the weights of the run draw. It names the array.
+    BadMessage: The values cannot be completions that a sampler draws. The text names the array.
   """
   made = Completions(**arrays)
   lengths_PG, tokens_PGT = made.lengths_PG, made.tokens_PGT
@@ -190,7 +191,7 @@ def completions(
         raise BadMessage("it sent a row that was not told to end")
       for length, tokens in of_row:
         after = slice(length, length + len(tokens or ()))
-        # A reply that leaves no room to draw ends the row, and is not added.
+        # A reply that leaves no room for further tokens ends the row and is not appended.
         if tokens and after.stop < part.longest:
           is_given_PGT[p, g, after] = True
           if tokens_PGT[p, g, after].tolist() != tokens:
@@ -206,7 +207,7 @@ def completions(
     if wrong.any():
       raise BadMessage(f"it sent {name} with {arrays[name][wrong][0]}, which is no log-prob")
   last_PG = np.take_along_axis(tokens_PGT, lengths_PG[..., None] - 1, -1)[..., 0]
-  # -1: a limit ended the row. Rows that pause have one for a turn, others only the longest length.
+  # -1: a limit ended the row: `longest`, or if rows pause perhaps the limit on a turn.
   is_cut_PG = (made.stopped_by_PG == -1) & (part.pauses | (lengths_PG == part.longest))
   if not (is_cut_PG | (made.stopped_by_PG == last_PG)).all():
     raise BadMessage("it sent stopped_by_PG that is not the last token of each row that has ended")
@@ -217,7 +218,7 @@ def completions(
 
 
 def are_finite(arrays: list[np.ndarray]) -> bool:
-  """Whether all numbers of weights are finite."""
+  """Whether all values in floating-point arrays are finite."""
   floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, np.floating)]
   return all(np.isfinite(x.astype(np.float32)).all() for x in floats)
 
@@ -225,7 +226,7 @@ def are_finite(arrays: list[np.ndarray]) -> bool:
 def check_draw(
   fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], limits: CompletionLimits
 ) -> None:
-  """Checks a request to draw. Raises BadMessage, which names the field or the array."""
+  """Checks a learner's message "draw". Raises BadMessage, which names the field or the array."""
   _check_field(fields, "members", lambda x: _is_whole(x) and x > 0)
   _check_field(fields, "first_prompt", _is_whole)
   _check_field(fields, "keeps_experts", lambda x: isinstance(x, bool))
@@ -254,7 +255,7 @@ def check_draw(
 
 
 def _answer(groups: int, part: PartRequest, limits: CompletionLimits) -> Shapes:
-  """The arrays of so many groups of a part."""
+  """The dtypes and shapes of the arrays in an answer with this number of groups."""
   PG, PGT = (groups, part.members), (groups, part.members, limits.tokens)
   wanted: Shapes = {
     "tokens_PGT": (np.dtype(np.int32), PGT),
@@ -272,7 +273,7 @@ def _answer(groups: int, part: PartRequest, limits: CompletionLimits) -> Shapes:
 
 
 def _images(arrays: Mapping[str, np.ndarray], P: int, S: int) -> Shapes:
-  """The arrays of the images of P prompts, where there are some."""
+  """The dtypes and shapes that images of P prompts of length S must have. {} without images."""
   own = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
   if not own:
     return {}
@@ -292,6 +293,7 @@ def _images(arrays: Mapping[str, np.ndarray], P: int, S: int) -> Shapes:
 
 
 def _check_shapes(shapes: Shapes, wanted: Shapes, what: str) -> None:
+  """Raises BadMessage if arrays have other names, dtypes or shapes than wanted."""
   other = sorted(shapes.keys() ^ wanted.keys())
   if other:
     verb = "sent" if other[0] in shapes else "left out"

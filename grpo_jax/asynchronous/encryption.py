@@ -1,12 +1,12 @@
-"""TLS over a socket on which one thread sends while another one receives."""
+"""Implements TLS over a socket on which one thread sends while another one receives."""
 
 import socket
 import ssl
 import threading
 import time
 
-_BLOCK = 2**18  # bytes that are encrypted, or received, at once
-_RECORDS = range(0x14, 0x18)  # the first byte of every record of TLS
+_BLOCK = 2**18  # the most bytes to encrypt or receive at once
+_RECORDS = range(0x14, 0x18)  # possible first bytes of a TLS record
 
 
 class NotEncrypted(ConnectionError):
@@ -14,11 +14,11 @@ class NotEncrypted(ConnectionError):
 
 
 class Encrypted:
-  """An encrypted socket, with the methods of a socket that connections use.
+  """An encrypted socket, with the methods of a socket that `Connection` uses.
 
-  An `ssl.SSLSocket` must not send and receive at once: before Python 3.13 it may crash, and some
-  later versions wait while they hold its lock. Here TLS works in memory. A lock is held only while
-  it does, and never while the socket waits.
+  Two threads must not use an `ssl.SSLSocket` at the same time: before Python 3.13 it may crash, and
+  some later versions hold its lock while they wait. Here TLS encrypts and decrypts in memory. A
+  lock protects only these computations, so no thread holds it while it waits for the socket.
   """
 
   def __init__(
@@ -28,17 +28,17 @@ class Encrypted:
     until: float,
     name: str | None = None,
   ) -> None:
-    """Agrees on keys with the other side.
+    """Performs the TLS handshake.
 
     Args:
       connected: A TCP socket.
       context: The TLS context of a server or of a client.
-      until: When they must have agreed, in seconds of `time.monotonic`.
-      name: A client tells the server that it has connected to this host.
+      until: The deadline of the handshake, in seconds of `time.monotonic`.
+      name: The host that a client connects to, which TLS tells the server. None for a server.
 
     Raises:
       NotEncrypted: The other side did not send TLS.
-      ssl.SSLError, OSError: They do not agree, or the other side has gone.
+      ssl.SSLError, OSError: The handshake failed, or the other side is gone.
     """
     self._socket, self._working = connected, threading.Lock()
     self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -57,11 +57,11 @@ class Encrypted:
       is_first = False
 
   def certificate(self) -> tuple[bytes, dict]:
-    """The certificate of the other side: its bytes (DER), and what it says."""
+    """The certificate of the other side in DER, and its fields as `ssl` decodes them."""
     return self._tls.getpeercert(binary_form=True) or b"", self._tls.getpeercert() or {}
 
   def sendall(self, data: bytes | memoryview) -> None:
-    """Encrypts and sends all of `data`. One thread at a time may call it."""
+    """Encrypts and sends all of `data`. Only one thread at a time may call this."""
     view, done = memoryview(data), 0
     while done < len(view):
       end = min(done + _BLOCK, len(view))
@@ -72,11 +72,11 @@ class Encrypted:
       self._socket.sendall(encrypted)
 
   def recv_into(self, buffer: memoryview) -> int:
-    """Waits for some bytes. 0 means that there will be none."""
+    """Waits for bytes, writes them to `buffer` and returns their number. 0 means closed."""
     while True:
       with self._working:
         try:
-          # mypy thinks that read gives bytes here, too.
+          # With a buffer, `read` returns an int, but mypy expects bytes.
           return int(self._tls.read(len(buffer), buffer))  # type: ignore[arg-type, call-overload]
         except ssl.SSLWantReadError:
           pass
@@ -89,11 +89,11 @@ class Encrypted:
         self._arrived.write(data)
 
   def settimeout(self, seconds: float) -> None:
-    """How long each wait for the socket may take."""
+    """Limits how long each wait for the socket may take."""
     self._socket.settimeout(seconds)
 
   def shutdown(self, how: int) -> None:
-    """Ends what other threads do with the socket."""
+    """Shuts the socket down, so that other threads stop waiting for it."""
     self._socket.shutdown(how)
 
   def close(self) -> None:
@@ -101,11 +101,11 @@ class Encrypted:
     self._socket.close()
 
   def _has_agreed(self) -> bool:
-    """Goes on with the handshake, and sends what it says."""
+    """Continues the handshake and sends its output. Returns whether the handshake is complete."""
     try:
       self._tls.do_handshake()
       return True
     except ssl.SSLWantReadError:
       return False
-    finally:  # also why it failed
+    finally:  # after a failure, the output tells the other side why
       self._socket.sendall(self._leaving.read())

@@ -1,13 +1,13 @@
-"""Both sides of a new connection prove that they know the same secret, before they say anything.
+"""Both sides of a new connection prove to each other that they know the same secret.
 
     sampler -> learner   magic, a random nonce
     learner -> sampler   magic, a random nonce
     sampler -> learner   HMAC-SHA256(secret, "sampler", both nonces)
     learner -> sampler   HMAC-SHA256(secret, "learner", both nonces), or zeros
 
-So the secret is never sent. A proof is of no use on another connection, or to the other side.
-Before the proofs, each side reads 72 bytes and interprets none. With a certificate, all of this is
-encrypted, too.
+The secret itself is never sent. A proof is useless on another connection or for the other role.
+Before the proofs are checked, each side reads only 72 bytes and does not parse them. With a
+certificate, all of this is encrypted.
 """
 
 import contextlib
@@ -24,25 +24,25 @@ from grpo_jax.asynchronous.encryption import Encrypted, NotEncrypted
 from grpo_jax.asynchronous.messages import BadMessage
 from grpo_jax.settings import ConfigError
 
-_SECONDS = 10.0  # for the whole handshake
+_SECONDS = 10.0  # the time limit of the whole handshake
 _MAGIC, _NEEDS_TLS = b"grpojax2", b"grpo_tls"
 _NONCE = 32
-_HANDSHAKE_OF_TLS = b"\x16"  # its first byte
+_HANDSHAKE_OF_TLS = b"\x16"  # the first byte of a TLS handshake
 
 
 def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypted:
-  """The learner's side: checks that a sampler knows the secret, and proves that it knows it, too.
+  """Performs the learner's side of the handshake.
 
   Args:
     connected: A TCP socket, which the caller closes.
-    access: The access of the learner.
+    access: The secret and certificates of the learner.
 
   Returns:
-    The channel for messages.
+    The channel for messages: the socket, or an encrypted one.
 
   Raises:
     BadMessage: The sampler does not know the secret, or only one side encrypts.
-    OSError: The sampler has gone, or is silent.
+    OSError: The sampler is gone or silent.
   """
   until = time.monotonic() + _SECONDS
   connected.settimeout(_SECONDS)
@@ -80,19 +80,19 @@ def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypte
 
 
 def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
-  """Connects a sampler to a learner, and lets both prove themselves.
+  """Connects a sampler to a learner, and performs the sampler's side of the handshake.
 
   Args:
     address: Host and port of the learner.
-    access: The access of the sampler.
+    access: The secret and certificates of the sampler.
 
   Returns:
-    The channel for messages.
+    The channel for messages: the socket, or an encrypted one.
 
   Raises:
-    ConfigError: They have different secrets or certificates, so that trying again is of no use.
-    BadMessage: Something else listens there.
-    OSError: No learner is there, or it does not answer.
+    ConfigError: Secrets or certificates do not match, so another attempt would fail, too.
+    BadMessage: Another program listens at the address.
+    OSError: Nothing listens at the address, or it does not answer.
   """
   until = time.monotonic() + _SECONDS
   connected = socket.create_connection(address, timeout=_SECONDS)
@@ -119,11 +119,12 @@ def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
 
 
 def _proof(secret: bytes, role: bytes, sampler_nonce: bytes, learner_nonce: bytes) -> bytes:
-  """Proves that the side with this role knows the secret, for a connection with these nonces."""
+  """The proof that the side with this role knows the secret, for a connection with these nonces."""
   return hmac.digest(secret, _MAGIC + role + sampler_nonce + learner_nonce, "sha256")
 
 
 def _nonce(greeting: bytes) -> bytes:
+  """The nonce after the magic. Raises BadMessage for another magic."""
   if not greeting.startswith(_MAGIC):
     raise BadMessage("it sent something else than this version of grpo_jax does")
   return greeting.removeprefix(_MAGIC)
@@ -136,7 +137,7 @@ def _compare(access: Access) -> str:
 
 
 def _read(channel: socket.socket | Encrypted, size: int, until: float) -> bytes:
-  """Waits for so many bytes, and reads no more. Raises OSError if they do not come in time."""
+  """Reads exactly `size` bytes. Raises OSError if they do not arrive before `until`."""
   data, done = bytearray(size), 0
   while done < size:
     channel.settimeout(max(1e-3, until - time.monotonic()))
@@ -148,7 +149,7 @@ def _read(channel: socket.socket | Encrypted, size: int, until: float) -> bytes:
 
 
 def _encrypted(connected: socket.socket, host: str, access: Access, until: float) -> Encrypted:
-  """TLS with a learner whose certificate a sampler trusts. Raises ConfigError for another one."""
+  """Starts TLS with a learner. Raises ConfigError if the sampler does not trust its certificate."""
   assert access.tls is not None
   try:
     channel = Encrypted(connected, access.tls, until, host)
@@ -190,7 +191,7 @@ def names(certificate: dict[str, Any], host: str) -> bool:
     if kind == "DNS" and address is None:
       own = host.lower().rstrip(".")
       first, _, rest = own.partition(".")
-      # A star stands for the first label of a name, and for no more.
+      # A wildcard matches the first label of a name and nothing else.
       if name.lower() == own or (first and name.lower() == f"*.{rest}"):
         return True
   return False

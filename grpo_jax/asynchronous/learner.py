@@ -1,11 +1,11 @@
-"""The learner's side: gives the prompts of a call to sampler processes, and gets completions.
+"""The learner's side: sends the prompts of a call to sampler processes, and receives completions.
 
-A process asks for nothing: it joins, and the learner gives it one part of a call after another. If
-it goes away, another process, or the same one when it is back, draws that part again. Groups that
-have arrived are handed on once.
+A process only joins. The learner then sends it one part of a call after another. If the process
+leaves, another process, or the same one after it has rejoined, draws the part again. The caller
+gets each group only once.
 
-Each process has two threads here. One receives. The other one sends parts, and new weights as soon
-as a step has made them, also while the process draws with older ones.
+The learner has two threads for each process. One receives. The other one sends parts, and new
+weights as soon as a step has made them, even while the process draws with older ones.
 """
 
 from collections import deque
@@ -43,29 +43,29 @@ from grpo_jax.sampler.sampling import Draws
 from grpo_jax.settings import ConfigError, RunFailed, is_loopback
 from grpo_jax.types import Images
 
-_LOOK = 0.25  # seconds between two looks at whether the run was asked to stop
+_LOOK = 0.25  # seconds between two checks whether the run should stop or has ended
 _TELL = 8.0  # seconds between two lines that say what the run waits for
 _MOST_CONNECTIONS = 1024
-_MOST_STRANGERS = 10  # that failed to join, and are all named. After that, one in _TELL seconds is
-_MOST_REFUSED = 3  # samplers that may draw a part wrongly, before it is the part's fault
+_MOST_STRANGERS = 10  # failed attempts to join that are all reported; then one in _TELL seconds
+_MOST_REFUSED = 3  # bad answers to a part from this many samplers fail the call
 
 
 class SamplingClosed(Exception):
-  """The run has ended, or it was asked to stop while no process samples."""
+  """The run has ended, or should stop while no process samples."""
 
 
 @dataclasses.dataclass(eq=False)
 class _JoinedProcess:
-  """A process that has joined.
+  """A sampler process that has joined.
 
   Attributes:
-    connection: The connection to it.
-    name: Its address, as HOST:PORT.
-    part: The part that it draws, or None.
-    coming: The prompts of the part that it has not sent, as numbers in the part.
-    is_asked: Whether the part was sent to it.
-    sent: The weights that it has.
-    is_gone: Whether its connection has ended.
+    connection: The connection to the process.
+    name: The address of the process, as HOST:PORT.
+    part: The part that the process draws, or None.
+    coming: The prompts whose groups the process has not sent, as indices in the part.
+    is_asked: Whether the part was sent to the process.
+    sent: The versions of the weights that the process has.
+    is_gone: Whether the connection has ended.
   """
 
   connection: Connection
@@ -78,10 +78,10 @@ class _JoinedProcess:
 
 
 class RemoteSampler:
-  """Samples as a `Sampler` does, in processes that join at an address.
+  """A server at which sampler processes join, and which distributes sampling calls to them.
 
   Attributes:
-    address: Where it listens, as HOST:PORT.
+    address: The address at which the server listens, as HOST:PORT.
   """
 
   def __init__(
@@ -93,18 +93,18 @@ class RemoteSampler:
     should_stop: Callable[[], bool] = lambda: False,
     access: Access = OPEN,
   ):
-    """Listens at the address, and lets processes join from a thread.
+    """Starts to listen, and accepts processes in a thread.
 
     Args:
-      address: The host and the port, 0 for a free one.
-      terms: The terms on which processes must agree with the run.
-      limits: The sizes that completions of the run can have.
+      address: Host and port. Port 0 chooses a free port.
+      terms: The terms of the run, with which the terms of a process must agree.
+      limits: The limits on completions of the run.
       parts: Into how many parts the prompts of a call are split.
-      should_stop: Whether the run was asked to stop.
+      should_stop: Returns whether the run should stop.
       access: The secret and certificates of the run.
 
     Raises:
-      ConfigError: It cannot listen there.
+      ConfigError: The address cannot be used.
     """
     self._terms, self._limits = terms, limits
     self._parts, self._should_stop, self._access = parts, should_stop, access
@@ -112,14 +112,14 @@ class RemoteSampler:
     self._waiting = deque[DrawnPart]()  # parts that no process draws
     self._joined: set[_JoinedProcess] = set()
     self._threads: set[threading.Thread] = set()
-    self._is_closed = False  # nothing is sampled any more
-    self._has_ended = False  # the run is finished, so that processes need not come back
-    self._numbers = itertools.count()  # of leaves and of versions
-    # The arrays of the last weights with their leaves: what did not change is not sent again.
+    self._is_closed = False
+    self._has_ended = False  # whether the run is finished, so that processes need not rejoin
+    self._numbers = itertools.count()  # the numbers of leaves and versions
+    # The arrays and leaves of the last weights, so that unchanged arrays are not sent again.
     self._last: list[tuple[weakref.ref, Leaf]] = []
-    # By version. They live as long as a part that draws with them.
+    # The weights by version. A version exists as long as a part draws with it or it is the newest.
     self._versions: weakref.WeakValueDictionary[int, Weights] = weakref.WeakValueDictionary()
-    self._newest: Weights | None = None  # lives on between two calls, when no part has weights
+    self._newest: Weights | None = None
     self._strangers, self._told_of_strangers = 0, -math.inf
     self._told_of_none = -math.inf
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -132,19 +132,19 @@ class RemoteSampler:
       ) from None
     if access.tls is None and not is_loopback(address[0]):
       _say("remark: the weights travel unencrypted to samplers: rollout.certificate_file is empty")
-    self._server.settimeout(_LOOK)  # so that the thread sees soon that it shall end
+    self._server.settimeout(_LOOK)  # the thread checks this often whether it should end
     self.address = _shown(self._server.getsockname())
     self._accepting = threading.Thread(target=self._accept, name="samplers", daemon=True)
     self._accepting.start()
 
   def weights(self, params: Any) -> Weights:
-    """A copy on the host, which stays valid when an update donates the arrays.
+    """Copies weights to the host, where they stay valid after an update donates the arrays.
 
-    Threads begin to send it to all processes. The caller does not wait for that.
+    Threads start to send the copy to all processes. The caller does not wait for them.
 
     Args:
-      params: Weights as `Parameters.for_sampling` returns them. Arrays that were in the last ones,
-        such as those of a frozen base, are not copied again.
+      params: Weights as `Parameters.for_sampling` returns them. Arrays that are unchanged since the
+        last call, such as those of a frozen base, are not copied again.
     """
     leaves = jax.tree.leaves(params)
     known = [copy if before() is x else None for x, (before, copy) in zip(leaves, self._last)]
@@ -175,19 +175,19 @@ class RemoteSampler:
     keeps_experts: bool = False,
     pauses: bool = False,
   ) -> RemoteCall:
-    """Lets processes complete each prompt `members` times.
+    """Queues a sampling call, in which processes complete each prompt `members` times.
 
-    The arguments are those of `Sampler`. `draws.reply` is not used, and neither is `draws.end`,
-    which each process makes from its config.
+    The arguments are as in `Sampler`, but `draws.reply` and `draws.end` are ignored: each process
+    makes `end` from its config.
 
     Args:
-      params: Weights as `Parameters.for_sampling` returns them, or their `Weights`.
-      prompts_PS: int32, right-padded.
+      params: Weights as `Parameters.for_sampling` returns them, or the result of `weights`.
+      prompts_PS: int32, right-padded token ids.
       prompt_lengths_P: int32, how many tokens each prompt has.
-      members: G.
+      members: G, the number of completions of each prompt.
       draws: How rows draw.
       images: The images of the prompts, or None.
-      keeps_experts: Whether completions have the experts of each token.
+      keeps_experts: Whether completions include the experts of each token.
       pauses: Whether a row that has ended waits for a reply.
     """
     weights = params if isinstance(params, Weights) else self.weights(params)
@@ -221,11 +221,11 @@ class RemoteSampler:
     return RemoteCall(self, call, parts)
 
   def say_ended(self) -> None:
-    """Says that the run has ended. Processes that are told to leave then need not come back."""
+    """Notes that the run has ended. `close` then tells processes that they need not rejoin."""
     self._has_ended = True
 
   def close(self) -> None:
-    """Ends all connections, and calls that wait."""
+    """Ends all connections. Calls that wait raise SamplingClosed."""
     with self._changed:
       self._is_closed = True
       self._changed.notify_all()
@@ -236,27 +236,27 @@ class RemoteSampler:
     self._server.close()
 
   def drop(self, parts: Sequence[DrawnPart]) -> None:
-    """Drops parts: no caller waits for them any more."""
+    """Drops parts, for which no caller waits any more."""
     with self._changed:
       for part in parts:
         part.missing.clear()
       self._waiting = deque(part for part in self._waiting if part.missing)
 
   def reply(self, part: DrawnPart, row: RowOfPart, tokens: Sequence[int] | None) -> None:
-    """A row of a part goes on with these tokens, or has ended."""
+    """Replies to a paused row of a part with tokens. None ends the row."""
     with self._changed:
       part.reply(row, tokens)
       self._changed.notify_all()
 
   def next(self, call: Arrivals, seconds: float) -> Finished | list[StoppedRow] | None:
-    """Waits up to `seconds` for groups of a call that have ended, or for rows that pause.
+    """Waits up to `seconds` for ended groups or paused rows of a call.
 
     Returns:
       The groups or rows, or None if nothing arrived.
 
     Raises:
-      SamplingClosed: The run has ended, or is asked to stop while no sampler is there.
-      RunFailed: Drawing has failed.
+      SamplingClosed: The run has ended, or should stop while no process samples.
+      RunFailed: Sampling has failed.
     """
     until = time.monotonic() + seconds
     with self._changed:
@@ -283,13 +283,13 @@ class RemoteSampler:
     return arrived
 
   def _accept(self) -> None:
-    """Lets processes join. This is a thread."""
+    """Accepts connections in a thread, and starts a thread for each."""
     while not self._is_closed:
       try:
         connected, address = self._server.accept()
       except TimeoutError:
         continue
-      except OSError as error:  # too many files are open, for example
+      except OSError as error:  # for example because too many files are open
         _say(f"a process could not join: {error}")
         time.sleep(1)
         continue
@@ -303,7 +303,7 @@ class RemoteSampler:
       thread.start()
 
   def _meet(self, connected: socket.socket, name: str) -> None:
-    """Lets a process join, and receives from it until it has gone. This is a thread."""
+    """Serves one connection in a thread: lets a process join, and receives until it is gone."""
     try:
       process = self._greeted(connected, name)
       if process is not None:
@@ -314,8 +314,7 @@ class RemoteSampler:
         self._threads.discard(threading.current_thread())
 
   def _greeted(self, connected: socket.socket, name: str) -> _JoinedProcess | None:
-    """Lets a process join if it knows the secret and would sample as this run does."""
-    why = ""
+    """Lets a process join if it knows the secret and agrees on the terms. Else returns None."""
     try:
       connection = Connection(handshake.accept(connected, self._access))
       try:
@@ -335,11 +334,11 @@ class RemoteSampler:
       self._say_of_stranger(f"the process at {name} was sent away: {error}")
     except OSError as error:
       if not self._is_closed:
-        self._say_of_stranger(f"the process at {name} has gone before it had joined: {error}")
+        self._say_of_stranger(f"the process at {name} left before it joined: {error}")
     return None
 
   def _say_of_stranger(self, line: str) -> None:
-    """Prints why a process did not join, at a limited rate: thousands must not fill a disk."""
+    """Prints why a process did not join, at a limited rate, so that the log cannot fill a disk."""
     with self._changed:
       self._strangers += 1
       if self._strangers > _MOST_STRANGERS:
@@ -350,7 +349,7 @@ class RemoteSampler:
     _say(line)
 
   def _serve(self, process: _JoinedProcess) -> None:
-    """Receives from a process that has joined, until it has gone."""
+    """Receives from a joined process until it is gone. Then queues its unfinished part again."""
     connection, why = process.connection, ""
     _say(f"a sampler has joined from {process.name}")
     with self._changed:
@@ -382,7 +381,7 @@ class RemoteSampler:
       connection.close()
 
   def _refuse(self, process: _JoinedProcess, why: str) -> None:
-    """Counts a process that is sent away. Fails the call if the call seems to be at fault."""
+    """Counts a process that sent a bad message. Fails the call if the weights seem at fault."""
     _say(f"the process at {process.name} was sent away: {why}")
     part = process.part
     if part is None:
@@ -391,13 +390,13 @@ class RemoteSampler:
     if not contents.are_finite([leaf.array for leaf in part.weights.leaves]):
       part.call.append(RunFailed("the weights are not finite, so no sampler can draw with them"))
     elif part.refused == _MOST_REFUSED:
-      # Honest samplers send NaN where finite weights are so large that activations overflow.
+      # If finite weights are so large that activations overflow, correct samplers send NaN, too.
       part.call.append(
         RunFailed(f"{part.refused} samplers were sent away for what they drew of a batch: {why}")
       )
 
   def _receive(self, process: _JoinedProcess) -> None:
-    """Hands on the groups and rows that a process sends. Ends with OSError or BadMessage."""
+    """Receives groups and rows from a process until it raises OSError or BadMessage."""
 
     def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
       if kind == "finished" and process.part is not None:
@@ -421,17 +420,17 @@ class RemoteSampler:
             self._changed.notify_all()
 
   def _send(self, process: _JoinedProcess) -> None:
-    """Sends parts, weights and replies to a process until it or the run has ended. A thread."""
+    """Sends parts, weights and replies in a thread, until the process or the run has ended."""
     connection = process.connection
     try:
       while (message := self._next_message(process)) is not None:
         connection.send(*message)
-        del message  # weights are large
-      if process.is_gone:  # it is perhaps told why
+        del message  # frees the weights, which are large, while it waits
+      if process.is_gone:  # `_serve` closes the connection, perhaps after it has sent a reason
         return
       if self._has_ended:
         connection.send("ended")
-        with self._changed:  # it closes the connection when it has read that
+        with self._changed:  # the process closes the connection after it has read "ended"
           self._changed.wait_for(lambda: process.is_gone, BEAT)
     except OSError as error:
       if not process.is_gone and not self._is_closed:
@@ -441,7 +440,10 @@ class RemoteSampler:
   def _next_message(
     self, process: _JoinedProcess
   ) -> tuple[str, dict[str, Any], dict[str, np.ndarray]] | None:
-    """Waits for a message to send: after `BEAT` seconds a sign of life. None at the end."""
+    """Waits for the next message to a process: (kind, fields, arrays), or None at the end.
+
+    Assigns a part to the process if it has none. After `BEAT` seconds the message is "alive".
+    """
     until = time.monotonic() + BEAT
     with self._changed:
       while not (self._is_closed or process.is_gone):
@@ -469,7 +471,7 @@ class RemoteSampler:
     return None
 
   def _paused(self, message: Message, part: DrawnPart) -> None:
-    """Takes rows that pause. Those without a known reply are handed on to ask for one."""
+    """Receives rows that pause. Passes those without a known reply to the caller."""
     asked: list[StoppedRow] = []
     rows = contents.paused(message.fields, message.arrays, part.answer, self._limits)
     with self._changed:
@@ -481,7 +483,7 @@ class RemoteSampler:
       self._changed.notify_all()
 
   def _arrived(self, message: Message, part: DrawnPart) -> set[int]:
-    """Hands on groups that arrive for the first time. Returns the numbers of all in the part."""
+    """Passes newly arrived groups to the caller. Returns the indices of all in their part."""
     numbers = message.fields["prompts"]
     replies = [
       [part.replies.get((number, member), []) for member in range(part.answer.members)]
@@ -499,16 +501,16 @@ class RemoteSampler:
 
 
 def given(tree: Any) -> dict[str, Any]:
-  """The fields of a struct that are not None, by name."""
+  """The fields of a dataclass that are not None, by name."""
   return {name: value for name, value in vars(tree).items() if value is not None}
 
 
 def _shown(address: tuple[Any, ...]) -> str:
-  """An address of a socket as HOST:PORT."""
+  """Formats the address of a socket as HOST:PORT."""
   host, port = address[:2]
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _say(line: str) -> None:
-  # In one piece, because threads say something at the same time.
+  # Writes the newline in the same call, because several threads print.
   print(f"{line}\n", end="", file=sys.stderr, flush=True)

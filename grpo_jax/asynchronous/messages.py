@@ -1,7 +1,7 @@
 """Messages between a learner and its sampler processes: a header in JSON, then raw arrays.
 
-Nothing that arrives is executed. Bytes that are too long or make no sense raise `BadMessage`. The
-length of the header, the header and each array are followed by a checksum.
+Received data is never executed. A malformed or too long message raises `BadMessage`. A checksum
+follows the length of the header, the header and each array.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,22 +15,24 @@ import time
 from typing import Any, NamedTuple
 import zlib
 
-import ml_dtypes  # noqa: F401  it gives numpy the names bfloat16 and int4
+import ml_dtypes  # noqa: F401  registers dtypes such as bfloat16 and int4 with numpy
 import numpy as np
 
 from grpo_jax.asynchronous.encryption import Encrypted
 
-BEAT = 2.0  # seconds between two signs of life
-_SILENCE = 60.0  # a side that is silent for so many seconds counts as dead
-_LENGTH = struct.Struct("!I")  # of the header
+BEAT = 2.0  # seconds between two "alive" messages
+_SILENCE = 60.0  # seconds without any data after which the other side counts as dead
+_LENGTH = struct.Struct("!I")  # the length of the header
 _CHECKSUM = struct.Struct("!I")
 _LONGEST_HEADER = 2**22
-_BLOCK = 2**20  # bytes that are sent in one piece. Their checksum is computed in the cache
+_BLOCK = (
+  2**20
+)  # bytes to send at once, few enough that they are in the CPU's cache for the checksum
 _DTYPES = (
   "bool int4 int8 int16 int32 int64 uint4 uint8 uint32 float16 bfloat16 float32 float64"
   " float8_e4m3fn float8_e5m2"
 ).split()
-_MOST_AXES, _MOST_BYTES = 8, 2**50  # of an array. numpy counts axes of length 0, too
+_MOST_AXES, _MOST_BYTES = 8, 2**50  # limits of one array
 
 
 class BadMessage(Exception):
@@ -38,7 +40,7 @@ class BadMessage(Exception):
 
 
 class DamagedMessage(BadMessage):
-  """A message whose checksum is another one than when it was sent."""
+  """A checksum is wrong: the data changed on its way."""
 
 
 # The dtype and the shape of arrays, by name.
@@ -50,7 +52,7 @@ class Message(NamedTuple):
 
   Attributes:
     kind: The kind of message, such as "draw".
-    fields: Plain values, as JSON has them.
+    fields: JSON values by name.
     arrays: The arrays by name.
   """
 
@@ -60,11 +62,11 @@ class Message(NamedTuple):
 
 
 class Connection:
-  """A socket that carries messages. One thread receives. Any thread may send."""
+  """Sends and receives messages on a socket. One thread receives, and any thread may send."""
 
   def __init__(self, connected: socket.socket | Encrypted):
     """`connected` is a TCP socket, or an encrypted one."""
-    connected.settimeout(_SILENCE)  # of each block, not of a message
+    connected.settimeout(_SILENCE)  # for each block, not for a whole message
     self._socket, self._sending = connected, threading.Lock()
 
   def send(
@@ -73,7 +75,7 @@ class Connection:
     fields: Mapping[str, Any] | None = None,
     arrays: Mapping[str, np.ndarray] | None = None,
   ) -> None:
-    """Sends a message. Raises OSError if the other side is gone or takes nothing."""
+    """Sends a message. Raises OSError if the other side is gone or does not receive."""
     arrays = arrays or {}
     described = [(name, str(x.dtype), x.shape) for name, x in arrays.items()]
     header = json.dumps({"kind": kind, "fields": fields or {}, "arrays": described}).encode()
@@ -94,16 +96,16 @@ class Connection:
     """Waits for a message.
 
     Args:
-      most_bytes: The most bytes of its arrays. The default is no real limit: `check` must set one.
-      check: Gets the kind, the fields and the shapes of the arrays before these are read. It raises
-        BadMessage for a message that is not allowed here.
+      most_bytes: The most bytes of all arrays together. With the default, `check` must limit them.
+      check: Called with the kind, the fields and the arrays' shapes before the arrays are read.
+        Raises BadMessage if the message is not allowed now.
 
     Raises:
-      BadMessage: The bytes are not a message, or the message is too long.
-      DamagedMessage: A checksum is wrong. It names the array.
+      BadMessage: The bytes are not a message, or the message is too long or not allowed.
+      DamagedMessage: A checksum is wrong. The text names the array.
       OSError: The other side is gone or silent.
     """
-    # For the header alone: arrays may take as long as their bytes keep coming.
+    # Only the header has a deadline. Arrays may take longer as long as their bytes keep arriving.
     until = time.monotonic() + _SILENCE
     prefix = bytearray(_LENGTH.size)
     self._read_checked(prefix, "the length of a header", until)
@@ -126,8 +128,8 @@ class Connection:
     return Message(kind, fields, arrays)
 
   def end(self) -> None:
-    """Ends the calls of other threads that wait on it."""
-    with contextlib.suppress(OSError):  # it has ended already
+    """Shuts the socket down, so that other threads stop waiting for it."""
+    with contextlib.suppress(OSError):  # already shut down
       self._socket.shutdown(socket.SHUT_RDWR)
 
   def close(self) -> None:
@@ -135,7 +137,7 @@ class Connection:
     self._socket.close()
 
   def _read_checked(self, data: bytearray | memoryview, name: str, until: float = math.inf) -> None:
-    """Waits for data and its checksum."""
+    """Fills `data` before the deadline `until` and verifies its checksum. Errors call it `name`."""
     checksum, expected = 0, bytearray(_CHECKSUM.size)
     for block in _blocks(data):
       self._read_into(block, until)
@@ -156,12 +158,12 @@ class Connection:
 
 
 def bytes_of(shapes: Shapes) -> int:
-  """How many bytes arrays of these shapes take."""
+  """The total bytes of arrays with these dtypes and shapes."""
   return sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values())
 
 
 def _parsed(header: bytearray) -> tuple[str, dict[str, Any], Shapes]:
-  """The kind, the fields and the shapes of the arrays of a header."""
+  """Parses a header: the kind, the fields and the shapes of arrays. Raises BadMessage."""
   try:
     values = json.loads(header)
     kind, fields, arrays = values["kind"], values["fields"], values["arrays"]
@@ -169,7 +171,7 @@ def _parsed(header: bytearray) -> tuple[str, dict[str, Any], Shapes]:
     if not is_right or not all(_is_array(*array) for array in arrays):
       raise ValueError
     shapes = {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in arrays}
-    if len(shapes) < len(arrays):  # a name is there twice
+    if len(shapes) < len(arrays):  # two arrays have the same name
       raise ValueError
   except (KeyError, RecursionError, TypeError, ValueError):
     raise BadMessage("it sent a header that makes no sense") from None
@@ -183,21 +185,22 @@ def _is_array(name: Any, dtype: Any, shape: Any) -> bool:
     and isinstance(name, str)
     and dtype in _DTYPES
     and all(type(size) is int and size >= 0 for size in shape)
+    # numpy limits the product of the axes even if one of them is 0.
     and math.prod(max(1, size) for size in shape) * np.dtype(dtype).itemsize < _MOST_BYTES
   )
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-  """The memory of a contiguous array."""
+  """The memory of a contiguous array, without a copy."""
   return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def _blocks(data: bytearray | memoryview) -> Iterator[memoryview]:
-  """The same memory, piece by piece."""
+  """Splits memory into blocks of at most _BLOCK bytes, without a copy."""
   view = memoryview(data)
   return (view[start : start + _BLOCK] for start in range(0, len(view), _BLOCK))
 
 
 def _checked(data: bytes) -> bytes:
-  """The data and its checksum."""
+  """The data, followed by its checksum."""
   return data + _CHECKSUM.pack(zlib.crc32(data))

@@ -1,4 +1,4 @@
-"""Prompts that sampler processes draw: a part for each process, with the replies of its rows."""
+"""Splits the prompts of a sampling call into parts, each of which one sampler process draws."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,27 +14,30 @@ from grpo_jax.sampler.requests import Finished, StoppedRow
 from grpo_jax.settings import RunFailed
 
 Arrivals = deque[Finished | list[StoppedRow] | RunFailed]
-RowOfPart = tuple[int, int]  # the prompt in its part, and the member
+RowOfPart = tuple[int, int]  # (index of the prompt in the part, index of the row in its group)
 
 
 @dataclasses.dataclass
 class DrawnPart:
-  """Some prompts of a call, which one process draws.
+  """A part of a sampling call: some prompts, which one process draws.
+
+  If the process leaves, another process draws the part again from its start. It must draw the same
+  tokens, so it gets the same replies.
 
   Attributes:
-    prompts: Their numbers in the call.
-    weights: The weights that draw them.
-    fields: The fields of the message that asks for the part.
-    arrays: The arrays of this message.
-    answer: The sizes that the answer must have.
-    call: Gets the groups that were drawn, or the error that ended the call.
-    missing: The prompts that have not arrived, as numbers in the part.
-    refused: How many processes were sent away for bad answers to this part.
-    replies: For each row, (its length before, the tokens of the reply or None) of its replies so
-      far, so that another process can draw it again.
-    asked: The lengths of the rows whose reply was asked for and has not come.
-    turns: How many times each row has paused in the process that draws now.
-    answers: Replies that were not sent to this process yet, as [prompt, member, tokens].
+    prompts: The numbers of the part's prompts in the call.
+    weights: The weights with which to draw them.
+    fields: The fields of the draw message.
+    arrays: The arrays of the draw message.
+    answer: The sizes that answers must have.
+    call: The queue to which groups, paused rows, or the error that ends the call are appended.
+    missing: The prompts that have not arrived, as indices in the part.
+    refused: How many processes were disconnected because of bad answers to this part.
+    replies: All replies to each row so far, as (length of the row before the reply, tokens of the
+      reply, or None to end the row).
+    asked: The lengths of rows whose reply was requested and has not arrived.
+    turns: How many times each row has paused in the current process.
+    answers: Replies that were not sent to the current process yet, as [prompt, member, tokens].
   """
 
   prompts: list[int]
@@ -53,13 +56,13 @@ class DrawnPart:
   answers: list[list[Any]] = dataclasses.field(default_factory=list)
 
   def paused(self, row: RowOfPart, length: int) -> bool:
-    """Takes note that a row waits for a reply.
+    """Records that a row of `length` tokens pauses. Queues the reply if a former process got it.
 
     Returns:
-      Whether the reply must be asked for. A known reply is sent again.
+      Whether the caller must request a reply.
 
     Raises:
-      BadMessage: The row cannot pause there.
+      BadMessage: The row cannot pause now, or at another length than in the former process.
     """
     turn, known = self.turns.get(row, 0), self.replies.setdefault(row, [])
     if turn > len(known) or (known and turn == len(known) and known[-1][1] is None):
@@ -77,48 +80,48 @@ class DrawnPart:
     return is_new
 
   def reply(self, row: RowOfPart, tokens: Sequence[int] | None) -> None:
-    """Takes the reply with which a row goes on."""
+    """Records the reply to a paused row and queues it for the process. None ends the row."""
     known = self.replies[row]
     known.append((self.asked.pop(row), None if tokens is None else [*tokens]))
     if self.turns.get(row, 0) == len(known):
       self.answers.append([*row, known[-1][1]])
 
   def begin_again(self) -> None:
-    """Lets another process draw the part from its start."""
+    """Prepares for another process, which draws the part from its start."""
     self.turns, self.answers = {}, []
 
 
 class GivesParts(Protocol):
-  """Gives parts to processes. `learner.RemoteSampler` is one."""
+  """Distributes parts to processes, as `learner.RemoteSampler` does."""
 
   def next(self, call: Arrivals, seconds: float) -> Finished | list[StoppedRow] | None:
-    """Waits up to `seconds` for groups of a call that have ended, or for rows that pause."""
+    """Waits up to `seconds` for ended groups or paused rows of a call. None if there are none."""
 
   def reply(self, part: DrawnPart, row: RowOfPart, tokens: Sequence[int] | None) -> None:
-    """A row of a part goes on with these tokens, or has ended."""
+    """Replies to a paused row of a part with tokens. None ends the row."""
 
   def drop(self, parts: Sequence[DrawnPart]) -> None:
-    """Drops parts: no caller waits for them any more."""
+    """Drops parts, for which no caller waits any more."""
 
 
 class RemoteCall:
-  """Prompts that processes complete together.
+  """A call in which processes complete prompts.
 
   Attributes:
-    left: How many prompts have not arrived.
+    left: The number of prompts whose groups have not arrived.
   """
 
   def __init__(self, hub: GivesParts, call: Arrivals, parts: Sequence[DrawnPart]):
-    """`call` gets the groups and rows of `parts`."""
+    """`hub` appends the groups and paused rows of `parts` to `call`."""
     self._hub, self._call, self._parts = hub, call, parts
     self.left = sum(len(part.prompts) for part in parts)
 
   def next(self, seconds: float) -> Finished | list[StoppedRow] | None:
-    """Waits up to `seconds` for groups that have ended, or for rows that pause.
+    """Waits up to `seconds` for ended groups or paused rows. None if there are none.
 
     Raises:
-      SamplingClosed: Nothing will come.
-      RunFailed: The weights are not finite, so that nothing can be drawn with them.
+      SamplingClosed: The run has ended, or should stop while no process samples.
+      RunFailed: Sampling has failed.
     """
     arrived = self._hub.next(self._call, seconds)
     if isinstance(arrived, Finished):
@@ -126,7 +129,7 @@ class RemoteCall:
     return arrived
 
   def reply(self, prompt: int, member: int, tokens: Sequence[int] | None) -> None:
-    """A row that pauses goes on with these tokens. None ends it."""
+    """Replies to a paused row of prompt `prompt` in the call with tokens. None ends the row."""
     part = next(part for part in self._parts if prompt in part.prompts)
     self._hub.reply(part, (part.prompts.index(prompt), member), tokens)
 

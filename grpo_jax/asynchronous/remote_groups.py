@@ -1,4 +1,4 @@
-"""A `GroupSampler` whose groups sampler processes draw."""
+"""Implements `GroupSampler` with sampler processes."""
 
 from collections.abc import Sequence
 import math
@@ -12,25 +12,25 @@ from grpo_jax.sampler.requests import Finished, GroupRequest, News
 from grpo_jax.sampler.sampling import Draws
 from grpo_jax.sampler.stream import Feed
 
-_MOMENT = 0.02  # seconds until replies that have come meanwhile are passed on
+_MOMENT = 0.02  # the most seconds to wait in `advance` while rows may need replies
 
 
 class RemoteGroups:
-  """A `GroupSampler` that lets processes draw groups which are submitted together."""
+  """A `GroupSampler` whose groups are drawn by sampler processes, one call after another."""
 
   def __init__(self, hub: RemoteSampler, feed: Feed, members: int, keeps_experts: bool):
-    """Draws nothing yet.
+    """Starts without groups.
 
     Args:
-      hub: The server that the processes have joined.
-      feed: The weights, and their version.
-      members: G.
-      keeps_experts: Whether completions have the experts of each token.
+      hub: The server that the processes join.
+      feed: Returns the weights and their version.
+      members: G, the size of a group.
+      keeps_experts: Whether completions include the experts of each token.
     """
     self._hub, self._feed = hub, feed
     self._members, self._keeps_experts = members, keeps_experts
     self._waiting: list[GroupRequest] = []
-    self._drawn: list[GroupRequest] = []  # by the processes
+    self._drawn: list[GroupRequest] = []  # the groups of the current call
     self._drawing: RemoteCall | None = None
 
   @property
@@ -39,6 +39,7 @@ class RemoteGroups:
 
   @property
   def _left(self) -> int:
+    """How many groups of the current call have not arrived."""
     return self._drawing.left if self._drawing is not None else 0
 
   def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -68,7 +69,7 @@ class RemoteGroups:
     return News([row._replace(prompt=self._drawn[row.prompt].number) for row in arrived])
 
   def _begin(self) -> None:
-    """Sends the waiting groups that fit into one call to the processes."""
+    """Starts a call with the first waiting group and others of its prompts, key and row numbers."""
     first = self._waiting[0]
     own = [
       request

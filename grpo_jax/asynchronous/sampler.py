@@ -1,7 +1,7 @@
-"""A sampler process joins a learner, draws the parts that it gets, and rejoins a new learner.
+"""The code of a sampler process: it joins a learner, draws parts, and rejoins a restarted learner.
 
-It keeps only weights, so it can be killed and started again at any time. A thread receives
-newer weights while others draw.
+A sampler process has no state but weights, so it can be killed and restarted at any time. One
+thread receives newer weights while another one draws.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,25 +33,25 @@ from grpo_jax.types import Images
 
 _MOST_BYTES = 2**34  # the most bytes of prompts and their images
 _PAUSE = 1.0  # seconds between two attempts to join
-_MOST_BAD = 5  # messages in a row that cannot be drawn
+_MOST_BAD = 5  # consecutive bad messages after which the process gives up
 
 
 def sample_for(
   run: Run, address: tuple[str, int], give_up_after: float, access: Access = OPEN
 ) -> None:
-  """Draws for the run that listens at an address, until the run has ended.
+  """Joins the learner at an address, and draws for it until its run has ended.
 
   Args:
     run: A run with the learner's config, on the devices of this process.
-    address: Host and port.
-    give_up_after: How many seconds it tries to reach a learner that is not there.
-    access: The secret and certificates of this side.
+    address: Host and port of the learner.
+    give_up_after: For how many seconds to retry while no learner can be reached.
+    access: The secret and certificates of this process.
 
   Raises:
-    ConfigError: The learner has another secret or certificate, or it refuses this process because
-      its config would give other numbers.
-    RunFailed: No learner was there for so long, the learner sent this process away, or its messages
-      cannot be drawn.
+    ConfigError: The learner has another secret or certificate, or refuses this process because its
+      config would draw other completions.
+    RunFailed: No learner was reached in time, the learner disconnected this process because of a
+      bad answer, or the learner repeatedly sent bad messages.
   """
   config = run.config
   part = config.batch.prompts // config.rollout.samplers
@@ -87,16 +87,16 @@ def sample_for(
 
 
 class Drawer:
-  """Draws with weights that arrive as host arrays.
+  """Draws parts with weights that a learner sends.
 
   Attributes:
-    weights: The versions of one learner's weights that it can draw with.
+    weights: The versions of the current learner's weights.
     most_bytes: The most bytes of the arrays of a message.
-    drawn: How many parts it has drawn.
+    drawn: How many parts have been drawn.
   """
 
   def __init__(self, run: Run):
-    """`run` has the sampler."""
+    """`run` provides the sampler and the devices."""
     self._run = run
     leaves, self._tree = jax.tree.flatten(abstract_weights(run))
     self._wanted = leaves
@@ -108,7 +108,7 @@ class Drawer:
     self.drawn = 0
 
   def forget_weights(self) -> None:
-    """Drops all versions: a learner that it joins sends its own."""
+    """Drops all versions of the weights, because a newly joined learner sends its own."""
     self.weights = KeptVersions(self._wanted)
 
   def draw(
@@ -117,18 +117,19 @@ class Drawer:
     is_gone: threading.Event,
     replies: "queue.SimpleQueue[Message] | None" = None,
   ) -> Iterator[Finished | list[StoppedRow]]:
-    """Completes prompts.
+    """Draws a part.
 
     Args:
-      asked: The message of kind draw.
-      is_gone: Set when the learner no longer waits for them.
-      replies: Gets the messages of kind go_on.
+      asked: The message of kind "draw".
+      is_gone: Set when the connection to the learner has ended.
+      replies: The queue of messages of kind "go_on", which reply to paused rows.
 
     Yields:
-      Groups that have ended, and rows that pause.
+      Groups that have ended, and lists of rows that pause.
 
     Raises:
-      BadMessage: The request cannot be drawn.
+      BadMessage: The message or a reply is invalid.
+      ConnectionError: The connection has ended.
     """
     contents.check_draw(asked.fields, asked.arrays, self._limits)
     replies = replies or queue.SimpleQueue()
@@ -173,7 +174,7 @@ class Drawer:
     self.drawn += 1
 
   def paused(self, rows: Sequence[StoppedRow]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The fields and arrays of a message that says which rows pause."""
+    """The fields and arrays of the message "paused" for these rows."""
     tokens_RT = np.zeros((len(rows), self._limits.tokens), np.int32)
     for place, row in enumerate(rows):
       tokens_RT[place, : len(row.tokens)] = row.tokens
@@ -188,7 +189,10 @@ class Drawer:
     draws: bool,
     is_gone: threading.Event,
   ) -> Iterator[tuple[tuple[int, int], list[int] | None]]:
-    """Waits a moment for replies to rows that pause. Waits for one if no row draws."""
+    """Yields ((prompt, member), tokens) for replies in `replies` that arrive soon.
+
+    Waits for at least one if no row draws (`draws`). Removes rows with a reply from `paused`.
+    """
     until, found = time.monotonic() + SOON, False
     while paused:
       left = until - time.monotonic()
@@ -213,7 +217,7 @@ class Drawer:
 def _joined(
   address: tuple[str, int], access: Access, terms: dict[str, Any]
 ) -> Iterator[Connection]:
-  """A connection to a learner that takes this process."""
+  """Yields a connection to a learner that has accepted this process. Closes it after the block."""
   connection = Connection(handshake.join(address, access))
   try:
     connection.send("hello", {"terms": terms})
@@ -229,8 +233,8 @@ def _joined(
 
 
 def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
-  """Draws the parts that arrive. Returns when the learner says that its run has ended."""
-  # It holds few messages: a learner waits for what it asked for before it asks again.
+  """Draws all parts that arrive. Returns when the learner says that its run has ended."""
+  # Needs no limit: a learner sends the next part only after it has received the last one.
   came, is_gone = queue.SimpleQueue[Message | Exception](), threading.Event()
   drawer.forget_weights()
   replies = queue.SimpleQueue[Message]()
@@ -253,13 +257,13 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
           else:
             connection.send("paused", *drawer.paused(part))
       except ConnectionError:
-        connection.end()  # what came last says why
+        connection.end()  # the next item in `came` says why the connection has ended
     else:
       raise BadMessage(f"it sent a message of kind {message.kind[:20]!r}")
 
 
 def _why(message: Message) -> str:
-  """Why the learner refuses this process, as one line."""
+  """The reason in a message "refused", as one line."""
   return " ".join(str(message.fields.get("why")).split())[:500]
 
 
@@ -271,7 +275,11 @@ def _receive(
   replies: "queue.SimpleQueue[Message]",
   is_gone: threading.Event,
 ) -> None:
-  """Keeps weights, and hands on other messages. This is a thread."""
+  """Receives messages in a thread, until the connection has ended.
+
+  Weights go to `weights`, "go_on" messages to `replies`, and all others, except "alive", to `came`,
+  as does the error that ends the connection. `is_gone` is then set.
+  """
 
   def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
     if kind == "weights":
@@ -288,14 +296,14 @@ def _receive(
         if message.kind in ("ended", "refused"):
           is_gone.set()
         came.put(message)
-      del message  # weights are large
+      del message  # frees the weights, which are large, while it waits
   except Exception as error:  # the main thread raises it
     is_gone.set()
     came.put(error)
 
 
 def _beat(connection: Connection, is_gone: threading.Event) -> None:
-  """Sends signs of life, also while the process gets weights or draws. This is a thread."""
-  with contextlib.suppress(OSError):  # the receiver says why
+  """Sends "alive" messages in a thread, even while the process draws or receives weights."""
+  with contextlib.suppress(OSError):  # the receiving thread reports the error
     while not is_gone.wait(BEAT):
       connection.send("alive")

@@ -1,4 +1,4 @@
-"""schedule.jsonl records which weights drew which batch or chunk, where sampling does not wait."""
+"""Records in schedule.jsonl which weights drew which batch or chunk, to replay runs."""
 
 import bisect
 import json
@@ -9,45 +9,46 @@ from grpo_jax import files
 from grpo_jax.settings import ConfigError, shown
 from grpo_jax.storage.json_files import AppendedFile, json_line, replace_file
 
-# (chunk, version): these weights drew from this chunk of a sampling call on.
+# The weights that drew a batch: (chunk, version) for each chunk of the sampling call from which on
+# the version draws. Only files of an earlier version of grpo_jax have more than one entry.
 Weights = tuple[tuple[int, int], ...]
 
 
 class FromChunk(NamedTuple):
-  """The weights and groups from a chunk on, where weights change in flight.
+  """The state from a chunk on, if weights change in flight.
 
   Attributes:
-    version: The version of the weights.
-    groups: How many groups of the run were opened.
+    version: The version of the weights that draw.
+    groups: How many groups of the run have been opened.
   """
 
   version: int
   groups: int
 
 
-_BOUND = 2**31  # numbers are below it
+_BOUND = 2**31  # all numbers must be below it
 
 
 class WeightSchedule:
-  """The record of which weights drew. It grows while the run samples.
+  """The record of which weights drew what. It grows while the run samples.
 
-  With rollout.weights=newest it has a line for each batch. With in_flight it has one for each chunk
-  of the run from which on other weights draw, or before which groups were opened, and for the last.
+  With rollout.weights=newest it has a line for each batch. With in_flight it has a line for each
+  chunk at which the weights change or before which groups were opened, and for the last chunk.
 
   Attributes:
-    known: With newest, by the number of a batch, the weights that drew it or are to draw it.
+    known: With newest, the weights that drew each batch or shall draw it, by the batch's number.
   """
 
   def __init__(self, workdir: Path, replay: str = "", in_flight: bool = True):
-    """Reads the record of an earlier part of the run, and the one to replay.
+    """Reads the record of the run so far, and the record to replay.
 
     Args:
       workdir: The folder of the run.
-      replay: The file of another run, or "".
+      replay: The path of another run's schedule.jsonl, which this run shall follow, or "".
       in_flight: Whether weights may change while rows are drawn.
 
     Raises:
-      ConfigError: A file is damaged or contradicts itself, or that of `replay` does not exist.
+      ConfigError: A file is damaged or lacks batches, or the file `replay` does not exist.
     """
     path, other = workdir / "schedule.jsonl", Path(replay).expanduser()
     if replay and not other.exists():
@@ -56,7 +57,7 @@ class WeightSchedule:
     parse = _parsed_chunk if in_flight else _parsed
     own, lines = _read(path, content, parse)
     if content != lines:
-      replace_file(path, lines)  # without a line that is half written
+      replace_file(path, lines)  # drops an incomplete last line
     replayed = _read(other, _content(other), parse)[0] if replay else {}
     gap = next((batch for batch in range(max(replayed, default=0)) if batch not in replayed), None)
     if gap is not None and not in_flight:
@@ -66,23 +67,23 @@ class WeightSchedule:
       )
     self.known: dict[int, Weights] = {} if in_flight else replayed | own
     self._chunks: dict[int, FromChunk] = replayed | own if in_flight else {}
-    self._written = dict(own)
+    self._written = dict(own)  # the entries in the run's file
     self._file = AppendedFile(path)
 
   def add(self, batch: int, weights: Weights) -> None:
-    """Writes which weights drew a batch, unless the file has it. The last line for it counts."""
+    """Records which weights drew a batch, if that is new. The last line of a batch counts."""
     self.known[batch] = weights
     if self._written.get(batch) != weights:
       self._written[batch] = weights
       self._file.append(json_line({"batch": batch, "weights": weights}))
 
   def add_chunk(self, chunk: int, now: FromChunk) -> None:
-    """Writes the weights and groups from a chunk on, if they changed. The last line counts."""
+    """Records the state from a chunk on, if it has changed. The last line of a chunk counts."""
     if _in_force(self._written, chunk) != now:
       self._append(chunk, now)
 
   def end(self, chunk: int) -> None:
-    """Writes the weights of the last chunk of a run, so that newer weights never draw it."""
+    """Records the state of a run's last chunk, so that a replay draws it with these weights."""
     now = _in_force(self._written, chunk)
     if now is not None and chunk not in self._written:
       self._append(chunk, now)
@@ -92,13 +93,13 @@ class WeightSchedule:
     self._file.append(json_line({"chunk": chunk} | now._asdict()))
 
   def chunk(self, number: int) -> FromChunk | None:
-    """The weights and groups that are known for a chunk of the run, or None."""
+    """The known state of a chunk of the run. None after the last known chunk."""
     if number > max(self._chunks, default=-1):
       return None
     return _in_force(self._chunks, number)
 
   def versions_from(self, chunk: int) -> set[int]:
-    """The versions of the weights that are known to draw in this chunk and later ones."""
+    """The versions of the weights that draw in this chunk and later known ones."""
     now = self.chunk(chunk)
     later = {one.version for number, one in self._chunks.items() if number >= chunk}
     return later | ({now.version} if now else set())
@@ -109,6 +110,7 @@ class WeightSchedule:
 
 
 def _in_force(chunks: dict[int, FromChunk], number: int) -> FromChunk | None:
+  """The entry of the last chunk up to `number`, which still holds there. None without one."""
   order = sorted(chunks)
   place = bisect.bisect_right(order, number)
   return chunks[order[place - 1]] if place else None
@@ -124,7 +126,10 @@ def _content(path: Path) -> bytes:
 
 
 def _read(path: Path, content: bytes, parse: Any) -> tuple[dict[int, Any], bytes]:
-  """(the entries of a file, its whole lines). SIGKILL may have cut the last line off."""
+  """Parses the complete lines of a file: (entries by batch or chunk, the bytes of these lines).
+
+  SIGKILL may have cut the last line. `parse` returns (number, entry) or raises ValueError.
+  """
   found: dict[int, Any] = {}
   whole = content[: content.rfind(b"\n") + 1]
   for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
@@ -140,7 +145,7 @@ def _read(path: Path, content: bytes, parse: Any) -> tuple[dict[int, Any], bytes
 
 
 def _parsed_chunk(line: bytes) -> tuple[int, FromChunk]:
-  """(a line's chunk, its weights and groups). Raises ValueError, which says what is wrong."""
+  """Parses a line with in_flight: (chunk, state). Raises ValueError, which says what is wrong."""
   row = json.loads(line)
   keys = ("chunk", "version", "groups")
   if isinstance(row, dict) and row.keys() == {"batch", "weights"}:
@@ -154,10 +159,11 @@ def _parsed_chunk(line: bytes) -> tuple[int, FromChunk]:
 
 
 def _parsed(line: bytes) -> tuple[int, Weights]:
-  """With rollout.weights=newest: the batch of a line and its weights.
+  """Parses a line with rollout.weights=newest: (batch, weights).
 
   Raises:
-    ValueError: It is none, or one of a run in flight, which an earlier version wrote in this form.
+    ValueError: The line is malformed, or has several weights, as an earlier version of grpo_jax
+      wrote with in_flight.
   """
   row = json.loads(line)
   if not isinstance(row, dict) or row.keys() != {"batch", "weights"}:
@@ -172,7 +178,7 @@ def _parsed(line: bytes) -> tuple[int, Weights]:
     raise ValueError("its weights change in flight, and rollout.weights does not say so")
   if weights[0][0] != 0:
     raise ValueError(f"weights begin with chunk {weights[0][0]} and not with chunk 0")
-  # The step that learns from a batch waits for it, so no later weights exist then.
+  # The step that learns from a batch waits for it, so no later weights can draw it.
   if weights[-1][1] > batch:
     raise ValueError(f"weights of step {weights[-1][1]} come after batch {batch} is learned")
   return batch, tuple((chunk, step) for chunk, step in weights)

@@ -1,7 +1,6 @@
-"""The terms that a learner and its sampler processes must share, so that completions are the same.
+"""The terms on which a learner and its sampler processes must agree to draw the same completions.
 
-Devices may differ, and so may the split of sampling over them. Folders may differ, too: a model may
-lie elsewhere.
+Devices, the sharding over them, and the folders of models may differ.
 """
 
 import hashlib
@@ -18,17 +17,17 @@ from grpo_jax.storage.saved_config import as_json, flat
 _SECTIONS = ("model.", "lora.", "sampling.", "batch.group_size", "batch.prompts", "seed")
 _MAY_DIFFER = ("model.path", "lora.path", "sampling.tensor", "sampling.rows")
 _MOST_IDS = 4096  # token ids whose texts are compared
-_VERSION = 2  # of the messages
+_VERSION = 2  # the version of the messages
 
 
 def abstract_weights(run: Run) -> Any:
-  """Shapes, dtypes and places of the weights, as `Parameters.for_sampling` returns them."""
+  """Shapes, dtypes and shardings of the weights that `Parameters.for_sampling` returns."""
   parameters = run.parameters
   return parameters.sampling.abstract(parameters.abstract_policy)
 
 
 def terms_of(run: Run) -> dict[str, Any]:
-  """The terms that the other side compares with its own: plain values by name."""
+  """The terms of this side, as JSON values by name. The learner compares both sides' terms."""
   keys = flat(as_json(to_dict(run.config)))
   terms = {
     f"config key {key}": value
@@ -50,7 +49,7 @@ def terms_of(run: Run) -> dict[str, Any]:
 
 
 def difference(ours: dict[str, Any], theirs: Any) -> str:
-  """The first term that differs, in words for the other side. "" if none does."""
+  """Describes the first term of a sampler (`theirs`) that differs. "" if all agree."""
   if not isinstance(theirs, dict):
     return "it did not say what it would sample with"
   for name in [*ours, *theirs]:

@@ -1,7 +1,7 @@
-"""Keeps track of the versions of a learner's weights that a sampler process has and still needs.
+"""Tracks which versions of a learner's weights a sampler process has and still needs.
 
-The learner sends each version once, while the process draws: the numbers of all leaves, and the
-arrays of the leaves that the process lacks. It also says which versions stay.
+The learner sends each version to a process once, even while the process draws. The message has the
+numbers of all leaves, the arrays that the process lacks, and the versions that it must keep.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from grpo_jax.settings import shown
 
 
 class Leaf(NamedTuple):
-  """An array of the weights on the host. Equal numbers mean the same array."""
+  """An array of the weights on the host. Leaves with the same number have the same array."""
 
   number: int
   array: np.ndarray
@@ -25,11 +25,11 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-  """The weights of a policy on the host. They are needed as long as this object is referenced.
+  """The weights of a policy on the host. Processes keep them while this object is referenced.
 
   Attributes:
-    version: Its number among all that this learner made.
-    leaves: In the order of the leaves of their tree.
+    version: A number that is unique among all versions and leaves of this learner.
+    leaves: The arrays, in the order of the leaves of the parameter tree.
   """
 
   version: int
@@ -42,20 +42,20 @@ class Weights:
 
 
 class SentVersions:
-  """The versions that a learner has sent to one process, and so the leaves that it has."""
+  """The learner's record of the versions, and thus the leaves, that one process has."""
 
   def __init__(self) -> None:
-    self._numbers: dict[int, list[int]] = {}  # of the leaves, by version
+    self._numbers: dict[int, list[int]] = {}  # the numbers of the leaves, by version
 
   def __contains__(self, version: int) -> bool:
     return version in self._numbers
 
   def add(self, weights: Weights, needed: set[int]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Makes the message that sends a version: its fields, and the arrays that the process lacks.
+    """Makes the message that sends a version: the fields, and the arrays that the process lacks.
 
     Args:
-      weights: A version that was not sent.
-      needed: The versions that the process keeps, besides this one.
+      weights: A version that was not sent yet.
+      needed: The versions that the process must keep, besides this one.
     """
     sent = {number for numbers in self._numbers.values() for number in numbers}
     arrays = {
@@ -69,22 +69,22 @@ class SentVersions:
 
 
 class KeptVersions:
-  """The versions that a sampler process has. One thread takes new ones while another one draws.
+  """The versions that a sampler process has. One thread adds new ones while another one draws.
 
-  Each leaf is there once: on the devices if the version that draws has it, and else on the host.
+  Each leaf exists once: on the devices if the drawing version contains it, else on the host.
   """
 
   def __init__(self, wanted: list[jax.ShapeDtypeStruct]):
     """`wanted` has the shape, dtype and sharding of each leaf."""
     self._wanted, self._lock = wanted, threading.Lock()
-    self._numbers: dict[int, list[int]] = {}  # of the leaves, by version
-    self._leaves: dict[int, Any] = {}  # by their numbers
+    self._numbers: dict[int, list[int]] = {}  # the numbers of the leaves, by version
+    self._leaves: dict[int, Any] = {}  # the arrays, by the numbers of the leaves
 
   def check(self, fields: Mapping[str, Any], shapes: Shapes) -> None:
-    """Checks what a learner sends, before its arrays are read.
+    """Checks a learner's message with weights before its arrays are read.
 
     Raises:
-      BadMessage: These are not the weights of this config, or leaves are missing.
+      BadMessage: The weights do not match this config, or leaves are missing.
     """
     if not _is_number(fields.get("version")):
       raise BadMessage(f"it sent version {shown(fields.get('version'))} of the weights")
@@ -110,7 +110,7 @@ class KeptVersions:
         )
 
   def take(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Adds a version that passed `check`, and drops versions that are no longer needed."""
+    """Adds a version that passed `check`, and drops versions that the learner does not keep."""
     numbers = fields["leaves"]
     with self._lock:
       self._numbers[fields["version"]] = numbers
@@ -121,7 +121,7 @@ class KeptVersions:
       self._leaves = {number: leaf for number, leaf in self._leaves.items() if number in needed}
 
   def use(self, version: Any) -> list[jax.Array]:
-    """The leaves of a version on the devices. Raises BadMessage if it is not there."""
+    """Puts a version's leaves on the devices and all others on the host, or raises BadMessage."""
     with self._lock:
       numbers = self._numbers.get(version) if _is_number(version) else None
       if numbers is None:

@@ -1,4 +1,4 @@
-"""The groups that a step learns from: chosen, drawn and scored, the batch and its metrics.
+"""Forms the batch that a step learns from: chooses prompts, draws and scores groups, and measures.
 
-It may import scoring/, rollouts/ and what lies below them. It changes no parameters.
+This package may import scoring/, rollouts/ and the packages below them. It changes no parameters.
 """

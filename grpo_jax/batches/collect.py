@@ -1,4 +1,4 @@
-"""Collects a step's batch: prompts, completions and rewards."""
+"""Collects the batch of a step: prompts, completions and rewards."""
 
 from collections.abc import Callable
 import dataclasses
@@ -43,26 +43,26 @@ from grpo_jax.timing import Clock
 from grpo_jax.types import Batch, Completions, Rewards
 
 HostState = dict[str, Any]  # nested dicts of numpy arrays
-# Keys of the host state: the curriculum's memory, the number of the next group, and groups that an
-# earlier version of this program kept.
+# Keys of the host state: the curriculum's memory, the number of the next group, groups that an
+# earlier version of grpo_jax kept, and the results of `unscored_steps`.
 _MEMORY, _NEXT, _SURPLUS = "curriculum", "next_group", "surplus"
 _UNSCORED, _WHY = "unscored_steps", "why_unscored"
-_MOST_CUTS, _SHORTEST_CUT = 4, 64  # sizes, and tokens
+_MOST_CUTS, _SHORTEST_CUT = 4, 64  # the number of lengths in `cut_lengths`, and the least length
 
 
 def unscored_steps(host: HostState) -> tuple[int, str]:
-  """How many steps in a row, up to now, had nothing to learn from, and why the last had nothing."""
+  """How many of the latest steps in a row had nothing to learn from, and why the last had none."""
   why = bytes(host[_WHY]).decode() if _WHY in host else ""
   return int(host.get(_UNSCORED, 0)), why
 
 
 def with_unscored(host: HostState, before: HostState, why: str) -> HostState:
-  """The host state after a step that says how many steps in a row had nothing to learn from.
+  """Adds the count of consecutive steps with nothing to learn from to a step's host state.
 
   Args:
-    host: The state without it.
+    host: The state after the step, without the count.
     before: The state before the step.
-    why: Why the step had nothing to learn from. "" if it had.
+    why: Why the step had nothing to learn from. "" if it had something.
   """
   rest = {name: value for name, value in host.items() if name not in (_UNSCORED, _WHY)}
   if not why:
@@ -77,11 +77,11 @@ class Collected:
 
   Attributes:
     batch: The batch on the mesh, without advantages and reference log-probs.
-    rewards: The rewards on the mesh, with the penalty for length where that is on.
-    rows: One object per completion of the batch, for completions/ and for the terminal, or None.
-    metrics: The metrics of everything that was sampled.
+    rewards: The rewards on the mesh, including the penalty for length if it is on.
+    rows: One dict per completion of the batch, as in `Scored`.
+    metrics: The metrics of all sampled groups, including those that are not in the batch.
     host: The host state after the step.
-    why_unscored: Why no completion has a reward and a token in the loss. "" if one has.
+    why_unscored: Why the step has nothing to learn from. "" if it has.
   """
 
   batch: Batch
@@ -93,20 +93,20 @@ class Collected:
 
 
 class Collector:
-  """Forms the batches of a run, one step after the other, of the groups that are drawn for them.
+  """Draws groups and forms the batches of a run from them, step by step.
 
   A batch is a pure function of the policies that draw it, the step's index and the host state
-  before it. Host state is a dict of numpy arrays that lives from step to step and is saved in
-  checkpoints: counters, and what a curriculum remembers.
+  before it. The host state is a dict of numpy arrays that each step updates and checkpoints save:
+  counters, and the memory of the curriculum.
 
   Attributes:
     prompts: The training prompts.
     reward_weights: The weights of the reward functions.
-    flow: The groups.
+    flow: Opens, plays and scores the groups.
   """
 
   def __init__(self, run: Run, scorers: Scorers, remote: Remote | None = None):
-    """Makes whatever forms batches: the teacher, the groups' flow and the curriculum.
+    """Makes the teacher, the flow of groups and the curriculum. Draws nothing yet.
 
     Args:
       run: The run whose prompts are drawn.
@@ -114,25 +114,25 @@ class Collector:
       remote: Makes a sampler that draws in other processes. None means that the run samples itself.
 
     Raises:
-      ConfigError: Reward functions that cannot be used, or one named like a penalty.
+      ConfigError: A reward function cannot be called for the prompts, or has the penalty's name.
     """
     self._run, self._config, self._score = run, run.config, scorers.training
     algo = run.config.algo
     needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
-    # Some advantages compare with the prompt's greedy completion, which a second rollout draws.
+    # Some advantages use the prompt's greedy completion, which a second rollout draws.
     self._greedy_rollout = None
     if needs_greedy:
       self._greedy_rollout = make_rollout(
         run, 1, greedy=True, talkers=scorers.talkers, remote=remote
       )
-    # Made here, so that its errors come before anything is written.
+    # Made here, so that it raises errors before the run writes files.
     self._teacher = Teacher(run) if run.config.reward.teacher else None
     self.flow = Flow(run, scorers, remote)
     self.prompts = self.flow.prompts
     self._curriculum = PassRateCurriculum(run.config.curriculum, run.config.seed, len(self.prompts))
     self.reward_weights = self._score.weights
     self._hosts: dict[int, Pending[HostState]] = {}  # step -> the host state after it
-    self._positions: dict[int, Any] = {}  # step -> where the curriculum stood after its draw
+    self._positions: dict[int, Any] = {}  # step -> the curriculum's position after its last draw
     if algo.overlong and OVERLONG in self._score.names:
       raise ConfigError(
         "reward.functions: a function is named overlong, which is the name of the penalty that"
@@ -140,19 +140,19 @@ class Collector:
       )
 
   def initial_host_state(self) -> HostState:
-    """The host state of a run's first GRPO step."""
+    """The host state before a run's first GRPO step."""
     return {"num_tokens": np.int64(0)}
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
-    """Collects the batch of a GRPO step, which learns from its own policy.
+    """Collects the batch of an on-policy GRPO step, whose current policy draws all groups.
 
     Args:
       params: The policy, as `Parameters.for_sampling` returns it.
       index: The number of the GRPO step, from 0.
       host: The host state before the step.
-      clock: Counts the time of sampling and of rewards.
+      clock: Measures the time of sampling and of rewards.
     """
-    # Groups that were opened before this call were drawn by other policies.
+    # Drops groups that were opened before this call, because other policies drew them.
     self.restart(index, host)
     pending = self.draw(VersionedParams(params, index), clock)
     with doing("scoring"):
@@ -161,7 +161,7 @@ class Collector:
     return collected
 
   def restart(self, index: int, host: HostState) -> None:
-    """Makes a GRPO step the next one that batches are formed for, as when a run resumes.
+    """Drops all groups and continues with a GRPO step, for example when a run resumes.
 
     Args:
       index: The number of the step, from 0.
@@ -170,26 +170,26 @@ class Collector:
     P, algo = self._config.batch.prompts, self._config.algo
     first_group = index * P
     if algo.dynamic_sampling:
-      # Steps draw as many groups as they need, so the host state counts them. One that an earlier
-      # version of this program saved does not: all steps had drawn equally many.
+      # Steps draw different numbers of groups, so the host state counts them. In an earlier version
+      # of grpo_jax, all steps drew equally many, and its checkpoints have no count.
       first_group = int(host.get(_NEXT, first_group * (1 + algo.max_resample_rounds)))
     self.flow.restart(index, first_group)
     self._hosts = {index - 1: there(host)}
     self._positions = {}
 
   def skip(self, scored: Scored) -> None:
-    """Passes over a step whose batch is there already. The next one follows it."""
+    """Skips the next step, because a checkpoint already has its batch, `scored`."""
     step = self.flow.step
     first = int(scored.host.get(_NEXT, self.flow.first + self._config.batch.prompts))
     self.flow.restart(step + 1, first)
     self._hosts[step] = there(scored.host)
 
   def draw(self, policy: VersionedParams, clock: Clock) -> Pending[Scored]:
-    """Draws the batch of the next GRPO step, which workers begin to score.
+    """Draws the batch of the next GRPO step, which workers start to score.
 
     Args:
-      policy: The policy that draws it.
-      clock: Counts the time of sampling and of rewards.
+      policy: The policy that draws the batch.
+      clock: Measures the time of sampling and of rewards.
     """
     step, before, batch = self.flow.step, self.flow.ended, self._config.batch
     with doing("sampling", batch.prompts * batch.group_size, "completions") as work:
@@ -200,26 +200,26 @@ class Collector:
     return self.take(policy, clock)
 
   def advance(self, policy: VersionedParams, until: int, limit: int | None = None) -> bool:
-    """Draws on for a short while.
+    """Opens groups and draws tokens for a short while.
 
     Args:
-      policy: Draws what is drawn now.
+      policy: The weights that draw the tokens of this call.
       until: The last GRPO step for which groups may be opened.
-      limit: Groups of this number and later ones are not opened. None sets no limit.
+      limit: Groups with this number and later ones are not opened. None sets no limit.
 
     Returns:
-      Whether the policy was used.
+      Whether any sampling used the weights of `policy`.
     """
     if self._config.curriculum.chooses and self._config.algo.dynamic_sampling:
-      until = self.flow.step  # it chooses by what earlier steps have drawn
+      until = self.flow.step  # the choice depends on all draws of earlier steps
     return self.flow.advance(policy, until, self._choose_prompts, limit)
 
   def take(self, policy: VersionedParams, clock: Clock) -> Pending[Scored]:
-    """The batch of the next GRPO step, whose groups are drawn.
+    """Forms the batch of the next GRPO step, whose groups are all drawn. Scores may arrive later.
 
     Args:
-      policy: Draws greedy completions, where the advantage needs them.
-      clock: Counts the time of rewards.
+      policy: Draws greedy completions if the advantage needs them.
+      clock: Measures the time of greedy completions and rewards.
     """
     index = self.flow.step
     drawn, before = self.flow.take(), self._hosts[index - 1]
@@ -246,17 +246,21 @@ class Collector:
     return pending
 
   def forget(self, index: int) -> None:
-    """Keeps of the batch of a step, which is learned, the host state alone."""
+    """Frees the batch of a learned step. Only the host state after the step remains."""
     if index in self._hosts:
       self._hosts[index].result()
 
   @property
   def _curriculum_lag(self) -> int:
-    """How many steps before a step the scores are by which a curriculum chooses its prompts."""
+    """A curriculum chooses the prompts of step k by the scores of steps up to k minus this."""
     return 1 + self._config.rollout.max_staleness
 
   def _choose_prompts(self, count: int, step: int) -> np.ndarray:
-    """The prompts of groups that are opened for a GRPO step, int64 [count]."""
+    """Lets the curriculum choose prompts for a GRPO step. Returns their indices, int64 [count].
+
+    Pass rates are those after step `step - _curriculum_lag`. The position in the shuffled order
+    continues from the newest draw for a step up to `step`.
+    """
     oldest = min(self._hosts)
     memory = self._curriculum_memory(self._hosts[max(step - self._curriculum_lag, oldest)].result())
     latest = max((one for one in self._positions if one <= step), default=None)
@@ -270,13 +274,13 @@ class Collector:
     return indices_P
 
   def _curriculum_memory(self, host: HostState) -> dict[str, Any]:
-    """Reads the curriculum's memory. A run of an earlier version may lack some of it."""
+    """Reads the curriculum's memory. Fields that an earlier version did not save are initial."""
     memory = {**self._curriculum.initial(), **host.get(_MEMORY, {})}
     self._curriculum.check(memory)
     return memory
 
   def put_on_mesh(self, scored: Scored) -> Collected:
-    """Puts a batch onto the mesh, and lets the teacher score it there."""
+    """Puts a batch on the mesh, where the teacher, if there is one, computes its log-probs."""
     prompts = scored.prompts or self._prompts(scored.indices_P)
     batch, rewards = self._arrays_on_mesh(scored, prompts)
     if self._teacher is not None:
@@ -284,7 +288,7 @@ class Collector:
     return Collected(batch, rewards, scored.rows, scored.metrics, scored.host, scored.why_unscored)
 
   def _groups_to_learn(self, drawn: DrawnGroups) -> "_LearnedGroups":
-    """Chooses the groups that a step learns from, of those that were drawn for it."""
+    """Chooses the P groups that a step learns from among the groups that were drawn for it."""
     P, chosen = self._config.batch.prompts, drawn.groups
     live_P, prompts = np.ones(P, np.float32), drawn.prompts
     if self._config.algo.dynamic_sampling:
@@ -301,14 +305,15 @@ class Collector:
     before: HostState,
     add_greedy: Callable[[Rewards], Rewards] | None,
   ) -> Scored:
-    """The scored batch of a step, with its metrics and the host state after it.
+    """Forms the scored batch of a step, with metrics and the host state after the step.
 
     Args:
       choice: The groups that the step learns from.
-      drawn: All groups that were drawn for it. Metrics and the curriculum count these.
+      drawn: All groups that were drawn for the step. Metrics and the curriculum use all of them.
       index: The number of the step, from 0.
       before: The host state before the step.
-      add_greedy: Adds the scores of greedy completions to rewards, where the advantage needs them.
+      add_greedy: Called with rewards, returns them with the scores of greedy completions. None if
+        the advantage does not need them.
     """
     chosen, sampled = choice.groups, drawn.groups
     rewards = self._with_length_penalty(chosen.rewards, chosen.rollouts)
@@ -325,7 +330,7 @@ class Collector:
     rows = None
     every = self._config.log.completions_every
     if every and (index + 1) % every == 0:
-      # With the pass rates that were known before the step.
+      # The rows have the pass rates before the step.
       rates_P = known["pass_rate"][chosen.indices_P]
       rows = self._rows_for_log(chosen, rewards, rates_P) if self._run.hosts.is_first else []
 
@@ -335,7 +340,7 @@ class Collector:
     metrics["prompts/tokens"] = self._prompt_tokens(choice, sampled)
     new_tokens = metrics["prompts/tokens"] + metrics["completions/tokens"]
     host = {**before, _MEMORY: memory, "num_tokens": before["num_tokens"] + new_tokens}
-    host.pop(_SURPLUS, None)  # of an earlier version of this program
+    host.pop(_SURPLUS, None)  # from an earlier version of grpo_jax
     metrics["num_tokens"] = int(host["num_tokens"])
     metrics = disjoint(metrics, drawn.report.metrics(), self._curriculum.metrics(memory))
     if self._config.algo.dynamic_sampling:
@@ -343,7 +348,7 @@ class Collector:
       metrics = disjoint(metrics, _dynamic_metrics(sampled, choice.live_P))
 
     completions, rollout_PB = _learned_rows(chosen.rollouts)
-    # A teacher teaches without rewards, and nobody teaches without tokens.
+    # With a teacher, the step learns even without rewards. Without tokens, it never learns.
     is_unscored = np.isnan(scores_PG).all() and not self._teacher
     why_unscored = "; ".join(drawn.report.unscored.values()) if is_unscored else ""
     why_unscored = why_unscored or self._why_no_tokens(completions)
@@ -364,14 +369,14 @@ class Collector:
     )
 
   def _why_no_tokens(self, completions: Completions) -> str:
-    """Why none of these completions has a token in the loss (`algo.batch.to_batch`). "" if one has.
+    """Why no completion has a token in the loss (`algo.batch.to_batch`). "" if one has.
 
-    Groups whose scores are all equal teach nothing either, but that may change by the next step, so
-    they are no reason.
+    Groups with equal scores teach nothing either. They do not count here, because the scores of
+    the next step may differ.
     """
     sampled_PG = np.asarray(completions.sampled_PGT).any(-1)
     ended_PG = np.asarray(completions.stopped_by_PG) >= 0  # -1: cut off
-    if not sampled_PG.any():  # such as where tools write all there is room for
+    if not sampled_PG.any():  # for example because the texts of tools fill all completions
       return "the policy wrote no token of the completions"
     if self._config.algo.mask_truncated and not (sampled_PG & ended_PG).any():
       return (
@@ -384,7 +389,7 @@ class Collector:
     return loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
 
   def _prompt_tokens(self, choice: "_LearnedGroups", sampled: ScoredGroups) -> int:
-    """The tokens of the prompts that were sampled from, once for each of their completions."""
+    """The number of prompt tokens of all sampled completions. Each completion counts its prompt."""
     if sampled.rollouts.asked is not None:
       return int(sampled.rollouts.asked.lengths_P.sum()) * self._config.batch.group_size
     prompts = choice.prompts
@@ -394,14 +399,14 @@ class Collector:
 
   @property
   def _score_names(self) -> list[str]:
-    """The names of the scores in `Rewards`."""
+    """The names of the scores in `Rewards`, including the penalty for length if it is on."""
     penalty = [OVERLONG] if self._config.algo.overlong else []
     return [*self._score.names, *penalty]
 
   def _rows_for_log(
     self, groups: ScoredGroups, rewards: Rewards, rates_P: np.ndarray
   ) -> list[dict[str, Any]]:
-    """One object per completion, with the texts of all processes and the prompts' pass rates."""
+    """One dict per completion for completions/. `rates_P` are the pass rates before the step."""
     rollouts, decode = groups.rollouts, self._run.tokenizer.decode
     prompts = self.prompts.make(groups.indices_P)
     if rollouts.asked is not None:
@@ -422,7 +427,7 @@ class Collector:
     return [row | {"version": version} for row, version in zip(rows, versions, strict=True)]
 
   def _with_length_penalty(self, rewards: Rewards, rollouts: Rollouts) -> Rewards:
-    """The rewards with the penalty for length where that is on."""
+    """Adds the penalty for length to the rewards if it is on."""
     fraction = self._config.algo.overlong
     if not fraction:
       return rewards
@@ -432,10 +437,10 @@ class Collector:
   def _begin_greedy(
     self, policy: VersionedParams, prompts: loader.PromptBatch, index: int, clock: Clock
   ) -> Callable[[Rewards], Rewards]:
-    """Samples each prompt's greedy completion.
+    """Samples the greedy completion of each prompt for GRPO step `index`, and starts to score it.
 
     Returns:
-      A function that adds their scores to the rewards of GRPO step `index`.
+      A function that waits for the scores and adds them to the rewards of the batch.
     """
     key = jax.random.fold_in(self._run.key("sample"), index)
     rollouts = self._greedy_rollout(policy.params, prompts, key)
@@ -449,22 +454,22 @@ class Collector:
     return add
 
   def _arrays_on_mesh(self, scored: Scored, prompts: loader.PromptBatch) -> tuple[Batch, Rewards]:
-    """The batch and its rewards on the mesh.
+    """Puts the batch and its rewards on the mesh.
 
-    Groups that only fill up the batch count as not scored, so that they stay out of every mean.
+    Groups that only fill the batch get no scores (NaN), so that every mean ignores them.
     """
     live_P, completions, rewards = scored.live_P, scored.completions, scored.rewards
     asked = HarnessPrompts(prompts.prompts_PS, prompts.prompt_lengths_P)
     if scored.asked is not None:
       width = asked.prompts_PS.shape[1]
       asked = scored.asked
-      if asked.lengths_P.max() <= width:  # padding is computed like any token
+      if asked.lengths_P.max() <= width:  # drops padding, which would cost as much as tokens
         asked = asked.replace(prompts_PS=asked.prompts_PS[:, :width])
     is_live = live_P[:, None, None] != 0
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
     max_tokens = self._config.sampling.max_tokens
     of_prompts, lengths_PG = completions.prompt_experts_PSY, completions.lengths_PG
-    # Experts of prompts have no axis T to cut, and no update reads versions.
+    # The experts of prompts have no axis T to cut. The update does not read versions.
     completions = completions.replace(prompt_experts_PSY=None, versions_PGT=None)
     completions, rewards = cut((completions, rewards), lengths_PG, max_tokens)
     completions = completions.replace(prompt_experts_PSY=of_prompts)
@@ -481,6 +486,7 @@ class Collector:
     return with_images(self._run, batch, prompts), rewards
 
   def _batch_metrics(self, sampled: ScoredGroups) -> dict[str, float]:
+    """The metrics of all sampled groups, including those that a user registered."""
     completions = sampled.rollouts.completions
     metrics = rollout_metrics(completions, sampled.rewards, self._score.names)
     metrics |= check_metrics(host_scores(sampled.rewards), sampled.checks_PG)
@@ -495,7 +501,7 @@ class Collector:
     return disjoint(metrics, own_metrics(rollouts, host_scores(sampled.rewards)))
 
   def _with_all_texts(self, rollouts: Rollouts) -> Rollouts:
-    """The rollouts with the texts of all rows, not only of those that this process scores."""
+    """The rollouts with the texts of all rows, not only of the rows that this process scores."""
     texts_PG = texts_of(rollouts.completions, self._run.tokenizer.decode)
     if rollouts.turns_PG is not None:
       texts_PG = last_turns(rollouts.turns_PG, otherwise_PG=texts_PG)
@@ -507,8 +513,8 @@ class _LearnedGroups(NamedTuple):
 
   Attributes:
     groups: P groups.
-    live_P: float32, 0 for those that only fill up the batch.
-    prompts: The prompts of these groups.
+    live_P: float32, 0 for groups that only fill the batch, else 1.
+    prompts: The prompts of the groups.
   """
 
   groups: ScoredGroups
@@ -517,10 +523,10 @@ class _LearnedGroups(NamedTuple):
 
 
 def _learned_rows(rollouts: Rollouts) -> tuple[Completions, np.ndarray | None]:
-  """The rows that an update learns from, and the rollout of each where they are branches.
+  """The rows that an update learns from, and with branches the rollout of each row, else None.
 
-  A program that calls the policy may make several branches of a rollout, which are learned in its
-  place.
+  A program that calls the policy may split a rollout into several branches. The update then learns
+  from the branches instead of the rollout.
   """
   branches = rollouts.branches
   if branches is None:
@@ -538,9 +544,9 @@ def _dynamic_metrics(sampled: ScoredGroups, live_P: np.ndarray) -> dict[str, flo
 
 
 def cut_lengths(max_tokens: int) -> list[int]:
-  """The lengths to which completions are cut, ascending. Each is about double the one before.
+  """The lengths to which completions are cut, ascending. Each is about double the previous one.
 
-  They are at most four, because the programs of a step are compiled for each of them.
+  There are at most four, because the programs of a step are compiled for each length.
   """
   sizes = [max_tokens]
   while len(sizes) < _MOST_CUTS and sizes[-1] // 2 >= _SHORTEST_CUT:
@@ -549,12 +555,12 @@ def cut_lengths(max_tokens: int) -> list[int]:
 
 
 def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:
-  """Arrays [P, G, T] and [P, G, T, Y] of a tree, cut to a size that holds every completion.
+  """Cuts the axis T of arrays [P, G, T] and [P, G, T, Y] to the least length that fits all rows.
 
   Args:
-    tree: Arrays of the host. Those with another number of dimensions stay as they are.
+    tree: Arrays on the host. Arrays of other shapes stay unchanged.
     lengths_PG: How many tokens each completion has.
-    max_tokens: T.
+    max_tokens: T, the padded length.
   """
   longest = max(1, int(lengths_PG.max()))
   size = next(size for size in cut_lengths(max_tokens) if size >= longest)

@@ -1,4 +1,4 @@
-"""Curriculum: what a run remembers of each training prompt, and which prompts it draws."""
+"""The curriculum: records the pass rate of each training prompt, and chooses prompts by it."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -11,7 +11,7 @@ from grpo_jax.settings import ConfigError
 
 Memory = Mapping[str, np.ndarray | np.generic]
 
-_EPOCHS = 2  # how many times a draw looks at every prompt before it takes some that it passed over
+_EPOCHS = 2  # how many epochs a draw considers before it fills the batch with skipped prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +20,14 @@ class PassRateCurriculum:
 
   The memory of a run is part of its host state:
 
-  pass_rate: float32 [N], the fraction of a prompt's scored completions that passed when it was last
-    drawn. NaN if it was not drawn, or not scored.
-  drawn_at: int32 [N], the GRPO step of that draw, from 0. -1 if it was not drawn.
-  position: int64, how many places of the shuffled order the run has looked at.
+  pass_rate: float32 [N], the fraction of each prompt's scored completions that passed when it was
+    last drawn. NaN if the prompt was never drawn, or then had no scores.
+  drawn_at: int32 [N], the GRPO step that last drew each prompt, from 0. -1 if none did.
+  position: int64, how many entries of the shuffled order the run has considered.
 
   Attributes:
     settings: The section `curriculum` of the config.
-    seed: The seed of the order.
+    seed: The seed of the shuffled order.
     size: N, the number of training prompts.
   """
 
@@ -36,7 +36,7 @@ class PassRateCurriculum:
   size: int
 
   def initial(self) -> Memory:
-    """The memory of a run that has drawn nothing."""
+    """The memory of a run that has drawn no prompt."""
     return {
       "pass_rate": np.full(self.size, np.nan, np.float32),
       "drawn_at": np.full(self.size, -1, np.int32),
@@ -44,7 +44,7 @@ class PassRateCurriculum:
     }
 
   def check(self, memory: Memory) -> None:
-    """Raises ConfigError if the memory is that of other training prompts."""
+    """Raises ConfigError if the memory is of another number of training prompts."""
     size = len(memory["pass_rate"])
     if size != self.size:
       raise ConfigError(
@@ -53,19 +53,19 @@ class PassRateCurriculum:
       )
 
   def draw(self, memory: Memory, step: int, count: int) -> tuple[np.ndarray, Memory]:
-    """The next prompts.
+    """Draws the next prompts.
 
-    Every epoch goes through the prompts in a new random order, as without a curriculum. A prompt is
-    taken with the probability that `chances` gives it, else it is passed over until the next epoch.
-    If two epochs have too few, the first ones that were passed over fill the batch.
+    Each epoch visits the prompts in a new random order, as without a curriculum. It draws a prompt
+    with its probability in `chances`, and otherwise skips it until the next epoch. If two epochs
+    yield too few prompts, the first skipped ones fill the batch.
 
     Args:
-      memory: The pass rates that the run remembers, and its position in the order.
+      memory: The memory of the run.
       step: The GRPO step, from 0.
-      count: How many prompts a batch has.
+      count: How many prompts to draw.
 
     Returns:
-      Their indices, int64 [count], and the memory with the new position.
+      The indices of the prompts, int64 [count], and the memory with the new position.
     """
     position, chances = int(memory["position"]), self.chances(memory, step)
     last = position + max(_EPOCHS * self.size, count)
@@ -83,7 +83,10 @@ class PassRateCurriculum:
     return filled_up, {**memory, "position": np.int64(position)}
 
   def chances(self, memory: Memory, step: int) -> np.ndarray:
-    """The probability with which each prompt is taken when its turn comes, float64 [N]."""
+    """The probability, float64 [N], with which an epoch draws each prompt at this step.
+
+    It is largest at a pass rate of 1/2 or an unknown one. A prompt at 0 or 1 rests for some steps.
+    """
     rates = np.asarray(memory["pass_rate"], np.float64)
     teaches = np.where(np.isnan(rates), 1, 4 * rates * (1 - rates))
     chances = self.settings.floor + (1 - self.settings.floor) * teaches
@@ -93,13 +96,13 @@ class PassRateCurriculum:
   def learn(
     self, memory: Memory, step: int, indices_P: np.ndarray, scores_PG: np.ndarray
   ) -> Memory:
-    """The memory after prompts were drawn and their completions scored.
+    """The memory after the completions of drawn prompts were scored.
 
     Args:
-      memory: The memory before.
+      memory: The memory before the step.
       step: The GRPO step, from 0.
-      indices_P: The prompts.
-      scores_PG: Their completions' scores, NaN where no function scored one.
+      indices_P: The indices of the drawn prompts.
+      scores_PG: The scores of the completions, NaN where no function scored.
     """
     rates, drawn_at = memory["pass_rate"].copy(), memory["drawn_at"].copy()
     rates[indices_P], drawn_at[indices_P] = self.pass_rates(scores_PG), step
@@ -113,7 +116,7 @@ class PassRateCurriculum:
     return np.where(counts_P, passed_P / np.maximum(counts_P, 1), np.nan).astype(np.float32)
 
   def metrics(self, memory: Memory) -> dict[str, float]:
-    """Metrics under curriculum/, of the prompts that the run has drawn."""
+    """Metrics under curriculum/ about the prompts with a known pass rate."""
     rates = memory["pass_rate"][~np.isnan(memory["pass_rate"])]
     metrics = {"curriculum/seen": len(rates) / self.size}
     if len(rates):
@@ -124,9 +127,9 @@ class PassRateCurriculum:
 
 
 def _uniform(seed: int, position: int, count: int) -> np.ndarray:
-  """Uniform numbers of [0, 1) for the places from `position` on. A place always has the same."""
-  # As the order of an epoch: numpy promises that the words of Philox never change.
-  first, words = divmod(position, 4)  # a counter of Philox makes four words
+  """Uniform numbers in [0, 1) for `count` positions from `position` on, the same in every run."""
+  # Philox, as for the order of an epoch: numpy guarantees that its raw words never change.
+  first, words = divmod(position, 4)  # Philox makes four words for each value of its counter
   counter = np.array([first, 0, 0, 1], np.uint64)
   philox = np.random.Philox(counter=counter, key=np.array([seed % 2**64, 2**64 - 1], np.uint64))
   return philox.random_raw(words + count)[words:] / 2.0**64

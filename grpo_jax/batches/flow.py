@@ -1,8 +1,8 @@
-"""The groups of a run, in the order of their numbers: opened, played and scored.
+"""Opens, plays and scores the groups of a run, in the order of their numbers.
 
-The prompt of group n and its random numbers are functions of the seed and n. Step k learns from the
-groups kP to kP + P - 1. With dynamic sampling it learns from the first P, after those that earlier
-steps have used, whose rewards differ, and looks at no more than (1 + algo.max_resample_rounds) P.
+The prompt and the random numbers of group n are functions of the seed and n. Step k learns from the
+groups kP to kP + P - 1. With dynamic sampling, a step draws the groups after those of the previous
+step, at most (1 + algo.max_resample_rounds) P, and learns from the first P whose rewards differ.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.scoring.scores import groups_that_differ
 from grpo_jax.settings import RunFailed
 
-# (how many prompts, the step that is expected to learn from them) -> the prompts, int64.
+# (how many prompts, the step that will probably learn from them) -> indices of prompts, int64.
 Choose = Callable[[int, int], np.ndarray]
 
 
@@ -36,8 +36,8 @@ class VersionedParams(NamedTuple):
   """The weights that draw.
 
   Attributes:
-    params: All parameters, as `Parameters.for_sampling` returns them, or their copies elsewhere.
-    version: How many GRPO steps had changed them.
+    params: All parameters, as `Parameters.for_sampling` or a remote sampler's `weights` returns.
+    version: How many GRPO steps had changed the parameters.
   """
 
   params: Any
@@ -49,9 +49,9 @@ class DrawnGroups(NamedTuple):
 
   Attributes:
     groups: The groups in the order of their numbers.
-    prompts: Their prompts, if they are one batch of prompts. Otherwise None.
-    report: The report on their scoring.
-    after: The number of the first group that no step has yet.
+    prompts: The prompts of the groups if these were opened together, else None.
+    report: The report on the scoring of the groups.
+    after: The number of the first group after those of this step.
   """
 
   groups: ScoredGroups
@@ -61,26 +61,27 @@ class DrawnGroups(NamedTuple):
 
 
 class _Lot(NamedTuple):
-  """Groups that ended together, and are scored together."""
+  """Groups that ended together and are scored together, in the order of `numbers`."""
 
   numbers: list[int]
   scored: Pending[tuple[ScoredGroups, Report]]
 
 
 class Flow:
-  """Opens groups, plays them and lets workers score them.
+  """Opens groups, plays them (draws completions, with tools and environments), and scores them.
 
   Attributes:
     prompts: The training prompts.
-    step: The next step that gets groups.
-    first: The number of its first group.
-    next: The number of the group that is opened next.
+    step: The next step whose groups `take` returns.
+    first: The number of the first group of this step.
+    next: The number of the next group to open.
   """
 
   def __init__(self, run: Run, scorers: Scorers, remote: Remote | None = None):
-    """Opens nothing yet. Raises ConfigError for reward functions that cannot be used.
+    """Opens no groups yet. `remote` makes a sampler in other processes. None: the run samples.
 
-    `remote` samples. None means that the run does.
+    Raises:
+      ConfigError: A reward function cannot be called for the training prompts.
     """
     self._run, self._config, self._score = run, run.config, scorers.training
     self.prompts: PromptSet = run.prompts("train")
@@ -105,16 +106,17 @@ class Flow:
     self.restart(0, 0)
 
   def _policy_that_draws(self) -> VersionedParams:
-    """Feeds the player with the policy that `advance` was given, and notes that it was used."""
+    """Returns the policy of the current `advance` to the player, and notes that it was used."""
     self._is_used = True
     return self._policy
 
   def restart(self, step: int, first: int) -> None:
-    """Begins with a step, whose first group has this number. What was opened is dropped."""
+    """Makes `step` the next step and `first` the number of its first group. Drops open groups."""
     self.step, self.first, self.next = step, first, first
-    self._playing: dict[int, Opened] = {}
-    self._lots: list[_Lot] = []  # that no step has
-    self._differ: dict[int, bool] = {}  # of groups with scores, with dynamic sampling
+    self._playing: dict[int, Opened] = {}  # opened groups that no step has taken, by number
+    self._lots: list[_Lot] = []  # lots with groups that no step has taken
+    # With dynamic sampling: whether the rewards of a scored group differ, by the group's number.
+    self._differ: dict[int, bool] = {}
     self._player.cancel()
 
   @property
@@ -124,49 +126,52 @@ class Flow:
 
   @property
   def is_drawn(self) -> bool:
-    """Whether all groups of the next step have ended. With dynamic sampling, they have scores."""
+    """Whether all groups of the next step have ended and, with dynamic sampling, have scores."""
     return self._end_of_step() is not None
 
   def advance(
     self, policy: VersionedParams, until: int, choose: Choose, limit: int | None = None
   ) -> bool:
-    """Opens groups for the steps up to `until`, and plays on for a short while.
+    """Opens groups for the steps up to `until`, and plays all open groups for a short while.
 
     Args:
-      policy: Its weights draw the tokens of this call.
+      policy: The weights that draw the tokens of this call.
       until: The last step for which groups may be opened.
-      choose: Chooses the prompts of groups when they are opened, where a curriculum does.
-      limit: Groups of this number and later ones are not opened. None sets no limit.
+      choose: Chooses the prompts of newly opened groups. Used only with a curriculum.
+      limit: Groups with this number and later ones are not opened. None sets no limit.
 
     Returns:
-      Whether the policy was used.
+      Whether any sampling used the weights of `policy`.
     """
-    self._policy, self._is_used = policy, False  # `_policy_that_draws` notes its use
+    self._policy, self._is_used = policy, False  # `_policy_that_draws` sets `_is_used`
     count = self._count_to_open(until)
     if limit is not None:
       count = min(count, limit - self.next)
     self._open_groups(count, until, choose)
     for played in self._player.advance():
       self._begin_scores(played)
-    # Without the weights, so that a copy of them can be freed.
+    # Drops the reference to the weights, so that a copy of them can be freed.
     self._policy = VersionedParams(None, policy.version)
-    # Only dynamic sampling must know rewards before a step can take its groups.
+    # Only with dynamic sampling, rewards decide which groups a step takes.
     if self._config.algo.dynamic_sampling and self._lots:
       self._see_whose_rewards_differ()
     return self._is_used
 
   def take(self) -> Pending[DrawnGroups]:
-    """Takes the groups of the next step, all of which have ended. Their scores may come later."""
+    """Takes the groups of the next step, which have all ended. Scores may still be computed.
+
+    Then moves `step` and `first` on to the step after it.
+    """
     end = self._end_of_step()
     of_step = range(self.first, end)
-    # Groups of several steps may be in one lot, so a step takes places of it.
+    # A lot may have groups of several steps, so `places` are the indices of this step's groups.
     lots = [lot for lot in self._lots if any(n in of_step for n in lot.numbers)]
     places = [[place for place, n in enumerate(lot.numbers) if n in of_step] for lot in lots]
     numbers = [n for lot in lots for n in lot.numbers if n in of_step]
     self._lots = [lot for lot in self._lots if any(n >= end for n in lot.numbers)]
     opened = [self._playing.pop(number) for number in sorted(numbers)]
     self.step, self.first = self.step + 1, end
-    # If the groups were opened together, their prompts are a batch already.
+    # If the groups were opened together, their prompts are already in one batch.
     P = len(opened[0].prompts.prompt_lengths_P)
     are_a_batch = P == len(opened) and all(one.prompts is opened[0].prompts for one in opened)
     prompts = opened[0].prompts if are_a_batch else None
@@ -174,7 +179,7 @@ class Flow:
     def drawn() -> DrawnGroups:
       scored = [lot.scored.result() for lot in lots]
       groups = concatenate([take(of_lot, at) for (of_lot, _), at in zip(scored, places)])
-      # A lot's report counts for the step of its first group.
+      # The report of a lot is counted in the step of the lot's first group.
       reports = [report for (_, report), at in zip(scored, places) if 0 in at]
       groups = take(groups, np.argsort(numbers))
       return DrawnGroups(groups, prompts, sum(reports, Report()), end)
@@ -182,7 +187,7 @@ class Flow:
     return Pending(drawn, [future for lot in lots for future in lot.scored.futures])
 
   def seats_idle(self) -> float:
-    """The share of the seats that drew nothing since this was asked last. NaN if unknown."""
+    """The share of the seats' rounds since the last call that drew no token. NaN if unknown."""
     now = getattr(getattr(self._player, "sampler", None), "seat_rounds", SeatRounds())
     before, self._seat_rounds = self._seat_rounds, now
     return SeatRounds(now.used - before.used, now.all - before.all).idle
@@ -194,7 +199,7 @@ class Flow:
     return not self._playing.keys() - scored
 
   def _end_of_step(self) -> int | None:
-    """The number after the last group of the next step. None as long as it is not known."""
+    """The number after the last group of the next step. None while groups or scores are missing."""
     P = self._config.batch.prompts
     if not self._config.algo.dynamic_sampling:
       ended = {number for lot in self._lots for number in lot.numbers}
@@ -218,13 +223,13 @@ class Flow:
     P, steps = self._config.batch.prompts, until + 1 - self.step
     if not self._config.algo.dynamic_sampling:
       return self.first + P * steps - self.next
-    # As long as it is not known that a group's rewards are equal, it counts.
+    # A group counts unless its rewards are known to be equal.
     opened = range(self.first, self.next)
     wanted = P * steps - sum(self._differ.get(number, True) for number in opened)
     return min(wanted, self.first + self._most_groups_of_step * steps - self.next)
 
   def _open_groups(self, count: int, until: int, choose: Choose) -> None:
-    """Opens the next groups: those of a step together, others as they are needed."""
+    """Opens `count` groups, P together. Without dynamic sampling, rounds up to a multiple of P."""
     P, config = self._config.batch.prompts, self._config
     while count > 0:
       some = min(count, P) if config.algo.dynamic_sampling else P
@@ -257,20 +262,20 @@ class Flow:
       self.next, count = self.next + some, count - some
 
   def step_of(self, number: int) -> int:
-    """The step that is expected to learn from a group."""
+    """The step that will learn from a group, if no step needs more than P groups."""
     return self.step + (number - self.first) // self._config.batch.prompts
 
   def _decode_images_ahead(self, first: int) -> None:
-    """Images of the next groups are decoded while these are computed."""
+    """Starts to decode the images of the P groups from `first` on, before they are opened."""
     if self.prompts.images is None or self._config.curriculum.chooses:
       return
     P = self._config.batch.prompts
     numbers = np.arange(first, first + P)[self._run.hosts.own_rows(P)]
-    with contextlib.suppress(RunFailed):  # whoever opens them says it
+    with contextlib.suppress(RunFailed):  # raised again when the groups are opened
       self.prompts.begin(loader.indices_at(self._config.seed, numbers, len(self.prompts)))
 
   def _begin_scores(self, played: Played) -> None:
-    """Lets the workers begin with groups that have ended together."""
+    """Starts to score groups that have ended together, and adds them as a lot."""
     opened = [self._playing[number] for number in played.numbers]
     step = self._config.warm_start.steps + self.step_of(min(played.numbers)) + 1
     indices_P = np.array([one.example for one in opened])
@@ -302,13 +307,14 @@ class Flow:
     self._lots.append(_Lot(list(played.numbers), Pending(scored, futures)))
 
   def _see_whose_rewards_differ(self) -> None:
-    """Notes in which groups with scores the rewards differ.
+    """Records for scored groups whether their rewards differ.
 
-    It waits for scores where nothing else is to be done.
+    Waits for all scores if no group is being played.
     """
     hosts = self._run.hosts
     waiting = [lot for lot in self._lots if lot.numbers[0] not in self._differ]
-    # In turn, the clock must not decide which groups are opened, nor under which weights they draw.
+    # With rows in flight in turn, it also waits: timing must not decide which groups are opened, or
+    # which weights draw them.
     waits = self.is_idle or self._config.keeps_flight
     if not waits:
       wait_for_all([lot.scored for lot in waiting], SOON)

@@ -15,13 +15,13 @@ class ScoredGroups(struct.PyTreeNode):
   """Completions of P prompts and their rewards.
 
   Attributes:
-    indices_P: int64, which training prompts they are.
-    temperature_P: float32, what they were sampled at.
-    version_P: int64, how many GRPO steps had changed the policy that sampled them.
+    indices_P: int64, the indices of the training prompts.
+    temperature_P: float32, the sampling temperatures.
+    version_P: int64, how many GRPO steps had changed the policy when each group was opened.
     rollouts: The completions.
-    rewards: From the reward functions, without the penalty for length.
-    extras_PG: object array of dicts: what the functions gave to log_extra.
-    checks_PG: float32, 1 where eval.function says that the completion is right, else 0. NaN without
+    rewards: The scores of the reward functions, without the penalty for length.
+    extras_PG: object array of dicts, the values that the functions passed to log_extra.
+    checks_PG: float32, 1 for completions that are right by eval.function, else 0. NaN without
       eval.check_training.
   """
 
@@ -35,12 +35,10 @@ class ScoredGroups(struct.PyTreeNode):
 
 
 def choose(groups: ScoredGroups, count: int) -> tuple[ScoredGroups, np.ndarray]:
-  """The first `count` groups whose rewards differ.
-
-  Where there are fewer, other groups fill their places.
+  """Chooses the first `count` groups whose rewards differ. If there are fewer, adds other groups.
 
   Returns:
-    The groups, and float32 [count], 1 for those whose rewards differ and 0 for the others.
+    The groups, and float32 [count], 1 for groups whose rewards differ and 0 for the added ones.
   """
   differ = groups_that_differ(groups.rewards)
   live = np.flatnonzero(differ)[:count]
@@ -50,6 +48,6 @@ def choose(groups: ScoredGroups, count: int) -> tuple[ScoredGroups, np.ndarray]:
 
 
 def fields_of(tree: Any) -> dict[str, Any]:
-  """The fields of a struct that are not None."""
+  """The fields of a dataclass that are not None, by name."""
   fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
   return {name: value for name, value in fields.items() if value is not None}

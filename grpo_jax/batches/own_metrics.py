@@ -1,4 +1,4 @@
-"""Metrics of a step that a user's program adds."""
+"""Lets a user's program add metrics to each step."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ OWN_METRICS: dict[str, OwnMetric] = {}
 
 
 def register_metric(compute: OwnMetric) -> OwnMetric:
-  """Adds a metric to each GRPO step of the runs of this process, under `own/` and its name.
+  """Adds a metric to each GRPO step of this process's runs, as own/NAME with the function's name.
 
   It can be used as a decorator.
 
   Args:
     compute: (rollouts, rewards_PG) -> a number, or a dict of numbers by name. `rollouts.texts_PG`
-      has the completions as texts and `rollouts.completions` their tokens, lengths and log-probs.
-      The rewards are NaN where no function scored. All are numpy arrays of the P groups of the
-      step with G completions each, which the function does not change.
+      has the completions as texts, and `rollouts.completions` has tokens, lengths and log-probs.
+      The rewards are NaN where no function scored. All are numpy arrays for the step's P groups of
+      G completions. The function must not change them.
 
   Returns:
     The function.
 
   Raises:
-    ConfigError: It has no name.
+    ConfigError: The function has no name.
   """
   register("metric", OWN_METRICS, compute, compute)
   return compute
 
 
 def own_metrics(rollouts: Rollouts, rewards_PG: np.ndarray) -> dict[str, float]:
-  """The metrics of a step that were registered.
+  """Computes the registered metrics of a step, by name with the prefix own/.
 
   Args:
     rollouts: The completions of the step.
     rewards_PG: The rewards of the completions, NaN where no function scored.
 
   Raises:
-    RunFailed: One raised an exception, or gave something else than numbers.
+    RunFailed: A metric raised an exception, or returned something other than numbers.
   """
   found = dict[str, float]()
   for name, compute in OWN_METRICS.items():

@@ -1,4 +1,4 @@
-"""The metrics of a rollout under TRL's names, and the rows of its completions for completions/."""
+"""Computes the metrics of rollouts under TRL's names, and the rows of completions/."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +18,11 @@ def rollout_metrics(
 ) -> dict[str, float]:
   """Metrics of sampled completions. docs/from_trl.md compares them with TRL's of the same names.
 
-  A length counts the tokens that the policy sampled, and not those of an environment.
-  `reward_std` is over all completions and not within groups, as in TRL. `frac_reward_zero_std` is
-  the fraction of groups whose scored rewards do not differ, or that have none.
-  `sampler/filter_gap_mean` is the mean of log q - log p over tokens: q draws them with top-k, top-p
-  and min-p, and p without. It is 0 if none of these is on.
+  A length counts the tokens that the policy sampled, not those of an environment. `reward_std` is
+  over all completions and not within groups, as in TRL. `frac_reward_zero_std` is the fraction of
+  groups without two different rewards. `sampler/filter_gap_mean` is the mean of log q - log p over
+  tokens, with the probabilities q with and p without the filters top-k, top-p and min-p. Without
+  filters it is 0.
 
   Args:
     completions: The completions, as numpy arrays.
@@ -52,9 +52,9 @@ def rollout_metrics(
 def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   """Metrics of conversations. The metrics of tools have TRL's names.
 
-  `tools/call_frequency` is the mean number of calls of a completion. `tools/failure_frequency` is
-  the share of calls that failed. `harness/prompt_tokens` counts the tokens of the prompts of all
-  calls of a harness, and `harness/computed_tokens` those that were not cached.
+  `tools/call_frequency` is the mean number of calls in a completion. `tools/failure_frequency` is
+  the share of calls that failed. `harness/prompt_tokens` is the number of prompt tokens in all
+  calls of a harness, and `harness/computed_tokens` counts only tokens that were not cached.
   `harness/lost_tokens` counts the policy's tokens beyond sampling.max_tokens. `harness/NAME` is the
   mean of a metric that the harness returned.
 
@@ -80,17 +80,17 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
 
 
 def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) -> dict[str, float]:
-  """The ages of a batch's tokens: how many updates lie between their draw and their use.
+  """Metrics of the ages of a batch's tokens: the number of updates since each token was drawn.
 
   `staleness/share_0` to `staleness/share_2` are the shares of tokens of that age, and
-  `staleness/share_3_or_more` that of all older ones. They add up to 1. A batch without a token has
-  no shares: all are NaN.
+  `staleness/share_3_or_more` is the share of older tokens. They add up to 1. If no token counts,
+  all metrics are NaN.
 
   Args:
-    versions: int32 [P, G, T], the version of the policy that drew each token, or [P, G, 1] where
-      all tokens of a row have one.
-    current: The version of the policy that learns from them.
-    mask_PGT: 1 at the tokens that count.
+    versions: int [P, G, T], the version of the policy that drew each token. Axes of size 1 are
+      broadcast.
+    current: The version of the policy that learns from the tokens.
+    mask_PGT: Nonzero at the tokens that count.
   """
   ages = (current - np.broadcast_to(versions, mask_PGT.shape))[mask_PGT != 0]
   if not ages.size:
@@ -102,7 +102,7 @@ def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) 
 
 
 def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
-  """Mean and spread of each function's scores, and how many completions it did not score."""
+  """Mean and standard deviation of each function's scores, and how many scores are missing."""
   metrics = {}
   for name, scores_PG in zip(names, np.moveaxis(rewards.scores_PGJ, -1, 0), strict=True):
     scored = scores_PG[~np.isnan(scores_PG)]
@@ -113,13 +113,14 @@ def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
 
 
 def check_metrics(rewards_PG: np.ndarray, checks_PG: np.ndarray) -> dict[str, float]:
-  """The gap between the reward and a check that no update sees. Empty without a check.
+  """The mean check, and the gap between the mean reward and it. Empty without a check.
 
-  If the gap grows, the policy learns to please the reward functions and not to be right.
+  No update uses the check. A growing gap means that the policy learns to exploit the reward
+  functions instead of being right.
 
   Args:
     rewards_PG: The rewards, NaN where no function scored.
-    checks_PG: 1 or 0, or NaN without a check.
+    checks_PG: 1 for right completions, else 0. NaN without a check.
   """
   both = ~np.isnan(rewards_PG) & ~np.isnan(checks_PG)
   if not both.any():
@@ -131,12 +132,12 @@ def check_metrics(rewards_PG: np.ndarray, checks_PG: np.ndarray) -> dict[str, fl
 def with_judgements(
   rows: list[dict[str, Any]], pass_rates_P: np.ndarray, checks_PG: np.ndarray
 ) -> list[dict[str, Any]]:
-  """Rows of completions with the pass rates of their prompts and their checks.
+  """Adds `pass_rate` and, if it is known, `check` to the rows of completions.
 
   Args:
-    rows: One object per completion.
-    pass_rates_P: The pass rates of the prompts before the step, NaN if they had none.
-    checks_PG: 1 or 0, or NaN without a check.
+    rows: One dict per completion.
+    pass_rates_P: The pass rates of the prompts before the step, NaN if unknown.
+    checks_PG: 1 for right completions, else 0. NaN without a check.
   """
   rates_PG = np.broadcast_to(pass_rates_P[:, None], checks_PG.shape)
   return [
@@ -146,7 +147,7 @@ def with_judgements(
 
 
 def most_disputed_first(rows: list[dict[str, Any]], group_size: int) -> list[dict[str, Any]]:
-  """Groups in the order of the largest gap between a reward and its check. Others stay in order."""
+  """Sorts groups of rows by their largest gap between reward and check, largest gap first."""
   groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
 
   def gap(group: list[dict[str, Any]]) -> float:
@@ -168,18 +169,18 @@ def completion_rows(
   names: list[str],
   extras_PG: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
-  """One JSON-ready object per completion, for completions/ and for the terminal.
+  """Makes one JSON-ready dict per completion, for completions/ and the terminal.
 
-  The texts are for readers. A step can be replayed from the ids and log-probs, and not from texts:
-  special tokens have no text, so different ids may have the same text.
+  To replay a step, use the ids and log-probs and not the texts: special tokens have no text, so
+  different ids may have the same text.
 
   Args:
     rollouts: The completions.
-    prompts: Their P prompts.
-    rewards_PG: Their rewards, without the penalty for length.
-    scores_PGJ: The scores of the functions, and of the penalty for length if it is on.
+    prompts: The P prompts.
+    rewards_PG: The rewards, without the penalty for length.
+    scores_PGJ: The scores of the functions, and the penalty for length if it is on.
     names: The names of these scores.
-    extras_PG: The values that functions gave to log_extra, as dicts by column.
+    extras_PG: The values that functions passed to log_extra, as dicts by column.
   """
   rows, completions = [], rollouts.completions
   seen = [shown(prompt.images) for prompt in prompts]
@@ -216,12 +217,12 @@ def completion_rows(
 
 
 def _shortest(value: np.floating) -> float:
-  """The float with the fewest digits that is still this float32."""
+  """The float with the fewest decimal digits that rounds to this float32."""
   return float(str(value))
 
 
 def _spread(values: np.ndarray) -> float:
-  """The standard deviation of a sample, with n - 1. NaN for fewer than two values."""
+  """The sample standard deviation, with divisor n - 1. NaN for fewer than two values."""
   return float(values.std(ddof=1)) if values.size > 1 else float("nan")
 
 

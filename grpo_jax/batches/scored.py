@@ -1,4 +1,4 @@
-"""A batch on the host that is drawn and scored, and how a checkpoint keeps it."""
+"""Defines a drawn and scored batch on the host, and converts it to arrays for a checkpoint."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -15,23 +15,24 @@ from grpo_jax.types import Completions, Rewards
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """A batch on the host, with its rewards. It knows nothing of the step that will learn from it.
+  """A drawn batch on the host, with its rewards.
 
   Attributes:
-    indices_P: int64, the number of each group's training prompt.
-    temperature_P: float32, the temperatures that they were sampled at.
-    version_P: int64, how many GRPO steps had changed the policy that sampled them.
-    live_P: float32, 0 for groups that only fill up the batch.
-    completions: The rows that are learned, as numpy arrays. Those of the rollouts come first.
-    rewards: The rollouts' rewards, with the penalty for length where that is on, as numpy arrays.
-    rollout_PB: int32, the number of the rollout that each row belongs to, where rows are branches.
-    rows: One object per completion of the batch, for completions/ and for the terminal. None where
-      log.completions_every leaves the step out. Empty on the processes that write nothing.
-    metrics: The metrics of everything that was sampled, including groups that are not in the batch.
+    indices_P: int64, the index of each group's training prompt.
+    temperature_P: float32, the sampling temperatures.
+    version_P: int64, how many GRPO steps had changed the policy when each group was opened.
+    live_P: float32, 0 for groups that only fill the batch, else 1.
+    completions: The rows to learn from, as numpy arrays. With branches, the rollouts' own rows come
+      first.
+    rewards: The rewards of rollouts, including the penalty for length if it is on, as numpy arrays.
+    rollout_PB: int32, the index of the rollout to which each row belongs. None without branches.
+    rows: One dict per completion of the batch, for completions/ and the terminal. None if
+      log.completions_every skips the step. Empty on processes that do not write.
+    metrics: The metrics of all sampled groups, including those that are not in the batch.
     host: The host state after the step.
-    why_unscored: Why no completion has a reward and a token in the loss. "" if one has.
-    prompts: The prompts of the batch. None means that they are made again.
-    asked: The tokens of the prompts, where a harness chose them. Otherwise None.
+    why_unscored: Why the step has nothing to learn from. "" if it has.
+    prompts: The prompts of the batch. None means that they must be made again from `indices_P`.
+    asked: The tokens of the prompts if a harness chose them, else None.
   """
 
   indices_P: np.ndarray
@@ -49,13 +50,13 @@ class Scored:
   asked: HarnessPrompts | None = None
 
 
-_PLAIN = ("rows", "metrics", "why_unscored")  # kept as JSON
+_PLAIN = ("rows", "metrics", "why_unscored")  # a checkpoint has these fields as JSON
 
 
 def to_arrays(scored: Scored) -> dict[str, Any]:
-  """The parts of a batch that a checkpoint keeps: nested dicts of numpy arrays."""
+  """Converts a batch to nested dicts of numpy arrays for a checkpoint, without `prompts`."""
   rewards = fields_of(scored.rewards)
-  del rewards["weights"]  # those of the config
+  del rewards["weights"]  # they are in the config
   arrays = fields_of(scored) | {
     "completions": fields_of(scored.completions),
     "rewards": rewards,
@@ -70,7 +71,7 @@ def to_arrays(scored: Scored) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, Any], weights: tuple[float, ...]) -> Scored:
-  """The inverse of `to_arrays`. `weights` are those of the reward functions."""
+  """Makes a batch from the result of `to_arrays` and the weights of the reward functions."""
   plain = {name: json.loads(arrays[name].tobytes()) for name in _PLAIN}
   return Scored(
     **{"rollout_PB": None, **arrays}

@@ -1,4 +1,4 @@
-"""Shows a run to a person, stops it by signals, and ends a program.
+"""Shows the progress of a run, stops it on signals, and ends a program.
 
-It may import storage/, data/ and what lies below them. It computes nothing.
+The package may import storage/, data/ and the packages below them. It does not compute.
 """

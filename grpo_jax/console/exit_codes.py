@@ -1,4 +1,4 @@
-"""How a program ends: its exit code, and the line that says why."""
+"""Ends a program: with its exit code, and a line on stderr that says why."""
 
 import _thread
 import contextlib
@@ -21,10 +21,10 @@ DONE = 0
 FAILED = 1
 BAD_INPUT = 2
 DOES_NOT_FIT = 3
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: running the same command again resumes the run
 
 _PACKAGE = Path(__file__).parents[1]
-_LONGEST_LINE = 1500  # a value that a message quotes may be of any length
+_LONGEST_LINE = 1500  # the most characters of a message, which may quote a long value
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
@@ -37,10 +37,10 @@ class DoesNotFit(Exception):
 
 
 def open_standard_streams() -> None:
-  """Makes printing safe: no stream is missing, and no character that it cannot encode is an error.
+  """Makes printing safe: opens missing streams, and escapes characters that cannot be encoded.
 
-  A closed stream would otherwise give its number to the next file that is opened, and what is
-  printed would land in that file.
+  The next file to be opened would otherwise reuse the descriptor of a closed stream, and printed
+  text would be written into that file.
   """
   for number in range(3):
     try:
@@ -55,18 +55,19 @@ def open_standard_streams() -> None:
 
 
 def interruptible() -> None:
-  """Makes Ctrl-C raise KeyboardInterrupt, unless it is ignored. The imports before could not."""
+  """Makes Ctrl-C raise KeyboardInterrupt after startup, unless the parent process ignored it."""
   if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
     signal.signal(signal.SIGINT, _interrupt)
 
 
 def _interrupt(number: int, frame: types.FrameType | None) -> None:
-  """Raises KeyboardInterrupt. During an import, which may lose or not survive it, the process ends.
+  """Raises KeyboardInterrupt, or kills the process during an import.
 
-  Commands import what computes before they write anything, and a run has handlers of its own.
+  An import may swallow the exception or leave a broken module. Killing loses nothing, because
+  commands import large packages before they write anything, and a run installs other handlers.
   """
   if frame is not None and frame.f_code.co_name == "_xla_gc_callback":
-    # JAX's callback of the garbage collector, which loses exceptions: a moment later, it is over.
+    # JAX's garbage collection callback swallows exceptions, so this tries again when it has ended.
     threading.Timer(0.02, _thread.interrupt_main, (number,)).start()
     return
   inner = frame
@@ -79,9 +80,9 @@ def _interrupt(number: int, frame: types.FrameType | None) -> None:
 
 
 def leave(code: int, line: str) -> NoReturn:
-  """Prints the line to stderr, if it is not empty, and exits with the code."""
+  """Prints the line to stderr, unless it is empty, and raises SystemExit with the code."""
   if line:
-    with contextlib.suppress(OSError):  # nobody can be told
+    with contextlib.suppress(OSError):  # stderr is closed
       print(line, file=sys.stderr)
   sys.exit(code)
 
@@ -90,8 +91,8 @@ def leave_at_once(error: BaseException, ended: tuple[int, str] | None) -> NoRetu
   """Ends the process without waiting for anything, such as other processes.
 
   Args:
-    error: The error that ends it.
-    ended: The exit code and the line, as `exit_of` returns them.
+    error: The error that ends the process.
+    ended: The result of `exit_of`. If it is None, the traceback is printed and the code is FAILED.
   """
   code, line = ended or (FAILED, "".join(traceback.format_exception(error)))
   with contextlib.suppress(OSError, ValueError):
@@ -101,27 +102,27 @@ def leave_at_once(error: BaseException, ended: tuple[int, str] | None) -> NoRetu
 
 
 def flush_standard_streams() -> None:
-  """Writes what is still in their buffers, or discards it where that fails.
+  """Flushes stdout and stderr. If that fails, it discards their buffers.
 
-  The interpreter would otherwise fail to flush them when it exits, and change the exit code to 120.
+  The interpreter's flush at exit would otherwise fail and change the exit code to 120.
   """
   for stream in filter(None, (sys.stdout, sys.stderr)):
     try:
       stream.flush()
-    except (OSError, ValueError):  # ValueError: somebody closed it
+    except (OSError, ValueError):  # ValueError: the stream is closed
       discard(stream)
 
 
 def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str] | None:
-  """The exit code and the line for stderr that an error ends a program with.
+  """The exit code and the line for stderr with which an error ends a program.
 
   Args:
-    error: The error that a program raised.
-    workdir: The run's folder, if the program has one.
+    error: The error that the program raised.
+    workdir: The folder of the run, or None.
 
   Returns:
-    The code and the line, which is empty if everything is said already. None for an error that is
-    a defect of the program, whose traceback helps.
+    (exit code, line). The line is "" if the reason was already printed. None for an unexpected
+    error, whose traceback helps to fix the program.
   """
   if isinstance(error, ConfigError):
     return BAD_INPUT, f"error: {_one_line(error)}"
@@ -147,13 +148,13 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
 
 
 def _is_ours(end: SystemExit) -> bool:
-  """Whether a file of this package called sys.exit, and not code of others."""
+  """Whether a file of this package called sys.exit, and not another program's code."""
   frames = traceback.extract_tb(end.__traceback__)
   return bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-  """Whether the host or a device had not enough memory."""
+  """Whether the host or a device ran out of memory."""
   from_xla = type(error).__name__ == "JaxRuntimeError"
   return isinstance(error, MemoryError) or (
     from_xla and any(words in str(error) for words in _OUT_OF_MEMORY)
@@ -161,16 +162,15 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _memory_line(error: BaseException) -> str:
-  """The line for an error of memory: its text, and which keys to lower."""
+  """The line for an out-of-memory error: its text, and the config keys to change."""
   details = f" ({str(error).splitlines()[0]:.120})" if str(error) else ""
   return (
-    f"out of memory{details}: lower batch.micro_batch, learner.logprob_chunk, batch.prompts,"
-    " batch.group_size, eval.batch, sampling.max_tokens or the size of the model, raise"
-    " sampling.parts, or set learner.remat=True and"
-    " learner.remat_policy=nothing_saveable"
+    f"out of memory{details}: lower batch.micro_batch, sampling.rows, learner.logprob_chunk,"
+    " batch.prompts, batch.group_size, eval.batch, sampling.max_tokens or the size of the model, or"
+    " set learner.remat=True and learner.remat_policy=nothing_saveable"
   )
 
 
 def _one_line(text: object) -> str:
-  """Printable text without newlines, of a length that fits a screen."""
+  """Printable text in one line of at most `_LONGEST_LINE` characters."""
   return shorten(visible(" ".join(str(text).splitlines())), _LONGEST_LINE)

@@ -1,4 +1,4 @@
-"""Shows a run as JSON, one object a line, for clusters that collect what programs print."""
+"""Prints the progress of a run as JSON, one object a line, for clusters that collect output."""
 
 from collections.abc import Mapping, Sequence
 import contextlib
@@ -15,12 +15,12 @@ _WARNING = "warning: "
 
 
 class JsonConsole:
-  """Prints what `Terminal` shows, and every row of metrics.jsonl.
+  """Prints the same messages as `Terminal`, and every row of metrics.jsonl.
 
   Each object has `time` in UTC and `event`: "header", "step", "progress", "warning" or "message". A
-  step has the row's numbers. The others have a `text`. That of "progress" says what takes long. Its
-  `done` and `total` say how far it is, and are 0 where nothing is counted. Completions are in
-  completions/ alone.
+  step has the numbers of its row. The others have a `text`. A "progress" event names work that
+  takes long, and its counts `done` and `total`, which are 0 if the work is not counted. Completions
+  are not printed, because completions/ has them.
   """
 
   def __init__(self, console: Console) -> None:
@@ -28,29 +28,29 @@ class JsonConsole:
     self._console, self._shown = console, contextlib.ExitStack()
 
   def start(self) -> None:
-    """Prints from now on what takes long, until it is closed."""
+    """Starts to print "progress" events, until `close`."""
     self._shown.enter_context(PROGRESS.shown_by(Lines(self._progress)))
 
   def header(self, lines: Sequence[str]) -> None:
-    """Prints what the run is about to do."""
+    """Prints the description of the run. A line that begins with "warning: " is a warning."""
     for line in lines:
       is_warning = line.startswith(_WARNING)
       self._print("warning" if is_warning else "header", {"text": line.removeprefix(_WARNING)})
 
   def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-    """Prints a row. A number that is not finite is null."""
+    """Prints the row of a step. NaN and infinity become null."""
     self._print("step", {"step": step, **plain(metrics)})
 
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints nothing."""
 
   def say(self, text: str) -> None:
-    """Prints a line of text."""
+    """Prints a line of text, as a message or a warning."""
     is_warning = text.startswith(_WARNING)
     self._print("warning" if is_warning else "message", {"text": text.removeprefix(_WARNING)})
 
   def close(self) -> None:
-    """Says no more what takes long."""
+    """Ends the "progress" events."""
     self._shown.close()
 
   def _progress(self, text: str, works: Sequence[Work]) -> None:

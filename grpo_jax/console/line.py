@@ -1,4 +1,4 @@
-"""The line of a terminal that changes while a command works. It needs no import that takes time."""
+"""The status line of a terminal while a command works. This module imports fast."""
 
 from collections.abc import Iterator, Sequence
 import contextlib
@@ -13,20 +13,20 @@ import unicodedata
 from grpo_jax.console.text import visible
 from grpo_jax.progress import PROGRESS, Work, describe
 
-_NARROWEST = 20
-_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # such as one that shows the cursor
+_NARROWEST = 20  # the least assumed width of a terminal
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # escape sequences, such as to show the cursor
 
 
 class Line:
-  """A `Display` that draws one line on a terminal, again and again.
+  """A `Display` that draws and redraws one status line on a terminal.
 
-  Whatever else the process prints goes above it, if it is printed through `Above`.
+  Text that the process prints through `Above` appears above the line.
   """
 
   def __init__(self, stream: TextIO) -> None:
-    """Draws nothing yet. `stream` is a terminal."""
+    """Draws nothing. `stream` is a terminal."""
     self._stream, self._drawn, self._is_at_start = stream, "", True
-    self._lock = threading.RLock()  # one that a fork of this process does not find locked
+    self._lock = threading.RLock()  # a fork replaces it, because another thread may hold it
     os.register_at_fork(after_in_child=self._forget)
 
   def show(self, works: Sequence[Work]) -> None:
@@ -36,7 +36,7 @@ class Line:
         self._draw(text)
 
   def write_above(self, stream: TextIO, text: str) -> None:
-    """Writes to a stream of the same terminal. The line comes back after the next newline."""
+    """Erases the line and writes to a stream. `show` redraws the line after a newline."""
     seen = _CONTROLS.sub("", text)
     with self._lock:
       if self._drawn:
@@ -47,7 +47,7 @@ class Line:
 
   def _draw(self, text: str) -> None:
     self._drawn = text
-    with contextlib.suppress(OSError, ValueError):  # who cannot see it needs it not
+    with contextlib.suppress(OSError, ValueError):  # a closed terminal must not end the program
       self._stream.write(f"\r{text}\033[K")
       self._stream.flush()
 
@@ -63,7 +63,7 @@ class Line:
 
 
 class Above:
-  """A stream of a terminal whose text goes above a line."""
+  """Wraps a stream of a terminal so that its text appears above a status line."""
 
   def __init__(self, stream: TextIO, line: Line) -> None:
     self._stream, self._line = stream, line
@@ -85,7 +85,7 @@ class Above:
 
 
 def fitting(text: str, width: int) -> str:
-  """As much of a text as a line of `width` cells has room for, without control characters."""
+  """The beginning of a text that fits into `width` terminal cells, without control characters."""
   cells, kept = 0, ""
   for character in visible(text):
     cells += 2 if unicodedata.east_asian_width(character) in "WF" else 1
@@ -99,10 +99,10 @@ _starting, _for_ever = contextlib.ExitStack(), contextlib.ExitStack()
 
 
 def start() -> None:
-  """On a terminal, begins with a line that says what this program does, and first that it starts.
+  """On a terminal, starts a status line, which says "starting" until `started` is called.
 
-  `started` ends the start. The line is there until the program ends. A file does not hear of the
-  start, so that an error is the only line of stderr however long the imports took.
+  The line exists until the program ends. If stderr is not a terminal, nothing is printed, so that
+  an error is the only line of stderr, however long the imports take.
   """
   if not _can_be_drawn_on(sys.stderr):
     return
@@ -117,12 +117,12 @@ def start() -> None:
 
 
 def started() -> None:
-  """Says that the program has started."""
+  """Removes "starting" from the status line."""
   _starting.close()
 
 
 def _can_be_drawn_on(stream: TextIO | None) -> bool:
-  """Whether the stream is a terminal on which the cursor can go back."""
+  """Whether the stream is a terminal that supports moving the cursor."""
   return (
     stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
   )

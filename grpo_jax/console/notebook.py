@@ -1,6 +1,6 @@
-"""A progress bar in a notebook: an output of its cell that changes in place.
+"""A progress bar in a notebook: an output of the cell that is updated in place.
 
-rich's own bar would need ipywidgets, whose outputs are empty when the notebook is opened again.
+rich's bar would need ipywidgets, whose outputs are empty when the notebook is reopened.
 """
 
 from html import escape
@@ -9,30 +9,30 @@ from time import monotonic
 from typing import Any
 
 _SECONDS_BETWEEN_UPDATES = 0.5
-_CHARACTERS = 40  # of the bar, where a page shows plain text
+_CHARACTERS = 40  # the length of the bar in plain text
 
 
 def is_running() -> bool:
-  """Whether this process is the kernel of a notebook. IPython on a terminal is none."""
+  """Whether this process is the kernel of a notebook. IPython on a terminal is not."""
   ipython = sys.modules.get("IPython")
   shell = ipython.get_ipython() if ipython else None
   return getattr(shell, "kernel", None) is not None
 
 
 class Bar:
-  """The part of rich.progress.Progress that `Terminal` uses, for one task.
+  """Implements the methods of rich.progress.Progress that `Terminal` uses, for one task.
 
-  Its state has one value more: `below`, a text under the bar. A page holds the last state, so a
-  notebook that is read later shows how the run ended.
+  The state has an additional value: `below`, a text below the bar. A notebook saves the last state,
+  so it later shows how the run ended.
 
   Attributes:
-    doing: The work under way, as a line right below the bar. None if there is none.
+    doing: The line right below the bar, which names the work under way, or None for no line.
   """
 
   doing: str | None = None
 
   def __init__(self) -> None:
-    """Shows nothing yet."""
+    """Shows nothing."""
     self._handle: Any = None
     self._state: dict[str, Any] = {}
     self._shown: dict[str, Any] = {}
@@ -44,15 +44,15 @@ class Bar:
     return 0
 
   def update(self, task: int, **state: Any) -> None:
-    """Changes the state."""
+    """Changes some values of the state, without showing them."""
     del task
     self._state = self._state | state
 
   def start(self) -> None:
-    """Shows nothing yet, because the first `refresh` does."""
+    """Does nothing, because the first `refresh` shows the bar."""
 
   def refresh(self) -> None:
-    """Shows the state, unless it was shown just now."""
+    """Shows the state, unless less than `_SECONDS_BETWEEN_UPDATES` have passed since the last."""
     is_last = self._state["completed"] >= self._state["total"]
     if is_last or monotonic() - self._shown_at >= _SECONDS_BETWEEN_UPDATES:
       self._show()
@@ -63,7 +63,8 @@ class Bar:
       self._show()
 
   def _show(self) -> None:
-    from IPython.display import display  # a notebook has it
+    """Creates the output or updates it, if the state has changed."""
+    from IPython.display import display  # every notebook has IPython
 
     state = self._state
     if self.doing is not None:
@@ -79,7 +80,7 @@ class Bar:
 
 
 def as_text(state: dict[str, Any]) -> str:
-  """The bar in characters."""
+  """Renders the state as plain text, for pages that cannot show HTML."""
   filled = round(_CHARACTERS * state["completed"] / max(1, state["total"]))
   bar = "█" * filled + "░" * (_CHARACTERS - filled)
   below = f"\n{state['below']}" if state["below"] else ""
@@ -87,7 +88,7 @@ def as_text(state: dict[str, Any]) -> str:
 
 
 def as_html(state: dict[str, Any]) -> str:
-  """The bar as an element that browsers draw."""
+  """Renders the state as HTML with a <progress> element."""
   return (
     '<div style="font-family: monospace; white-space: pre; overflow-x: auto">'
     f"{escape(state['description'])} "

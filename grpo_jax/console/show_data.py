@@ -1,4 +1,4 @@
-"""The data of a run, as text: the prompts of a step, and what all prompts are like."""
+"""Formats the data of a run as text: the prompts of a step, and statistics of all prompts."""
 
 import collections
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,8 @@ from grpo_jax.environments import make_environments
 from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
 
-_LONGEST_NAME = 24  # of a task
-_LOOKED_AT = 100  # examples of a large file, for images
+_LONGEST_NAME = 24  # the most characters of a task's name
+_LOOKED_AT = 100  # examples of a large file that are searched for images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class StepPrompts:
   Attributes:
     phase: "warm start" or "GRPO".
     prompts: All training prompts.
-    indices: Which of them the step draws.
-    remark: How rewards of the run may change these prompts. Empty if they cannot.
+    indices: The indices in `prompts` that the step draws.
+    remark: How rewards may make the run draw other prompts. "" if they cannot.
   """
 
   phase: str
@@ -45,13 +45,15 @@ class StepPrompts:
 def open_data(
   config: Config,
 ) -> tuple[tasks.Task, tokenizer.Tokenizer, processors.Processor | None]:
-  """The task, the tokenizer, and the image processor where some of the examples have images.
+  """Opens the data of a run without reading the model's weights.
 
-  Of a model, only the files of these are read.
+  Returns:
+    (task, tokenizer, image processor). The last is None if the model sees no images, or if no
+    example that was looked at has images.
   """
   path = hub.folder(config.data.tokenizer or config.model.path, "data.tokenizer")
   if path:
-    tokens = tokenizer.load(path)  # first, because its errors come sooner
+    tokens = tokenizer.load(path)  # before the task, because it fails faster
     options = chat.options_of(config.data.chat_template_kwargs)
     tokens = dataclasses.replace(tokens, chat_options=options)
     task = tasks.make_task(config.data)
@@ -70,7 +72,7 @@ def open_data(
 
 
 def drawn(config: Config, step: int) -> StepPrompts:
-  """The prompts that the step with the number `step` in metrics.jsonl draws.
+  """The prompts that a step draws. `step` is the number of the step in metrics.jsonl.
 
   Raises:
     ConfigError: The run has no such step, or the data cannot be used.
@@ -93,12 +95,12 @@ def drawn(config: Config, step: int) -> StepPrompts:
 
 
 def step_lines(found: StepPrompts, count: int, width: int) -> Iterator[str]:
-  """The prompts of a step, one a line, and the first of them in full.
+  """Yields a table of the prompts of a step, and the first prompt in full.
 
   Args:
-    found: The prompts.
-    count: How many to show.
-    width: Characters of a line.
+    found: The prompts of the step.
+    count: The most prompts in the table.
+    width: The most characters of a line of the table.
   """
   made = found.prompts.make(found.indices)
   lengths = [len(prompt.ids) for prompt in made]
@@ -129,7 +131,10 @@ def step_lines(found: StepPrompts, count: int, width: int) -> Iterator[str]:
 
 
 def statistics_lines(config: Config) -> Iterator[str]:
-  """Lengths, duplicates, and the overlap of training and test. Reads every example."""
+  """Yields lines with lengths, duplicates, and the overlap of training and test.
+
+  Reads every example. Raises ConfigError if that fails, or if there is no test split.
+  """
   task, tokens, processor = open_data(config)
   if not len(task.test):
     raise tasks.no_test_split(config.data.path)
@@ -169,7 +174,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
 
 
 def _by_task(found: Statistics, shares: Mapping[str, float]) -> Iterator[str]:
-  """A line for each task. `shares` are those of an epoch, where it is not that of the examples."""
+  """Yields a line for each task. `shares` has each task's fraction of an epoch, or is empty."""
   tasks_N = np.array([str(name) for name in found.tasks])
   for name in np.unique(tasks_N):
     lengths = found.prompt_tokens[tasks_N == name]
@@ -179,16 +184,18 @@ def _by_task(found: Statistics, shares: Mapping[str, float]) -> Iterator[str]:
 
 
 def _task(example: Mapping[str, Any]) -> str:
-  """The task of an example, as it fits a line. Empty if it has none."""
+  """The task of an example, printable and shortened. "" if it has no task."""
   name = example.get("task")
   return "" if name is None else shorten(visible(str(name)), _LONGEST_NAME)
 
 
 def _any_length(config: Config) -> Any:
+  """The section `data` of a config with practically no limit on the tokens of a prompt."""
   return dataclasses.replace(config.data, max_prompt_tokens=2**24)
 
 
 def _left_out(split: str, prompts: PromptSet) -> Iterator[str]:
+  """Yields a line for each reason why prompts of a split are left out or have stand-ins."""
   if prompts.dropped:
     yield f"{prompts.dropped:,} {split} prompts are longer than data.max_prompt_tokens: left out"
   if prompts.unopened:
@@ -204,6 +211,7 @@ def _left_out(split: str, prompts: PromptSet) -> Iterator[str]:
 
 
 def _full(prompt: Prompt, example: Any) -> Iterator[str]:
+  """Yields the lines of a prompt's text, its token ids, and the fields of its example."""
   yield from (visible(line) for line in prompt.text.split("\n"))
   yield f"ids: {shorten(' '.join(map(str, prompt.ids)), 400)}"
   for name, value in example.items():

@@ -1,4 +1,4 @@
-"""The tasks of reasoning_gym, as text: all of them, and the knobs of one."""
+"""Formats the tasks of reasoning_gym as text: a list of all tasks, and the knobs of one task."""
 
 from collections.abc import Iterator
 import itertools
@@ -10,12 +10,12 @@ from grpo_jax.settings import shown
 
 
 def task_lines() -> Iterator[str]:
-  """Every task with its category, its knobs and their defaults, and those that are refused."""
+  """Yields lines with all tasks by category, their knobs and defaults, and the refused tasks."""
   names = sorted(gym.names(), key=lambda name: (gym.category_of(name), name))
   width = max(map(len, names))
-  for category, own in itertools.groupby(names, gym.category_of):
+  for category, tasks in itertools.groupby(names, gym.category_of):
     yield f"{category}:"
-    for name in own:
+    for name in tasks:
       knobs = ", ".join(f"{knob}={shown(value)}" for knob, value in gym.knobs_of(name).items())
       yield f"  {name:{width}}  {knobs}".rstrip()
   yield ""
@@ -25,13 +25,13 @@ def task_lines() -> Iterator[str]:
 
 
 def knob_lines(call: str) -> Iterator[str]:
-  """The knobs of a task, and its first problem of training.
+  """Yields lines with the knobs of a task and its first training problem.
 
   Args:
-    call: Its name, or its name with knobs, as in `chain_sum(min_terms=2)`.
+    call: The name of the task, perhaps with knobs, such as `chain_sum(min_terms=2)`.
 
   Raises:
-    ConfigError: There is no such task, or the values cannot be used.
+    ConfigError: There is no such task, or the values of the knobs are invalid.
   """
   task = gym.parse(call, "flag --knobs")
   example = Problems(task, "train")[0]

@@ -8,16 +8,16 @@ from typing import Any, TextIO
 
 
 class Stdout:
-  """A text stream to sys.stdout. What cannot be written is reported once and not raised."""
+  """A text stream to sys.stdout. The first failed write is reported, and no error is raised."""
 
   def __init__(self, on_lost: Callable[[str], None]) -> None:
-    """`on_lost` gets the reason when stdout cannot be written any more."""
+    """`on_lost` is called once with the reason when a write to stdout fails."""
     self._on_lost = on_lost
     self._is_lost = False
     self._stream = sys.stdout  # a progress bar replaces sys.stdout while it is drawn
 
   def write(self, text: str) -> int:
-    """Writes to sys.stdout, or nowhere once that has failed."""
+    """Writes to sys.stdout, or drops the text if an earlier write failed."""
     self._attempt(lambda: self._stream.write(text))
     return len(text)
 
@@ -29,6 +29,7 @@ class Stdout:
     return getattr(self._stream, name)  # isatty, encoding, fileno
 
   def _attempt(self, write: Callable[[], Any]) -> None:
+    """Calls `write` unless an earlier call failed. Reports an OSError."""
     if self._is_lost:
       return
     try:
@@ -41,7 +42,7 @@ class Stdout:
 
 
 def discard(stream: TextIO) -> None:
-  """Sends what is in a stream's buffer nowhere, so that the interpreter can flush it at exit."""
+  """Redirects a stream to /dev/null, so that the interpreter can flush its buffer at exit."""
   with contextlib.suppress(OSError, ValueError):
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

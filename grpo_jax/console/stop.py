@@ -1,7 +1,7 @@
-"""Stopping a run before its end: on a signal, or when nobody reads what it prints.
+"""Stops a run before its last step: on a signal, or when nobody reads its output.
 
-A run that is asked to stop finishes its step, saves and leaves. A second signal ends it at once:
-the process of a program, and in a notebook only the call.
+After a request, the run finishes its step, saves and stops. A second signal ends the process of a
+program at once. In a notebook, it interrupts only the call.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ _SHOW_CURSOR = b"\x1b[?25h"
 # Slurm sends SIGTERM twice to a job that it preempts. Within this time, both count as one.
 _SAME_SECONDS = 3.0
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_handlers_before: dict[signal.Signals, Any] = {}  # while a run's own are there
+_handlers_before: dict[signal.Signals, Any] = {}  # the handlers that the run's handlers replaced
 
 
 def _be_no_run() -> None:
-  """Gives a fork the handlers from before the run's.
+  """Restores, in a forked process, the handlers that the run's handlers replaced.
 
-  With the run's own, `terminate()` of a multiprocessing.Pool would not end its processes but ask
-  the run to stop, and wait for them for ever.
+  With the run's handlers, `terminate()` of a multiprocessing.Pool would not end its processes but
+  request a stop, and then wait for the processes forever.
   """
   if _handlers_before:
     signal.set_wakeup_fd(-1)
@@ -38,30 +38,30 @@ os.register_at_fork(after_in_child=_be_no_run)
 
 
 class StopRequest:
-  """Whether this process was asked to stop its run. Any thread may ask."""
+  """A request to stop the run of this process. Any thread may make it."""
 
   def __init__(self) -> None:
-    self.second = "a second signal leaves at once"  # what the first one says of it
+    self.second = "a second signal leaves at once"  # the end of the message about the first signal
     self._asked = threading.Event()
-    self._first = threading.Lock()  # whoever gets it says why
+    self._first = threading.Lock()  # the caller that acquires it prints the message
 
   def ask(self, reason: str) -> None:
-    """Asks, and says why on stderr the first time."""
+    """Requests the stop. The first call prints the reason to stderr."""
     self._asked.set()
     if self._first.acquire(blocking=False):
       _write(2, f"{reason}: stopping after this step; {self.second}\n".encode())
 
   def __call__(self) -> bool:
-    """True if somebody asked."""
+    """Whether a stop was requested."""
     return self._asked.is_set()
 
 
 @contextlib.contextmanager
 def leaving_on_second_signal(request: StopRequest) -> Iterator[None]:
-  """Until it is left, the first SIGTERM, Ctrl-C or SIGHUP asks to stop and the second one exits.
+  """In the block, the first SIGTERM, Ctrl-C or SIGHUP requests a stop, and the second one exits.
 
   A thread reads the signals, because the main thread may be inside a compiler or a function that
-  does not return. A signal that was ignored before, as `nohup` ignores SIGHUP, stays ignored.
+  does not return. A signal that was already ignored, such as SIGHUP under `nohup`, stays ignored.
   """
   if threading.current_thread() is not threading.main_thread():
     yield  # only the main thread may handle signals
@@ -89,9 +89,9 @@ def leaving_on_second_signal(request: StopRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raising_on_second_signal(request: StopRequest) -> Iterator[None]:
-  """Stops at signals, but the second one raises KeyboardInterrupt, so that the process goes on.
+  """In the block, the first signal requests a stop, and the second one raises KeyboardInterrupt.
 
-  This is for programs that are not ours: a script, or a notebook whose stop button sends Ctrl-C.
+  The process continues. This is for a user's script, or a notebook whose stop button sends Ctrl-C.
   """
   if threading.current_thread() is not threading.main_thread():
     yield  # only the main thread may handle signals
@@ -113,7 +113,7 @@ def raising_on_second_signal(request: StopRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handling(numbers: list[signal.Signals], on_signal: Handler) -> Iterator[None]:
-  """In the block, this process handles signals so, and its forks do not."""
+  """In the block, `on_signal` handles the signals `numbers`, but not in forks of this process."""
   before = {number: signal.signal(number, on_signal) for number in numbers}
   _handlers_before.update(before)
   try:
@@ -125,18 +125,22 @@ def _handling(numbers: list[signal.Signals], on_signal: Handler) -> Iterator[Non
 
 
 def _not_ignored() -> list[signal.Signals]:
+  """The signals that stop a run, without those that are ignored."""
   return [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _watch(
   reader: socket.socket, numbers: list[signal.Signals], on_signal: Callable[[int, None], None]
 ) -> None:
-  """Reads the numbers of signals as the interpreter's handler in C writes them."""
+  """Reads the signals that the interpreter's C handler writes to a socket, until it is closed.
+
+  The first signal in `numbers` calls on_signal(number, None), and the next one exits.
+  """
   first_at: float | None = None
   while data := reader.recv(64):
     for number in data:
       if number not in numbers:
-        continue  # another library's signal
+        continue  # a signal that another library handles
       now = time.monotonic()
       if first_at is None:
         first_at = now
@@ -146,6 +150,7 @@ def _watch(
 
 
 def _leave(number: int) -> None:
+  """Exits at once because of a second signal, without cleanup."""
   if os.isatty(1):
     _write(1, _SHOW_CURSOR)
   name = signal.Signals(number).name
@@ -155,6 +160,6 @@ def _leave(number: int) -> None:
 
 
 def _write(fd: int, text: bytes) -> None:
-  """Writes to a stream past its buffer, which the interrupted thread may be writing to."""
+  """Writes to a descriptor without the buffer of its stream, which the main thread may be using."""
   with contextlib.suppress(OSError):
     os.write(fd, text)

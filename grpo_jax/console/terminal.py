@@ -1,4 +1,4 @@
-"""Shows a run to the user: a progress bar on a terminal, or occasional lines in a file."""
+"""Shows the progress of a run: a progress bar on a terminal, or occasional lines in a file."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +21,9 @@ from grpo_jax.timing import duration
 
 _SECONDS_BETWEEN_LINES = 3.0
 _SECONDS_BETWEEN_FRAMES = 0.1
-_SECONDS_UNTIL_SAID = 2.0  # of what a step does
-_MAX_COMPLETIONS = 4
-_STEPS_OF_AN_ESTIMATE = 50  # the newest steps tell how long the next will take
+_SECONDS_UNTIL_SAID = 2.0  # work that takes longer is named below the bar
+_MAX_COMPLETIONS = 4  # the most rows of the table of completions
+_STEPS_OF_AN_ESTIMATE = 50  # the number of recent steps that estimate the time of the next steps
 _GRPO = "grpo"
 _WARM_START = "warm start"
 _EXAM = re.compile(r"eval/(\w+)/accuracy")
@@ -40,8 +40,8 @@ _FORMATS = (
 class Terminal:
   """The output of one run.
 
-  On a terminal or in a notebook it is a progress bar. In a file or a pipe it is a line every few
-  seconds. Below the bar is what a step does that takes long.
+  On a terminal or in a notebook, this is a progress bar, and below it the work of the step that
+  takes long. In a file or a pipe, it is a line every few seconds.
   """
 
   def __init__(
@@ -51,22 +51,22 @@ class Terminal:
     console: Console | None = None,
     warm_steps_of_a_step: float = 1.0,
   ) -> None:
-    """Prints nothing yet.
+    """Prepares the output and prints nothing.
 
     Args:
-      total_steps: The last step of the run, in the counting of `update`.
-      warm_start_steps: The last step of its warm start, 0 without one. The warm start is counted
-        to this step, and GRPO to the last.
-      console: Where to print. None means stdout.
-      warm_steps_of_a_step: How many steps of the warm start are thought to take as long as one of
-        GRPO, as long as none has been seen.
+      total_steps: The number of the run's last step, as `update` receives it.
+      warm_start_steps: The number of the last warm-start step, or 0 without a warm start. It is the
+        total of the bar during the warm start.
+      console: The console to print to. None means stdout.
+      warm_steps_of_a_step: The assumed time of a GRPO step, in warm-start steps. The time estimate
+        uses it until the first GRPO step.
     """
     self._console = console or Console(highlight=False)
     self._total = total_steps
     self._ends = {_WARM_START: warm_start_steps, _GRPO: total_steps}
     self._last_accuracy: float | None = None
     self._clock = _Clock((total_steps - warm_start_steps) * warm_steps_of_a_step)
-    self._shown = contextlib.ExitStack()  # ends when the bar does
+    self._shown = contextlib.ExitStack()  # `close` ends the calls of `show`
     self._printed_at = self._drawn_at = -float("inf")
     self._bar: _Bar | notebook.Bar | None = None
     self._is_started = False
@@ -76,22 +76,22 @@ class Terminal:
       self._task = self._bar.add_task("", total=total_steps, completed=0, text="")
 
   def start(self) -> None:
-    """Does nothing yet, because the first step draws the bar."""
+    """Does nothing, because the first step draws the bar."""
 
   def header(self, lines: Sequence[str]) -> None:
-    """Prints what the run is about to do, before its first step."""
+    """Prints the description of the run before its first step."""
     for line in lines:
       self.say(line)
 
   def update(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Shows a finished step.
 
-    A terminal shows every step. A file gets the first step, the last one, every step with an
-    evaluation, and otherwise one every few seconds.
+    A terminal shows every step. A file shows the first step, the last step, every step with an
+    evaluation, and one of the other steps every few seconds.
 
     Args:
       step: The number of steps so far.
-      metrics: The step's row of metrics.jsonl.
+      metrics: The row of the step in metrics.jsonl.
     """
     now = monotonic()
     phase = _phase(metrics)
@@ -119,7 +119,7 @@ class Terminal:
         self._bar.refresh()
 
   def show(self, works: Sequence[Work]) -> None:
-    """Shows below the bar what is going on. What is over stays until something else is."""
+    """Shows nested work, the outermost first, below the bar until other work replaces it."""
     assert self._bar is not None
     now = monotonic()
     if works and (self._bar.doing is not None or now - works[0].began > _SECONDS_UNTIL_SAID):
@@ -131,11 +131,11 @@ class Terminal:
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a table of the first few completions of a step. A notebook shows the newest table.
 
-    What all prompts of the step share, such as a system message, is left out.
+    The beginning and the end that all prompts share, such as a system message, are left out.
 
     Args:
-      step: The step that sampled them.
-      rows: Each has a prompt, a completion, a reward (None if there is none) and a length.
+      step: The step that sampled the completions.
+      rows: Each has `prompt`, `completion`, `reward` (or None) and `length`, and perhaps `turns`.
     """
     prompt_width = max(10, (self._console.width - 24) // 3)
     completion_width = max(10, self._console.width - 24 - prompt_width)
@@ -169,56 +169,56 @@ class Terminal:
     self._console.print(self._text(visible(text)), soft_wrap=True)
 
   def close(self) -> None:
-    """Leaves the last state of the bar on the screen, and the cursor as it was."""
+    """Stops the bar. Its last state stays on the screen, and the cursor is shown again."""
     self._shown.close()
     if self._bar is not None:
       self._bar.doing = None
       self._bar.stop()
 
   def _start(self) -> None:
-    """Draws the bar from now on."""
+    """Starts to draw the bar, and to show long work below it."""
     self._bar.start()
     if not self._is_started:
       self._shown.enter_context(PROGRESS.shown_by(self))
     self._is_started = True
 
   def _fewer(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that fit on a line with a bar, with the last accuracy."""
+    """The metrics for the short line of a bar, with the newest accuracy."""
     left_out = ("kl", "completions/mean_length")
     shown = {name: value for name, value in metrics.items() if name not in left_out}
     return shown if self._last_accuracy is None else shown | {"eval/accuracy": self._last_accuracy}
 
   def _text(self, text: str) -> Text:
-    """Text that is never read as markup, with "?" for what the stream cannot encode."""
+    """A Text that is not parsed as markup, with "?" for characters that cannot be encoded."""
     encoding = self._console.encoding
     return Text(text.encode(encoding, "replace").decode(encoding))
 
 
 class _Bar(Progress):
-  """A bar, and a line below it.
+  """A progress bar and a line below it.
 
   Attributes:
-    doing: The line, which says what goes on. None where there is none.
+    doing: The line, which names the work under way, or None for no line.
   """
 
   doing: str | None = None
 
   def get_renderables(self) -> Iterable[RenderableType]:
-    """The bar, and the line if there is one."""
+    """Yields the bar, and the line if there is one."""
     yield from super().get_renderables()
     if self.doing is not None:
       yield Text(self.doing, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class _Clock:
-  """Estimates the time that is left of the run.
+  """Estimates the remaining time of the run.
 
-  It counts the median time of a step, so that steps that compile do not matter, and the evaluations
-  as often as they came so far. The warm start has seen no step of GRPO, and makes a guess of them.
+  It multiplies the median time of a step, which steps that compile hardly change, and adds
+  evaluations at their frequency so far. During the warm start, the time of GRPO is a guess.
   """
 
   def __init__(self, warm_steps_of_grpo: float) -> None:
-    """GRPO is thought to take as long as so many steps of the warm start."""
+    """`warm_steps_of_grpo` is the assumed time of all GRPO steps, in warm-start steps."""
     self._warm_steps_of_grpo = warm_steps_of_grpo
     self._phase = ""
     self._now, self._first, self._last = 0.0, 0, 0
@@ -228,9 +228,10 @@ class _Clock:
   def seconds_left(
     self, now: float, step: int, end: int, metrics: Mapping[str, Any]
   ) -> float | None:
-    """None while it is unknown, and at the end.
+    """Records a step and estimates the remaining seconds. None if unknown, and at the end.
 
-    The first step of a phase compiles, so it is not counted. Step 0 is an evaluation alone.
+    The first step of a phase compiles, so its time is ignored. Step 0 is only an evaluation. `now`
+    is the end of the step, `end` the last step of the phase, and `metrics` the row of the step.
     """
     phase = _phase(metrics)
     if step == 0:
@@ -272,8 +273,8 @@ def _phase(metrics: Mapping[str, Any]) -> str:
 
 
 def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[str]:
-  """The parts of a step's line, such as ["reward 0.71", "left 2m10s"]."""
-  # Without a token in the loss there is no KL.
+  """Formats the metrics of a step, such as ["reward 0.71", "left 2m10s"]."""
+  # The KL is NaN if no token is in the loss.
   found = {name: x for name, x in metrics.items() if x == x or name != "kl"}
   parts = [form.format(found[name]) for name, form in _FORMATS if found.get(name) is not None]
   exams = [_EXAM.fullmatch(name) for name in metrics]
@@ -283,13 +284,13 @@ def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[s
   if metrics.get("skipped_updates"):
     parts.append("update skipped: gradient not finite")
   if seconds_left is not None:
-    about = "~" if _phase(metrics) == _WARM_START else ""  # that knows no step of GRPO yet
+    about = "~" if _phase(metrics) == _WARM_START else ""  # the time of GRPO is still a guess
     parts.append(f"left {about}{duration(seconds_left)}")
   return parts
 
 
 def _written(row: Mapping[str, Any]) -> str:
-  """The text of a completion: with an environment, all its turns."""
+  """The text of a completion, or with an environment the texts of all turns with their roles."""
   turns = row.get("turns")
   if not turns:
     return row["completion"]

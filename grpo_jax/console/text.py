@@ -1,21 +1,21 @@
-"""Texts for a screen: only characters that can be printed, and no more of them than fit."""
+"""Texts for a screen: makes characters printable, and shortens texts."""
 
 from collections.abc import Sequence
 import os
 
-_COMMON = 12  # characters that all texts share and that are worth leaving out
+_COMMON = 12  # a longer common beginning or end is left out
 
 
 def visible(text: str) -> str:
-  """Printable characters only: newlines become ↵, other control characters become escapes.
+  """Makes a text printable: newlines become ↵, other control characters become escapes.
 
-  A model's text could otherwise steer the terminal.
+  A model's text could otherwise control the terminal.
   """
   return "".join(map(_visible_character, text))
 
 
 def shorten(text: str, length: int) -> str:
-  """At most `length` characters. Leaves out the middle, because the end holds the answer."""
+  """Shortens a text to `length` characters in the middle, because the end has the answer."""
   if len(text) <= length:
     return text
   head = (length - 3) // 2
@@ -24,7 +24,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def without_common_parts(texts: Sequence[str]) -> list[str]:
-  """The texts without a long beginning or end that all of them share, such as a chat template's."""
+  """Removes a long beginning or end that all texts share, such as a chat template's."""
   if len(set(texts)) == 1:
     return list(texts)
   begin = len(os.path.commonprefix(texts))

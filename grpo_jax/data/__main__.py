@@ -4,10 +4,10 @@ python -m grpo_jax.data --config=configs/X.py --step=100   the prompts of a step
 python -m grpo_jax.data --config=configs/X.py --stats      lengths, duplicates, test overlap
 python -m grpo_jax.data --workdir=DIR --step=100           the prompts of a step of a run
 python -m grpo_jax.data --list                             the tasks of reasoning_gym
-python -m grpo_jax.data --knobs=chain_sum                  the knobs and a problem of one of them
+python -m grpo_jax.data --knobs=chain_sum                  the knobs and a problem of one task
 
---step counts as metrics.jsonl does. --stats reads every row, and so finds every one that cannot be
-read.
+--step is the number of a step in metrics.jsonl. --stats reads every row, which finds all
+unreadable rows.
 """
 
 import shutil

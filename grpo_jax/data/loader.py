@@ -1,6 +1,6 @@
 """Batches of prompts. The batch of a step depends only on the step and the seed.
 
-A run that resumes therefore has no position in the data to restore.
+A resumed run therefore needs to restore no position in the data.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompt, PromptSet
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
-_SORTED = 2**25  # examples up to which an epoch is a sort of random words, within seconds
-_ROUNDS = 6  # of a Feistel network, which gives the order of a longer epoch
+_SORTED = 2**25  # the most examples whose order is computed by sorting, which takes seconds
+_ROUNDS = 6  # rounds of the Feistel network that orders a longer epoch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class PromptBatch:
   Attributes:
     prompts_PS: int32, right-padded.
     prompt_lengths_P: int32, the number of tokens before the padding.
-    own: The rows that this process scores. None where nothing is scored.
-    columns: The arguments of reward functions (see grpo_jax/rewards), as lists of one entry for
-      each of these rows.
-    load_images: The function that `images` calls.
-    visual: `types.Visual` on the mesh, where `images` are encoded already. Otherwise None.
+    own: The rows that this process scores. Empty if nothing is scored.
+    columns: The arguments of reward functions (see grpo_jax/rewards), keyed by name. Each is a list
+      with one entry for each of the rows `own`.
+    load_images: Returns the value of `images`, or raises RunFailed.
+    visual: `types.Visual` on the mesh, if `images` are already encoded, or None.
   """
 
   prompts_PS: np.ndarray
@@ -43,9 +43,9 @@ class PromptBatch:
 
   @functools.cached_property
   def images(self) -> HostImages | None:
-    """The images of all P prompts, or None if no prompt has any. Waits until they are decoded.
+    """The images of all P prompts, or None if no prompt has images. Waits until they are decoded.
 
-    All processes ask for it together.
+    All processes must read it together, because they exchange their rows.
 
     Raises:
       RunFailed: An image is damaged.
@@ -53,20 +53,20 @@ class PromptBatch:
     return self.load_images()
 
   def row(self, p: int) -> dict[str, Any]:
-    """The columns of prompt p, which is one of those that this process scores."""
+    """The columns of prompt p, which must be one of the rows `own`."""
     return {name: values[p - self.own.start] for name, values in self.columns.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedBatch:
-  """P prompts with the solutions to imitate, of at most T tokens with the token that ends them.
+  """P prompts with solutions to imitate, of at most T tokens including the stop token.
 
   Attributes:
     prompts: The prompts.
     completions_PT: int32, the solutions, right-padded.
-    mask_PT: float32, 1 on the tokens of the solution. A row of zeros for a solution that is too
-      long.
-    dropped: How many solutions are too long.
+    mask_PT: float32, 1 on the tokens of the solution and 0 on padding. The row of a solution with
+      more than T tokens is all 0.
+    dropped: How many solutions have more than T tokens.
   """
 
   prompts: PromptBatch
@@ -76,35 +76,31 @@ class SupervisedBatch:
 
 
 def step_indices(seed: int, step: int, count: int, size: int) -> np.ndarray:
-  """The examples that a step uses.
+  """The indices of the examples that a step uses, int64 [count].
 
-  Every epoch visits the examples in a new random order. Step s takes the next `count` of them:
-  place i of step s is position p = s * count + i of the run, and this is member p % size of the
-  permutation of epoch p // size. So every epoch has every example exactly once, even if it ends in
-  the middle of a step.
+  Every epoch visits the examples in a new random order. Example i of step s has position
+  p = s * count + i in the run, which is entry p % size of the permutation of epoch p // size. So
+  every epoch has every example exactly once, even if it ends in the middle of a step.
 
   Args:
     seed: The seed of the permutations.
-    step: The step.
+    step: The number of the step, from 0.
     count: How many examples a step uses.
-    size: How many examples there are.
-
-  Returns:
-    Their indices, int64 [count].
+    size: How many examples the split has.
   """
   return indices_at(seed, step * count + np.arange(count), size)
 
 
 def indices_at(seed: int, positions: np.ndarray, size: int) -> np.ndarray:
-  """The examples at places of the order that `step_indices` describes.
+  """The indices of the examples at positions of the order that `step_indices` describes.
 
   Args:
     seed: The seed of the permutations.
-    positions: int64, the places.
-    size: How many examples there are.
+    positions: The positions in the run, int64, one axis.
+    size: How many examples the split has.
 
   Returns:
-    Their indices, int64, of the shape of `positions`.
+    The indices, int64, with the shape of `positions`.
   """
   epochs = positions // size
   indices = np.empty(len(positions), np.int64)
@@ -121,7 +117,10 @@ def indices_at(seed: int, positions: np.ndarray, size: int) -> np.ndarray:
 def prompt_batch(
   prompts: PromptSet, indices: np.ndarray, processes: Processes = ONE_PROCESS
 ) -> PromptBatch:
-  """The prompts at `indices`, an integer array [P]. Each process tokenizes its rows of them."""
+  """Makes the batch of the prompts at `indices`, an integer array [P].
+
+  Each process tokenizes some of the rows. All processes receive all tokens. Raises RunFailed.
+  """
   own = processes.own_rows(len(indices))
   made = processes.on_each(lambda: prompts.make(indices[own]))
   columns: dict[str, list[Any]] = {"prompts": [prompt.text for prompt in made]}
@@ -143,7 +142,7 @@ def prompt_batch(
 def _images(
   prompts: PromptSet, made: Sequence[Prompt], max_tokens: int, processes: Processes
 ) -> HostImages | None:
-  """The images of the prompts of all processes, of which this one has made some."""
+  """The images of the prompts of all processes. `made` are the prompts of this process."""
   needed = processes.join_rows(needed_sizes(made)).max(0)
   if not needed[0]:
     return None
@@ -152,7 +151,7 @@ def _images(
     sizes = int(needed[0]), int(needed[1])
     try:
       return prompts.images.arrays(made, max_tokens, sizes, prompts.most_images)
-    except ConfigError as error:  # the run has begun, and saves what it has
+    except ConfigError as error:  # after the start, RunFailed lets the run save its state
       raise RunFailed(str(error)) from error
 
   return processes.join_rows(processes.on_each(arrays))
@@ -165,21 +164,21 @@ def supervised_batch(
   max_tokens: int,
   processes: Processes = ONE_PROCESS,
 ) -> SupervisedBatch:
-  """The prompts at `indices` with their solutions, for the warm start.
+  """Makes the batch of the prompts at `indices` with their solutions, for the warm start.
 
-  The first stop id ends every solution. A solution that is too long is left out of the loss as a
-  whole, because a solution without its end would teach the model not to stop.
+  The first stop id ends every solution. A solution that is too long is left out of the loss,
+  because a truncated solution would teach the model not to stop.
 
   Args:
     prompts: The prompts of a split whose examples have a `solution`.
-    indices: Integer array [P].
+    indices: The indices of the prompts, an integer array [P].
     tokenizer: Encodes the solutions.
-    max_tokens: The longest solution, with the token that ends it (T).
-    processes: Each of them tokenizes its rows.
+    max_tokens: T, the most tokens of a solution including the stop token.
+    processes: The processes that share the tokenization.
 
   Raises:
-    ConfigError: The tokenizer has no stop id, or the split has no solutions.
-    RunFailed: An example has none, or all are too long.
+    ConfigError: The tokenizer has no stop id, or the examples have no field `solution`.
+    RunFailed: An example has no solution, or all solutions of the batch are too long.
   """
   if not tokenizer.stop_ids:
     raise ConfigError(
@@ -221,8 +220,9 @@ def supervised_batch(
 
 @functools.lru_cache(2)  # a step may end one epoch and begin the next
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-  # Sorting raw words of Philox instead of Generator.permutation, because numpy promises that the
-  # words never change, but promises nothing about the methods of Generator.
+  """A random permutation of range(size), int64, read-only because it is cached."""
+  # This sorts raw words of Philox, because numpy promises that they never change. It promises
+  # nothing about Generator.permutation.
   philox = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64))
   order = np.argsort(philox.random_raw(size), kind="stable")
   order.flags.writeable = False
@@ -230,9 +230,9 @@ def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 def _scattered(seed: int, epoch: int, size: int, places: np.ndarray) -> np.ndarray:
-  """A permutation of range(size) at some places, without computing it at the others.
+  """The entries of a permutation of range(size) at `places`, without computing the others.
 
-  A Feistel network permutes the numbers of 2 `half` bits. A number that is not below `size` is
+  A Feistel network permutes the numbers of 2 * `half` bits. A number that is not below `size` is
   permuted again until it is, which keeps the map one to one (cycle walking: Black and Rogaway,
   Ciphers with arbitrary finite domains, 2002).
   """
@@ -252,13 +252,14 @@ def _scattered(seed: int, epoch: int, size: int, places: np.ndarray) -> np.ndarr
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-  """Each bit depends on every bit (the last steps of splitmix64, Steele et al. 2014)."""
+  """Hashes uint64 words with the last steps of splitmix64 (Steele et al. 2014)."""
   words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
   return words ^ (words >> np.uint64(31))
 
 
 def _pad(rows: Sequence[Sequence[int] | np.ndarray], width: int, pad_id: int) -> np.ndarray:
+  """Pads rows of token ids on the right, int32 [rows, width]."""
   padded = np.full((len(rows), width), pad_id, np.int32)
   for padded_row, ids in zip(padded, rows):
     padded_row[: len(ids)] = ids

@@ -1,4 +1,4 @@
-"""Templates, such as data.prompt: texts with the names of fields in braces."""
+"""Templates such as data.prompt: texts with names of fields in braces."""
 
 from collections.abc import Iterator, Mapping
 import string
@@ -10,7 +10,7 @@ _ABSENT = object()
 
 
 def fields_of(template: str) -> list[str]:
-  """The names in the braces of a template. Those of a damaged one, which `fill` names, are none."""
+  """The names in the braces of a template. Empty for a malformed one, which `fill` refuses."""
   try:
     return [field for _, field, _, _ in string.Formatter().parse(template) if field]
   except ValueError:
@@ -18,10 +18,10 @@ def fields_of(template: str) -> list[str]:
 
 
 def value_of(example: Mapping[str, Any], field: str, default: Any = None) -> Any:
-  """The value of a field, such as `answer`, or of one inside it: `reward_model.ground_truth`.
+  """The value of a field such as `answer`, or of a nested field: `reward_model.ground_truth`.
 
   Returns:
-    The value, or `default` where there is none.
+    The value, or `default` if the example lacks the field.
   """
   if field in example:
     return example[field]
@@ -34,16 +34,16 @@ def value_of(example: Mapping[str, Any], field: str, default: Any = None) -> Any
 
 
 def fill(template: str, example: Mapping[str, Any], key: str = "data.prompt") -> str:
-  """The template with its fields replaced by those of the example.
+  """Replaces the fields of a template by the values of the example.
 
   Args:
     template: The template.
     example: The values of the fields.
-    key: The config key that holds the template, for error messages.
+    key: The config key of the template, for error messages.
 
   Raises:
-    ConfigError: The template is damaged, has no field, or a field that is not the plain name of one
-      of the example's texts, such as {question}, or of one inside a field: {extra_info.question}.
+    ConfigError: The template is malformed or has no field. Or a field is more than a plain name
+      ({question}) or nested name ({extra_info.question}), has no value, or is not a text or number.
   """
   names = ", ".join(f"{{{name}}}" for name in names_of(example))
   try:
@@ -62,8 +62,7 @@ def fill(template: str, example: Mapping[str, Any], key: str = "data.prompt") ->
     texts.append(literal)
     if field is None:
       continue
-    # A field is a name and nothing else: a width could fill memory, and an attribute of a text
-    # means nothing in a prompt.
+    # A width is refused because it could fill memory. Attributes are meaningless in a prompt.
     value = value_of(example, field, _ABSENT)
     if value is _ABSENT or width or conversion:
       raise ConfigError(
@@ -89,7 +88,7 @@ def fill(template: str, example: Mapping[str, Any], key: str = "data.prompt") ->
 
 
 def names_of(example: Mapping[str, Any]) -> Iterator[str]:
-  """The names of all fields. Instead of an object, the names of the fields inside it."""
+  """Yields the names of all fields. An object yields its nested fields instead."""
   for name, value in example.items():
     if isinstance(value, Mapping) and value:
       yield from (f"{name}.{inner}" for inner in names_of(value))

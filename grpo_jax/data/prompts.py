@@ -1,4 +1,4 @@
-"""The prompts of a split: which examples fit, and their texts and tokens when batches need them."""
+"""The prompts of a split: selects the examples that fit, and makes texts and tokens for batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _AT_ONCE = 256  # prompts whose token ids are in memory while they are counted
-_WITH_IMAGES = 64  # the same for prompts whose rows may hold the bytes of images
-_SAMPLED = 256  # prompts that are made at the start where not all of them are
-_STEP = 16  # S is a multiple of it, so that a few other rows seldom make other compiled programs
-_MOST_STAND_INS = 4096  # that are tried for a prompt that is too long, and at the start if none fit
-_MARGIN = 64  # tokens by which cutting a text can change how many its beginning has, and more
-_CHARACTERS_PER_TOKEN = 8  # more than most texts have, so that a beginning decides in most cases
-_UNOPENED = 2**31 - 1  # stands for the length of a prompt whose environment cannot begin
+_WITH_IMAGES = 64  # the same for prompts whose rows may contain the bytes of images
+_SAMPLED = 256  # prompts that are made at the start if not all are
+_STEP = 16  # S is a multiple of it, so that a few changed rows seldom cause a recompilation
+_MOST_STAND_INS = 4096  # the most that are tried for a prompt. Also the size of a second sample
+_MARGIN = 64  # more tokens than truncating a text can add to its beginning
+_CHARACTERS_PER_TOKEN = 8  # more than most texts have, so that the beginning usually decides
+_UNOPENED = 2**31 - 1  # the length that marks a prompt whose environment cannot begin
 
 
 class Processes(Protocol):
-  """How the processes of a run share work on the host. `parallel.hosts.Hosts` is one."""
+  """The interface through which a run's processes share host work, as in `parallel.hosts.Hosts`."""
 
   def own_rows(self, count: int) -> slice:
-    """Which of `count` rows this process works on."""
+    """The rows, of `count`, that this process works on."""
 
   def join_rows(self, tree: Any) -> Any:
-    """The rows of all processes, one after the other, as numpy arrays on every process."""
+    """Concatenates the rows of all processes as numpy arrays, on every process."""
 
   def on_each(self, act: Callable[[], T]) -> T:
-    """act() of this process. If it fails on one process, all of them raise."""
+    """Returns act() of this process. If act fails on one process, all processes raise."""
 
 
 class Opens(Protocol):
-  """The part of an environment that adds to prompts. `environments.Environments` is one.
+  """The interface of environments that prompts use. `environments.Environments` implements it.
 
   Attributes:
     schemas: The schemas of the tools that the policy may call.
@@ -62,25 +62,25 @@ class Opens(Protocol):
     """The schemas of the tools that an example shows to the policy."""
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]] | str]:
-    """The messages with which it begins, after those of the data set, for each example.
+    """For each example, the environment's first messages, which follow the data set's messages.
 
-    A line in their place says why it cannot begin.
+    If an environment cannot begin, its entry is a line that says why.
     """
 
 
 class OneProcess:
-  """`Processes` of a run that has one."""
+  """`Processes` of a run with one process."""
 
   def own_rows(self, count: int) -> slice:
-    """All of them."""
+    """All rows."""
     return slice(0, count)
 
   def join_rows(self, tree: Any) -> Any:
-    """The tree as it is."""
+    """Returns the tree unchanged."""
     return tree
 
   def on_each(self, act: Callable[[], T]) -> T:
-    """act()."""
+    """Returns act()."""
     return act()
 
 
@@ -92,14 +92,14 @@ class Prompt:
   """A prompt.
 
   Attributes:
-    example: The example that it was made from.
-    text: Its text. With data.chat: as the chat template rendered it.
-    ids: Its token ids.
-    messages: With data.chat: the conversation. Else None.
-    images: Its images, in their order. None of them is decoded yet.
-    layouts: The layouts of these images.
+    example: The example that the prompt was made from.
+    text: The text. With data.chat, the chat template rendered it.
+    ids: The token ids.
+    messages: The conversation with data.chat, or None.
+    images: The images in order, not yet decoded.
+    layouts: The layout of each image.
     where: The name of the prompt in error messages, if it has images.
-    problem: Why its environment cannot begin. Nothing but the example is then known.
+    problem: Why the environment cannot begin, or "". If set, only `example` is valid.
   """
 
   example: Mapping[str, Any]
@@ -113,31 +113,31 @@ class Prompt:
 
 
 class PromptSet:
-  """The prompts of a split. They are formatted and tokenized each time that a batch needs them.
+  """The prompts of a split. A prompt is formatted and tokenized each time a batch needs it.
 
-  Examples whose prompt has more than data.max_prompt_tokens tokens are left out. Of a split with
-  more than data.count_at_start examples, not every prompt is tokenized at the start. There, another
-  example stands in for one that turns out to be too long: always the same one. So it does where an
-  environment cannot begin: it may begin after a restart, which must not move the other prompts.
+  Examples whose prompt has more than data.max_prompt_tokens tokens are left out. If the split has
+  more than data.count_at_start examples, not every prompt is tokenized at the start. A prompt that
+  turns out to be too long is then replaced by a stand-in, another prompt that is always the same.
+  A prompt whose environment cannot begin is also replaced, and not left out: it may begin after a
+  restart, which must not change the indices of other prompts.
 
   Without data.chat, a prompt is the text of data.prompt with its fields filled in, after the
-  tokenizer's prefix. With data.chat, it is a conversation, rendered up to where the assistant's
-  answer begins. data.prompt then gives the user's message, or names the one field that holds the
-  messages. In a mixture, data.prompts gives each source a template of its own.
+  tokenizer's prefix. With data.chat, a prompt is a conversation, rendered up to the header of the
+  assistant's answer. data.prompt is then the user's message, or names the one field that contains
+  the messages. In a mixture, data.prompts has a template for each source.
 
   Attributes:
     fields: The names of an example's fields.
     dropped: How many examples are left out because their prompts are too long.
-    unopened: How many have environments that cannot begin. 0 where not all examples were counted.
-    replaced: About which share of the examples is left out, so that others stand in for them. 0
-      where all examples were counted.
-    max_tokens: S, to which prompts are padded. Where all examples were counted, the longest prompt
-      decides, because padding is computed like any token. One whose environment cannot begin may
-      be longer.
+    unopened: How many examples have environments that cannot begin. 0 if not all prompts were made
+      at the start.
+    replaced: The estimated fraction of examples with stand-ins. 0 if all prompts were made.
+    max_tokens: S, the length to which prompts are padded. If all prompts were made and their
+      environments begin, it is the longest prompt's, because padding costs as much as other tokens.
     pad_id: The id of the padding token.
-    images: Puts images into prompts. None if the model sees none.
-    most_images: The most pictures of a prompt and the most visual tokens of a picture. None where
-      not all examples were counted, or an environment cannot begin.
+    images: Puts images into prompts. None if the model sees no images.
+    most_images: (most pictures of a prompt, most visual tokens of a picture). None if not all
+      prompts were made at the start, or an environment cannot begin.
   """
 
   def __init__(
@@ -151,25 +151,25 @@ class PromptSet:
     *,
     processor: Processor | None = None,
   ) -> None:
-    """Counts the tokens of every prompt, or of a sample of them. Each process tokenizes its part.
+    """Counts the tokens of every prompt or of a sample. The processes share the tokenization.
 
     Args:
       split: The examples.
-      tokenizer: Makes token ids.
-      data: The section of the config.
+      tokenizer: Encodes the prompts.
+      data: The section `data` of the config.
       processes: The processes that share the work.
-      count_all: Whether to count all of them, however many there are, and to leave out those whose
-        environments cannot begin: an evaluation takes each of them once.
-      environment: The environment whose additions are a part of the prompts.
-      processor: The processor of images, if the model sees them.
+      count_all: Whether to count all prompts, however many, and to leave out prompts whose
+        environments cannot begin. An evaluation needs this, because it uses each prompt once.
+      environment: The environment, whose openings are a part of the prompts, or None.
+      processor: The image processor, or None if the model sees no images.
 
     Raises:
       ConfigError: data.prompt does not fit the examples, or no prompt is short enough.
     """
     self._split, self._tokenizer, self._data = split, tokenizer, data
     self._environment = environment
-    self._why_no_prompt = ""  # what first kept an environment from beginning
-    # A text whose beginning has more tokens than this is too long for a prompt.
+    self._why_no_prompt = ""  # the first reason why an environment cannot begin
+    # A text whose beginning has more tokens than this is certainly too long for a prompt.
     self._far_too_long = 2 * data.max_prompt_tokens + _MARGIN
     self.images = PromptImages(processor, data) if processor is not None else None
     self._templates = templates_of(data)
@@ -179,7 +179,7 @@ class PromptSet:
     self._counts_later = len(split) > data.count_at_start and not count_all
     places = _places(len(split), _SAMPLED if self._counts_later else 0)
     counts = self._counts(places, processes)
-    if self._counts_later and not (counts[:, 0] <= data.max_prompt_tokens).any():
+    if self._counts_later and not (counts[:, 0] <= data.max_prompt_tokens).any():  # a larger sample
       places = _places(len(split), _MOST_STAND_INS)
       counts = self._counts(places, processes)
     lengths = counts[:, 0]
@@ -200,7 +200,7 @@ class PromptSet:
 
   @property
   def has_turns(self) -> bool:
-    """Whether completions have turns."""
+    """Whether completions have several turns, because there is an environment."""
     return self._environment is not None
 
   def __len__(self) -> int:
@@ -208,12 +208,12 @@ class PromptSet:
 
   @property
   def is_in_memory(self) -> bool:
-    """Whether to look at all rows costs nothing."""
+    """Whether all rows are in memory, so that reading them is free."""
     split = self._split
     return all(map(is_in_memory, split.parts if isinstance(split, Mixture) else [split]))
 
   def tasks(self) -> set[str] | None:
-    """The values of `task` in the examples. None if some rows are read later."""
+    """The distinct values of `task` in the examples. None if that would read the whole file."""
     if isinstance(self._split, Mixture):
       return {*self._split.shares()}
     if self._counts_later:
@@ -227,10 +227,10 @@ class PromptSet:
     return self._split[int(self._kept[index])]
 
   def given(self, indices: Iterable[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of the data at `indices`, as they are, each after what messages call it.
+    """Yields (name in error messages, example) for the examples at `indices`.
 
-    Rows that a task makes when they are needed are left out. Of a split whose prompts are counted
-    later, another row may stand in for one of these.
+    Generated examples are skipped. If the prompts are not all counted at the start, a batch may use
+    stand-ins for some of these examples.
     """
     split = self._split
     for index in indices:
@@ -240,29 +240,29 @@ class PromptSet:
         yield place_of(split, number), split[number]
 
   def make(self, indices: Iterable[int]) -> list[Prompt]:
-    """The prompts at `indices`, of those that are kept.
+    """Makes the prompts at `indices`, which count only the examples that are not left out.
 
     Raises:
-      RunFailed: An example cannot be read, or no other one is short enough to stand in for it.
+      RunFailed: An example cannot be read, or a prompt that is too long has no stand-in.
     """
     try:
       places = [int(i if self._kept is None else self._kept[i]) for i in indices]
       return self._make_with_stand_ins(places)
-    except ConfigError as error:  # the run has begun, and saves what it has
+    except ConfigError as error:  # after the start, RunFailed lets the run save its state
       raise RunFailed(str(error)) from error
 
   def begin(self, indices: Iterable[int]) -> None:
-    """Begins to decode the images of prompts that a later batch needs. Returns at once."""
+    """Starts to decode the images of prompts for a later batch, in threads. Makes the prompts."""
     if self.images is not None:
       self.images.begin(self.make(indices))
 
   def _counts(self, places: np.ndarray, processes: Processes) -> np.ndarray:
-    """The counts of `_count` for the prompts at places of the split, on every process."""
+    """`_count` of the prompts at `places` of the split. The processes share the work."""
     own = places[processes.own_rows(len(places))]
     return processes.join_rows(processes.on_each(lambda: self._count(own)))
 
   def _count(self, own: np.ndarray) -> np.ndarray:
-    """Counts each prompt's tokens, pictures, and most visual tokens of a picture, int32 [N, 3]."""
+    """For each prompt: tokens, pictures, most visual tokens of a picture. int32 [N, 3]."""
     at_once = _AT_ONCE if self.images is None else _WITH_IMAGES
     counts = [np.zeros((0, 3), np.int32)]
     with doing("tokenising", len(own), "prompts") as work:
@@ -275,7 +275,7 @@ class PromptSet:
     return np.concatenate(counts)
 
   def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:
-    """Makes prompts, with others in the place of those that are too long or have a problem."""
+    """Makes the prompts at `indices` of the split, with stand-ins for those that cannot be used."""
     made = self._make(indices)
     for tried in range(_MOST_STAND_INS):
       unfit = [
@@ -295,8 +295,8 @@ class PromptSet:
     )
 
   def _stand_in(self, index: int, tried: int) -> int:
-    """The example that stands in for one that is left out, after so many that are, too."""
-    # A raw word, because numpy promises that it never changes.
+    """The stand-in for example `index`, after `tried` others that cannot be used either."""
+    # This uses a raw word, because numpy promises that it never changes.
     word = int(np.random.Philox(key=np.array([index, tried], np.uint64)).random_raw())
     if isinstance(self._split, Mixture):
       return self._split.stand_in(index, word)
@@ -305,7 +305,7 @@ class PromptSet:
     return word % len(self._split)
 
   def _make(self, indices: list[int]) -> list[Prompt]:
-    """The prompts of the examples at places of the split, also of those that are left out."""
+    """Makes the prompts at `indices` of the split, even those that cannot be used."""
     examples: list[Mapping[str, Any]] = [self._split[i] for i in indices]
     openings: list[list[dict[str, Any]] | str] = [[] for _ in examples]
     if self._environment is not None:
@@ -331,7 +331,13 @@ class PromptSet:
     examples: list[Mapping[str, Any]],
     openings: list[list[dict[str, Any]]],
   ) -> list[Prompt]:
-    """The prompts of examples at places of the split, and what their environments begin with."""
+    """Makes prompts whose environments can begin.
+
+    Args:
+      indices: The places of the examples in the split, for error messages.
+      examples: The examples.
+      openings: The first messages of each example's environment.
+    """
     tokenizer = self._tokenizer
     tools = [self._tools(example, i) for example, i in zip(examples, indices)]
     examples, seen = self._see(examples)
@@ -345,7 +351,7 @@ class PromptSet:
       else:
         _check_texts(messages, f"data.prompt={self._data.prompt!r}")
       texts = self._rendered(messages, tools)
-      prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
+      prefix_ids: tuple[int, ...] = ()  # chat templates write tokens such as <s> themselves
     else:
       texts = [
         self._filled(example, opening) + "".join(message["content"] for message in opening)
@@ -371,15 +377,14 @@ class PromptSet:
     ]
 
   def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of texts. Of one that is far too long, only those of its beginning.
+    """Encodes texts. For a text that is far too long, it encodes only the beginning.
 
-    A text is far too long if its beginning has more than twice as many tokens as a prompt may have.
-    It is then too long, whatever follows: of the tokens of a beginning, only those of its last word
-    can differ from the text's.
+    A text is far too long if its beginning has more than twice the allowed tokens. The whole text
+    is then too long, because truncation only changes the tokens of the beginning's last word.
     """
     most = _CHARACTERS_PER_TOKEN * self._far_too_long
     text_ids = self._tokenizer.encode_batch([text[:most] for text in texts])
-    # The beginnings of these have few tokens, so the whole text decides whether it fits.
+    # The beginnings of these texts have few tokens, so the whole texts are encoded.
     unsure = [
       place
       for place, text in enumerate(texts)
@@ -390,7 +395,7 @@ class PromptSet:
     return text_ids
 
   def _none_fits(self, places: np.ndarray, lengths: np.ndarray) -> ConfigError:
-    """The error of a split without a prompt that can be used. The arguments are `_shortest`'s."""
+    """The error for a split without a usable prompt. The arguments are as in `_shortest`."""
     size, most = len(self._split), self._data.max_prompt_tokens
     some = f"all {size}" if len(lengths) == size else f"each of {len(lengths)} drawn"
     if (lengths == _UNOPENED).all() and len(lengths):
@@ -401,21 +406,24 @@ class PromptSet:
     )
 
   def _shortest(self, places: np.ndarray, lengths: np.ndarray) -> str:
-    """How many tokens the shortest prompt has, for an error. One that is far too long is guessed.
+    """The number of tokens of the shortest prompt, for an error message.
+
+    If all prompts are far too long, only their beginnings were encoded. This then counts the prompt
+    with the shortest beginning and says "about".
 
     Args:
       places: The places of the prompts in the split.
-      lengths: The tokens of the prompts at these places.
+      lengths: The number of tokens of the prompts at these places.
     """
     shortest = int(lengths.min(initial=_UNOPENED)) if len(lengths) else 0
     if shortest <= self._far_too_long:
       return str(shortest)
-    self._far_too_long = _UNOPENED  # so that the whole text is counted
+    self._far_too_long = _UNOPENED  # so that `_encode` encodes the whole text
     (one,) = self._make([int(places[lengths.argmin()])])
     return f"about {len(one.ids)}"
 
   def _tools(self, example: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
-    """The schemas of the tools that a prompt shows."""
+    """The schemas of the tools in the prompt of an example, which has the place `index`."""
     if self._environment is None:
       return row_tools.given(example.get(row_tools.COLUMN))
     try:
@@ -426,15 +434,15 @@ class PromptSet:
   def _rendered(
     self, messages: Sequence[chat.Messages], tools: Sequence[list[dict[str, Any]]]
   ) -> list[str]:
-    """Conversations as texts, those with the same tools together."""
+    """Renders conversations as texts. Conversations with the same tools form one batch."""
     texts = [""] * len(messages)
     together: dict[str, list[int]] = {}
-    for place, own in enumerate(tools):
-      together.setdefault(json.dumps(own, default=str), []).append(place)
+    for place, schemas in enumerate(tools):
+      together.setdefault(json.dumps(schemas, default=str), []).append(place)
     for places in together.values():
-      own = tools[places[0]] or None
+      schemas = tools[places[0]] or None
       for place, text in zip(
-        places, self._tokenizer.render_batch([messages[i] for i in places], tools=own)
+        places, self._tokenizer.render_batch([messages[i] for i in places], tools=schemas)
       ):
         texts[place] = text
     return texts
@@ -442,36 +450,37 @@ class PromptSet:
   def _see(
     self, examples: list[Mapping[str, Any]]
   ) -> tuple[list[Mapping[str, Any]], list[tuple[list[AnyImage], str]]]:
-    """The examples, and of each one the images of its columns and what error messages call it."""
+    """Reads the image columns. Returns (examples, (images, name in error messages) of each)."""
     if self.images is None:
       return [without_images(example) for example in examples], [([], "")] * len(examples)
     read = [self.images.read(example) for example in examples]
     return [example for example, _, _ in read], [(images, where) for _, images, where in read]
 
   def _place(self, messages: chat.Messages, seen: tuple[list[AnyImage], str]) -> chat.Messages:
-    """The conversation with places for its images, which `seen` then has all of."""
+    """A conversation with its images assigned. The list in `seen` becomes all of its images."""
     images, where = seen
     messages, found = self.images.place(messages, images, where)
     images[:] = found
     return messages
 
   def _template(self, example: Mapping[str, Any]) -> str:
+    """The template of an example's source, from data.prompts or data.prompt."""
     if self._templates:
       return self._templates[example["task"]]
     return self._data.prompt
 
   def _filled(self, example: Mapping[str, Any], opening: Sequence[chat.Message]) -> str:
-    """The template with the fields of the example. "" leaves the prompt to the environment."""
+    """Fills the template. "" if the template is empty and an environment writes the prompt."""
     template = self._template(example)
     return fill(template, example) if template or not opening else ""
 
   def _conversation(
     self, example: Mapping[str, Any], opening: Sequence[chat.Message]
   ) -> chat.Messages:
-    """The conversation that the model is to continue, which ends with the environment's opening.
+    """The conversation that the model will continue, with the environment's opening at the end.
 
-    It begins with data.system, unless it has a system message of its own. data.few_shot follows
-    if a single message is left, and not if the example has earlier turns of its own.
+    It begins with the example's system message or else with data.system. data.few_shot follows if
+    one other message remains, but not if the example has earlier turns.
     """
     template, data = self._template(example), self._data
     field = template[1:-1]
@@ -497,9 +506,9 @@ class PromptSet:
 
 
 def _places(size: int, sampled: int) -> np.ndarray:
-  """Places of a split, in ascending order: all of them, or a random sample of about `sampled`.
+  """Places of a split in ascending order: all, or a random sample of about `sampled` if not 0.
 
-  A stride instead would see nothing of a file whose rows alternate.
+  A stride would not be representative for a file whose rows alternate.
   """
   if not 0 < sampled < size:
     return np.arange(size)
@@ -508,7 +517,7 @@ def _places(size: int, sampled: int) -> np.ndarray:
 
 
 def _check_texts(conversations: Iterable[chat.Messages], where: str) -> None:
-  """Refuses images, for a model that sees none."""
+  """Raises ConfigError if a conversation has images, for a model that sees no images."""
   for messages in conversations:
     for message in messages:
       content = message["content"]
@@ -520,7 +529,7 @@ def _check_texts(conversations: Iterable[chat.Messages], where: str) -> None:
 
 
 def _shots(texts: Sequence[str]) -> list[dict[str, str]]:
-  """data.few_shot as messages: the user's and the assistant's in turn."""
+  """data.few_shot as messages. The roles of user and assistant alternate."""
   return [
     {"role": role, "content": text}
     for role, text in zip(itertools.cycle(("user", "assistant")), texts)

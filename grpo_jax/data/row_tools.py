@@ -1,6 +1,6 @@
-"""The tools that a row brings: its column `tools`, as TRL's data sets have it.
+"""The tools of a row: its column `tools`, as in TRL's data sets.
 
-It holds a list, or the text of one in JSON. An entry is the name of a tool, or its schema.
+The column has a list, perhaps as JSON text. An entry is the name or the schema of a tool.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ COLUMN = "tools"
 
 
 def of_row(value: Any, schemas: Sequence[Schema]) -> list[Schema]:
-  """The tools of a row, as the run's schemas: the model reads the tools that its calls reach.
+  """Selects the run's tools that a row names. The run's schemas replace the row's.
 
   Args:
-    value: The value of the column. None means all tools, and an empty list none.
+    value: The value of the column. None means all tools, and an empty list means no tools.
     schemas: The schemas of the tools of environment.tools.
 
   Returns:
-    Some of the schemas, in the order of the row.
+    The selected entries of `schemas`, in the order of the row.
 
   Raises:
-    ConfigError: The column holds something else, or names a tool that the run does not have.
+    ConfigError: The column has another form, or names a tool that the run does not have.
   """
   if value is None:
     return list(schemas)
@@ -41,9 +41,10 @@ def of_row(value: Any, schemas: Sequence[Schema]) -> list[Schema]:
 
 
 def given(value: Any) -> list[Schema]:
-  """The schemas of a row whose run has no tools: the model reads them, and nobody answers calls.
+  """The schemas in a row's column, for a run without an environment, which answers no calls.
 
-  A column of this name that holds something else is a column like others.
+  The model reads them. Empty if the column has anything but schemas, because it may have another
+  meaning.
   """
   try:
     entries = _list_of(value)
@@ -54,6 +55,7 @@ def given(value: Any) -> list[Schema]:
 
 
 def _list_of(value: Any) -> list[Any]:
+  """The entries of the column. Raises ConfigError if it is not a list."""
   if isinstance(value, str):
     try:
       value = json.loads(value)
@@ -65,6 +67,7 @@ def _list_of(value: Any) -> list[Any]:
 
 
 def _name_of(entry: Any) -> str:
+  """The name of the tool of an entry. Raises ConfigError for a malformed entry."""
   if isinstance(entry, str):
     return entry
   if isinstance(entry, Mapping):

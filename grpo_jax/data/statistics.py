@@ -1,4 +1,4 @@
-"""Statistics of the prompts of a data set: their lengths, and which occur more than once."""
+"""Statistics of the prompts of a data set: lengths and duplicates."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
   from grpo_jax.config import Data
 
 _AT_ONCE = 1024  # prompts that are in memory together
-_BINS = 8  # of a histogram, about
-_BAR = 40  # characters of its longest bar
-_ANY_LENGTH = 2**24  # tokens
+_BINS = 8  # the approximate number of bins of a histogram
+_BAR = 40  # characters of the longest bar of a histogram
+_ANY_LENGTH = 2**24  # tokens, more than any prompt has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Statistics:
   """Statistics of the N examples of a split.
 
   Attributes:
-    prompt_tokens: int32 [N], the length of each prompt.
-    solution_tokens: int32 [N], the length of each solution with the token that ends it. 0 without
-      one.
+    prompt_tokens: int32 [N], the tokens of each prompt.
+    solution_tokens: int32 [N], the tokens of each solution including the stop token. 0 without a
+      solution.
     prompt_hashes: uint64 [N], equal for equal prompts.
-    tasks: The value of `task` in each example.
-    filled: In how many examples each field has a value, by its name.
+    tasks: The value of `task` in each example, or None.
+    filled: The number of examples in which a field has a value, keyed by the field.
   """
 
   prompt_tokens: np.ndarray
@@ -50,19 +50,19 @@ def statistics(
   environment: Opens | None = None,
   processor: Processor | None = None,
 ) -> Statistics:
-  """Reads every example of a split, and so also finds rows that cannot be read.
+  """Computes statistics from every example of a split, which also finds unreadable rows.
 
   Args:
     split: The examples.
-    tokenizer: Makes token ids.
-    data: The section of the config.
-    environment: The environment whose additions are a part of the prompts.
-    processor: The processor of images, if the model sees them.
+    tokenizer: Encodes prompts and solutions.
+    data: The section `data` of the config.
+    environment: The environment, whose openings are a part of the prompts.
+    processor: The image processor, or None if the model sees no images.
 
   Raises:
     ConfigError: An example cannot be read, or no prompt can be made of it.
   """
-  # Prompts of any length, none of which is made before it is needed.
+  # No prompt is too long, and the set makes none at the start, because the loop makes all.
   data = dataclasses.replace(data, max_prompt_tokens=_ANY_LENGTH, count_at_start=0)
   prompts = PromptSet(split, tokenizer, data, environment=environment, processor=processor)
   lengths = np.zeros(len(split), np.int32)
@@ -88,9 +88,9 @@ def statistics(
 
 
 def histogram(lengths: np.ndarray) -> list[str]:
-  """Lengths in tokens as lines with bars, and a line with median, 95th percentile and maximum.
+  """Formats int lengths in tokens as lines with bars, and a last line with quantiles.
 
-  A bin is 1, 2 or 5 times a power of ten wide.
+  The width of a bin is 1, 2 or 5 times a power of ten.
   """
   low, high = int(lengths.min()), int(lengths.max())
   width = _round_up((high - low + 1) / _BINS)
@@ -107,7 +107,7 @@ def histogram(lengths: np.ndarray) -> list[str]:
 
 
 def duplicates(found: Statistics) -> tuple[int, int]:
-  """How many prompts occur more than once, and how many examples repeat an earlier one."""
+  """(how many prompts occur more than once, how many examples repeat an earlier prompt)."""
   _, counts = np.unique(found.prompt_hashes, return_counts=True)
   return int((counts > 1).sum()), int((counts - 1).sum())
 
@@ -118,7 +118,7 @@ def overlap(train: Statistics, test: Statistics) -> np.ndarray:
 
 
 def _round_up(value: float) -> int:
-  """The next number of 1, 2, 5, 10, 20, 50, ..."""
+  """The least of 1, 2, 5, 10, 20, 50, ... that is at least `value`."""
   power = 10 ** math.floor(math.log10(max(1.0, value)))
   return int(next(step * power for step in (1, 2, 5, 10) if step * power >= value))
 
@@ -128,6 +128,6 @@ def _has_value(value: Any) -> bool:
 
 
 def _hash(prompt: Prompt) -> int:
-  """A number that is equal for prompts with the same text and the same images."""
+  """A 64-bit hash, equal for prompts with the same text and the same images."""
   text = "\0".join([prompt.text, *(str(hash(image)) for image in prompt.images)])
   return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

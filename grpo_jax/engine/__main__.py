@@ -1,8 +1,8 @@
-"""Starts a server of the engine for a run, or prints the command that does.
+"""Starts a server of the engine for a run, or prints the command that starts it.
 
 python -m grpo_jax.engine --config=CONFIG --config.rollout.engine=vllm [--url=URL] [--print]
 
-The config is that of the run, with the same overrides. docs/engines.md has more.
+Pass the config of the run, with the same overrides. docs/engines.md has more.
 """
 
 from pathlib import Path
@@ -17,6 +17,7 @@ from grpo_jax.settings import ConfigError
 
 
 def main(argv: list[str]) -> None:
+  """Serves one URL with the engine until SIGTERM, or prints the command for each URL."""
   del argv
   values, config = flags.FLAGS, cli.config_from_flags()
   check_config(config)

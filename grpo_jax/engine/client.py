@@ -9,18 +9,18 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-_MOST_BYTES = 1 << 26  # of an answer
+_MOST_BYTES = 1 << 26  # the size limit of an answer
 
 
 class ServerGone(Exception):
-  """A server does not answer: it or its machine has ended, or it takes too long."""
+  """A server does not answer: it or its machine is down, or the timeout has passed."""
 
 
 class ServerRefused(Exception):
-  """A server refuses a call, or its answer makes no sense.
+  """A server answers a call with an error, or with something that cannot be right.
 
   Attributes:
-    status: The HTTP status.
+    status: The HTTP status. 200 if the answer itself is wrong.
   """
 
   def __init__(self, why: str, status: int = 200):
@@ -29,14 +29,14 @@ class ServerRefused(Exception):
 
 
 class Client:
-  """Calls to one server. Threads may call at the same time.
+  """Sends calls to one server. Several threads may call at the same time.
 
   Attributes:
     url: The address of the server, such as http://127.0.0.1:8000.
   """
 
   def __init__(self, url: str, key: str = ""):
-    """`key` is sent with each call, unless it is empty."""
+    """Sends the API key `key` with each call, unless it is empty. Does not connect yet."""
     self.url = url
     split = urlsplit(url)
     self._is_encrypted, self._host, self._port = split.scheme == "https", split.hostname, split.port
@@ -46,17 +46,20 @@ class Client:
     self._lock, self._open = threading.Lock(), dict[http.client.HTTPConnection, Any]()
 
   def call(self, path: str, body: Any = None, seconds: float = 30.0, owner: Any = None) -> Any:
-    """Calls the server. Returns its answer from JSON, or as a text if it is not JSON.
+    """Sends one HTTP request on a new connection, and returns the answer.
 
     Args:
       path: The path of the URL, such as /v1/models.
-      body: The body of a POST, as JSON. None sends a GET.
-      seconds: How long the server may take for its whole answer.
-      owner: An object by which `drop` finds the call.
+      body: The body of a POST, which is sent as JSON. None sends a GET.
+      seconds: The timeout for the whole answer.
+      owner: Any object that identifies the call. `drop` can end the calls of one owner.
+
+    Returns:
+      The parsed JSON, or the answer as a text if it is not JSON.
 
     Raises:
-      ServerGone: There is no answer.
-      ServerRefused: The answer is an error.
+      ServerGone: No answer came in time, or `drop` ended the call.
+      ServerRefused: The status is not 200, or the answer is too large.
     """
     kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
     connection = kind(self._host, self._port, timeout=seconds)
@@ -89,23 +92,23 @@ class Client:
     return _parsed(answer)
 
   def drop(self, owner: Any = None) -> None:
-    """Ends all calls that wait for an answer, or those of one owner: they raise ServerGone."""
+    """Aborts the pending calls of one owner, or all if it is None. They raise ServerGone."""
     with self._lock:
-      for connection, known in self._open.items():
-        if (owner is None or known is owner) and connection.sock is not None:
+      for connection, caller in self._open.items():
+        if (owner is None or caller is owner) and connection.sock is not None:
           _shut(connection.sock)
 
 
 class _Response(http.client.HTTPResponse):
-  """An answer with a deadline for all of it. The timeout of a socket counts for each piece only."""
+  """An answer with a deadline. A socket's own timeout only limits each read, not the whole."""
 
   def __init__(self, sock: Any, *arguments: Any, until: float, **named: Any):
     super().__init__(sock, *arguments, **named)
-    self.fp = io.BufferedReader(_Pieces(self.fp.detach(), sock, until))
+    self.fp = io.BufferedReader(_BytesBefore(self.fp.detach(), sock, until))
 
 
-class _Pieces(io.RawIOBase):
-  """The bytes that a socket gets before a deadline. After it, a read raises TimeoutError."""
+class _BytesBefore(io.RawIOBase):
+  """Reads a socket until `until` by `time.monotonic`. After that, reads raise TimeoutError."""
 
   def __init__(self, raw: io.RawIOBase, sock: Any, until: float):
     self._raw, self._sock, self._until = raw, sock, until
@@ -126,13 +129,15 @@ class _Pieces(io.RawIOBase):
 
 
 def _shut(socket: Any) -> None:
+  """Shuts a socket down in both directions, which wakes the thread that waits for it."""
   try:
     socket.shutdown(2)
-  except OSError:  # the other side has ended it
+  except OSError:  # the server has already closed it
     pass
 
 
 def _parsed(answer: bytes) -> Any:
+  """Parses JSON. Returns a text if the answer is not JSON."""
   try:
     return json.loads(answer)
   except (ValueError, RecursionError):
@@ -140,7 +145,7 @@ def _parsed(answer: bytes) -> Any:
 
 
 def _message(answer: bytes) -> str:
-  """The reason in an error's answer, in one line."""
+  """Finds the message in the body of an HTTP error. Returns it as one line of up to 300 chars."""
   found = _parsed(answer)
   if isinstance(found, dict):
     error = found.get("error", found)

@@ -1,4 +1,4 @@
-"""Puts the parts of an engine together for a run."""
+"""Connects a run to the servers of its external engine."""
 
 from collections.abc import Callable
 import os
@@ -32,18 +32,18 @@ class ExternalEngine:
   """The external engine of one run.
 
   Attributes:
-    servers: The servers. None if another run is replayed, and before `open`.
-    record: The record of drawn groups, from `open` on.
+    servers: The servers. None before `open`, and always None if another run is replayed.
+    record: The record of drawn groups. `open` sets it.
   """
 
   record: DrawnFile
 
   def __init__(self, run: Run, should_stop: Callable[[], bool]):
-    """Checks the config. It neither writes nor connects yet.
+    """Checks the config. Writes no file and opens no connection yet.
 
     Args:
       run: The run.
-      should_stop: Whether the run was asked to stop.
+      should_stop: Returns whether the user has asked the run to stop.
 
     Raises:
       ConfigError: The config needs something that an engine cannot do.
@@ -65,13 +65,13 @@ class ExternalEngine:
     self._is_rehearsed = False
 
   def open(self, workdir: Path) -> None:
-    """Opens the record, and connects to the servers unless another run is replayed.
+    """Opens the record of drawn groups. Connects to the servers unless another run is replayed.
 
     Args:
       workdir: The run's folder, on this machine.
 
     Raises:
-      ConfigError: The record cannot be read, or no weights can be written.
+      ConfigError: The record cannot be read, or the folder of weights cannot be written.
     """
     replay = self._run.config.rollout.replay
     self.record = DrawnFile(workdir / "drawn.jsonl", replay)
@@ -79,7 +79,7 @@ class ExternalEngine:
       self._connect(workdir)
 
   def _connect(self, workdir: Path) -> None:
-    """Connects to the servers, checks them and sees how each gets new weights."""
+    """Starts the threads that connect to the servers, check them and bring them weights."""
     run = self._run
     config, shape = run.config, run.parameters.sampling.model
     rollout, longest = config.rollout, longest_row(config)
@@ -106,27 +106,30 @@ class ExternalEngine:
     self.servers = Servers(self._servers, bring, check, probe, self._should_stop)
 
   def weights(self, params: Any) -> Written | None:
-    """Writes weights for the servers, which stay valid when an update donates the arrays.
+    """Writes weights for the servers. The files stay valid when an update donates the arrays.
 
-    `params` are as `Parameters.for_sampling` or this method returns them.
+    `params` are as `Parameters.for_sampling` or this method returns them. The first call also
+    proves that servers load weights: it first brings them changed ones. Returns None if no server
+    draws or `params` is None.
     """
     if self.servers is None or params is None or isinstance(params, Written):
       return params if isinstance(params, Written) else None
     if not self._is_rehearsed:
       with doing("proving that the engine loads weights"):
-        self.servers.wait_for_one()  # which says what its folders hold
+        # A server's settings decide how weights are written: see `Folders.is_untied`.
+        self.servers.wait_for_one()
         self.servers.use(self._folders.changed(params))
       self._is_rehearsed = True
     with doing("writing the weights for the engine", is_routine=True):
       return self._folders(params)
 
   def groups(self, feed: Feed, members: int, keeps_experts: bool) -> EngineGroups:
-    """A sampler of groups. The arguments are those of `rollouts.complete.Remote`."""
+    """Makes a group sampler. The arguments are those of `rollouts.complete.Remote`."""
     assert not keeps_experts  # check_config refuses learner.router_replay
     return EngineGroups(self, feed, members, self._rules)
 
   def close(self) -> None:
-    """Ends all calls, and removes adapters and folders."""
+    """Ends all calls to servers, and removes the run's adapters and folders of weights."""
     if self.servers is not None:
       self.servers.close()
       for server in self._servers:
@@ -136,7 +139,7 @@ class ExternalEngine:
 
 
 class Loads:
-  """Brings weights: the server reads them from a folder."""
+  """Brings weights to a server: it reads them from a folder while it runs."""
 
   advice = ADVICE
 
@@ -146,7 +149,7 @@ class Loads:
 
 
 class Adapters:
-  """Brings adapters: the server reads them under a new name, and forgets the ones before."""
+  """Brings adapters: the server loads them under a new name, and unloads the previous ones."""
 
   advice = "look at its log, and start it as python -m grpo_jax.engine --print writes it"
 
@@ -158,16 +161,16 @@ class Adapters:
 
 
 class Restarts:
-  """Brings weights: `keep.py` starts the server again with the folder of the weights."""
+  """Brings weights: `keep.py` restarts the server with the folder of the weights."""
 
   advice = "look at its log, and start it with python -m grpo_jax.engine"
 
   def __init__(self, folder: Path, seconds: float):
-    """`folder` is rollout.engine_folder, and `seconds` how long a restart may take."""
+    """`folder` is rollout.engine_folder, and `seconds` the timeout of a restart."""
     self._folder, self._seconds = folder, seconds
 
   def __call__(self, server: EngineServer, written: Written, before: Written | None) -> str:
-    """Names the folder to serve, and waits until the server was restarted with it."""
+    """Names the folder to serve, and waits for the restart. Raises ServerRefused on a timeout."""
     serve_now(self._folder, written.folder)
     until, serves = time.monotonic() + self._seconds, ""
     while time.monotonic() < until:
@@ -175,7 +178,7 @@ class Restarts:
         serves = server.folder()
         if serves == str(written.folder):
           return "policy"
-      except ServerGone:  # it restarts
+      except ServerGone:  # it is restarting
         pass
       time.sleep(0.25)
     raise ServerRefused(
@@ -186,12 +189,12 @@ class Restarts:
 
 
 def is_exact(config: Config) -> bool:
-  """Whether learner and engine both compute in float32."""
+  """Returns whether learner and engine both compute in float32."""
   return {config.model.dtype, config.sampling.dtype or config.model.dtype} == {"float32"}
 
 
 def check_run(run: Run) -> None:
-  """Raises ConfigError for a run for which an engine cannot draw."""
+  """Raises ConfigError if an external engine cannot sample for this run."""
   key = f"config key rollout.engine is {run.config.rollout.engine!r}"
   if jax.process_count() > 1:
     raise ConfigError(f"{key}: a run of several processes samples itself; leave it empty")
@@ -200,7 +203,7 @@ def check_run(run: Run) -> None:
 
 
 def check_facts(url: str, facts: Facts, config: Config) -> None:
-  """Raises ServerRefused for a server whose settings do not fit the run."""
+  """Raises ServerRefused if dtype, log-probs or row length of the server at `url` do not fit."""
   dtype, longest = config.sampling.dtype or config.model.dtype, longest_row(config)
   kind = ENGINES[config.rollout.engine]
   for holds, is_so, wanted in (
@@ -223,11 +226,12 @@ def check_facts(url: str, facts: Facts, config: Config) -> None:
 
 
 def check_tokenizer(server: EngineServer, run: Run) -> None:
-  """Raises ServerRefused for a server that makes other texts of tokens.
+  """Raises ServerRefused if a server's tokenizer decodes tokens to other texts.
 
-  Single tokens of letters and digits are compared: others are no whole texts.
+  It compares a few single tokens of ASCII letters and digits. Others may be parts of characters.
   """
   size, tokens = run.tokenizer.vocab_size, run.tokenizer
+  # About 512 candidates, spread over the vocabulary, are enough to find a few plain ones.
   texts = {token: tokens.decode([token]) for token in range(0, size, max(1, size // 512))}
   plain = {token: text for token, text in texts.items() if text.isascii() and text.isalnum()}
   for token in [*plain][:: max(1, len(plain) // _TOKENS_COMPARED)]:

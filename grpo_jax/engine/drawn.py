@@ -1,8 +1,8 @@
 """drawn.jsonl records the groups that an engine drew, a line for each group.
 
-An engine computes sums in an order that depends on its other work, so it does not draw the same
-tokens twice. A run that goes on after a kill takes its groups from the file, and another run can
-learn from the same completions without the engine.
+An engine computes sums in an order that depends on its load, so it does not draw the same tokens
+twice. A run that resumes after a kill reads its groups from the file. Another run can replay the
+file: it learns from the same completions without the engine.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from grpo_jax.storage.json_files import AppendedFile, json_line
 
 
 class RecordedTurn(NamedTuple):
-  """The tokens that a row drew before it ended or paused.
+  """A turn: the tokens that a row drew before it ended or paused, and the reply to them.
 
   Attributes:
     tokens: The token ids.
     logprobs: The log-prob of each token.
-    reply: The tokens with which the row went on. None if it ended.
+    reply: The token ids of the reply after which the row continued. None if the row ended.
   """
 
   tokens: list[int]
@@ -36,16 +36,16 @@ class RecordedTurn(NamedTuple):
 
 
 class GroupTerms(NamedTuple):
-  """The prompt and the settings with which a group is drawn.
+  """The prompt and the sampling settings of a group.
 
   Attributes:
     prompt: The token ids of its prompt.
     temperatures: The temperature of each row.
-    limits: The most tokens that each row may have.
-    turn_tokens: The most tokens of a turn. 0 means as many as the row may have.
+    limits: The token limit of each row, replies included and the prompt excluded.
+    turn_tokens: The token limit of a turn. 0 means that only the row's limit applies.
     stop_ids: Tokens that end a row.
     stop: Texts that end a row.
-    vocabulary: Token ids are below it.
+    vocabulary: The vocabulary size. Token ids are smaller.
   """
 
   prompt: list[int]
@@ -57,17 +57,17 @@ class GroupTerms(NamedTuple):
   vocabulary: int
 
   def digest(self) -> str:
-    """A hash that differs if any field does."""
+    """Returns a hash of all fields, 16 hex digits."""
     return hashlib.sha256(json.dumps(self).encode()).hexdigest()[:16]
 
 
 class Recorded(NamedTuple):
-  """A group that was drawn.
+  """A group that was drawn, as the file holds it.
 
   Attributes:
-    version: The version of the weights that drew it.
-    asked: The digest of its `GroupTerms`.
-    rows: The turns of each of its rows.
+    version: The version of the weights that drew the group.
+    asked: The digest of the group's `GroupTerms`.
+    rows: For each row of the group, its turns.
   """
 
   version: int
@@ -76,7 +76,7 @@ class Recorded(NamedTuple):
 
 
 def name_of(request: GroupRequest, members: int) -> str:
-  """The name of a group in the file. It is made from the random key, which no other group has."""
+  """Returns a group's name in the file. The random key makes it unique. `members` is G."""
   key = "".join(f"{word:08x}" for word in np.asarray(request.key).tolist())
   is_greedy = bool(np.all(np.asarray(request.settings.temperature) == 0))
   return f"{key}-{request.first_row}-{members}{'-greedy' if is_greedy else ''}"
@@ -86,14 +86,14 @@ class DrawnFile:
   """The record of groups in a file."""
 
   def __init__(self, path: Path, replay: str = ""):
-    """Finds the place of each group in the files.
+    """Indexes the groups in the files by name, and opens the run's own file to append to it.
 
     Args:
       path: The file of this run.
-      replay: The file of another run, which is only read, or "".
+      replay: The file of another run, which is only read. "" if no run is replayed.
 
     Raises:
-      ConfigError: A file cannot be read, or that of `replay` does not exist.
+      ConfigError: A file cannot be read, or `replay` does not exist.
     """
     self._replayed = Path(replay).expanduser() if replay else None
     self._places: dict[str, tuple[Path, int, int]] = {}  # file, offset and length of a line
@@ -103,15 +103,16 @@ class DrawnFile:
       self._look_up(self._replayed)
     if path.exists():
       whole = self._look_up(path)
-      if path.stat().st_size > whole:  # SIGKILL has cut a line off
+      if path.stat().st_size > whole:  # the last line is incomplete after a SIGKILL
         os.truncate(path, whole)
     self._file = AppendedFile(path)
 
   def find(self, name: str, version: int, asked: GroupTerms) -> Recorded | None:
-    """The recorded group that weights of this version drew. None if there is no such record.
+    """Returns the recorded group `name`, or None if weights of this version have not drawn it.
 
     Raises:
-      RunFailed: Another run is replayed and lacks the group, or the record has other terms.
+      RunFailed: The record has other terms or is damaged, or another run is replayed and its file
+        lacks the group.
     """
     place, recorded = self._places.get(name), None
     if place is not None:
@@ -128,7 +129,7 @@ class DrawnFile:
     )
 
   def add(self, name: str, group: Recorded) -> None:
-    """Adds a group. Nothing is lost once this has returned."""
+    """Appends a group. A kill loses nothing once this has returned."""
     rows = [[turn._asdict() for turn in row] for row in group.rows]
     self._file.append(json_line({"group": name} | group._asdict() | {"rows": rows}))
 
@@ -137,7 +138,7 @@ class DrawnFile:
     self._file.close()
 
   def _look_up(self, path: Path) -> int:
-    """Finds the groups of a file. Returns the bytes of its whole lines."""
+    """Indexes a file's groups. Returns the bytes in its complete lines. Raises ConfigError."""
     offset = 0
     try:
       files.check_regular(path)
@@ -160,7 +161,7 @@ class DrawnFile:
 
 
 def _name(line: bytes) -> str:
-  """The name of a line's group, without reading all of the line. "" if it has none."""
+  """Returns the group name in a line, without parsing the whole line. "" if there is none."""
   begins = b'{"group": "'
   return (
     line[len(begins) :].split(b'"', 1)[0].decode("utf-8", "replace")
@@ -170,12 +171,12 @@ def _name(line: bytes) -> str:
 
 
 def _read(path: Path, offset: int, length: int) -> Recorded:
-  """The group in a line of a file. Raises RunFailed if it is damaged."""
+  """Parses the line of `length` bytes at `offset`. Raises RunFailed if it is damaged."""
   try:
     with open(path, "rb") as file:
       file.seek(offset)
       row: Any = json.loads(file.read(length))
-    rows = [[_turn(turn) for turn in own] for own in row["rows"]]
+    rows = [[_turn(turn) for turn in turns] for turns in row["rows"]]
     return Recorded(int(row["version"]), str(row["asked"]), rows)
   except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
     raise RunFailed(
@@ -184,7 +185,7 @@ def _read(path: Path, offset: int, length: int) -> Recorded:
 
 
 def _check(path: Path, recorded: Recorded, asked: GroupTerms) -> None:
-  """Raises RunFailed if a record cannot have been drawn for a group with these terms."""
+  """Raises RunFailed if a record in the file `path` does not fit the terms of the new group."""
   if recorded.asked != asked.digest():
     raise RunFailed(
       f"{path} has a group that was drawn for another prompt, temperature, limit or stop: the"
@@ -200,11 +201,11 @@ def _check(path: Path, recorded: Recorded, asked: GroupTerms) -> None:
 
 
 def _can_be(row: Sequence[RecordedTurn], limit: int, asked: GroupTerms) -> bool:
-  """Whether a row may have these turns."""
+  """Returns whether a row's turns fit its token limit, the vocabulary and the log-prob range."""
   sizes = [len(turn.tokens) for turn in row]
   replies = [turn.reply or [] for turn in row]
   ids = [token for turn, reply in zip(row, replies) for token in (*turn.tokens, *reply)]
-  # A reply for which there is no room ends a row.
+  # The last reply is not counted: a reply that does not fit ends the row and is not added to it.
   return (
     bool(sizes)
     and 1 <= min(sizes)
@@ -216,10 +217,11 @@ def _can_be(row: Sequence[RecordedTurn], limit: int, asked: GroupTerms) -> bool:
 
 
 def _turn(turn: Any) -> RecordedTurn:
+  """Checks a turn from JSON. Raises ValueError, TypeError or KeyError if it is malformed."""
   tokens, logprobs, reply = turn["tokens"], turn["logprobs"], turn["reply"]
   for ids in (tokens, reply or []):
     if not all(type(token) is int and token >= 0 for token in ids):
-      raise ValueError("its tokens are no ids")
+      raise ValueError("its tokens are not all token ids")
   if len(tokens) != len(logprobs):
-    raise ValueError("it has not one log-prob for each token")
+    raise ValueError("it has other numbers of tokens and log-probs")
   return RecordedTurn(tokens, [float(x) for x in logprobs], reply)

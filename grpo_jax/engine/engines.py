@@ -1,4 +1,4 @@
-"""The engines by their names in rollout.engine. It needs no jax."""
+"""The engines by their names in rollout.engine. This module does not import jax."""
 
 from collections.abc import Mapping, Sequence
 import shlex
@@ -9,5 +9,5 @@ ENGINES = {"vllm": vllm.ENGINE, "sglang": sglang.ENGINE}
 
 
 def line(variables: Mapping[str, str], words: Sequence[str]) -> str:
-  """A command as a shell reads it, after its environment variables."""
+  """Formats a command for a shell: the environment variables, then the quoted words."""
   return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(words)])

@@ -1,4 +1,4 @@
-"""A `GroupSampler` whose groups an external engine draws."""
+"""A `GroupSampler` that lets an external engine draw the rows."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -17,19 +17,19 @@ from grpo_jax.sampler.stream import Feed
 from grpo_jax.settings import RunFailed
 from grpo_jax.types import Completions
 
-_MOMENT = 0.02  # seconds until replies that have come meanwhile are passed on
-_WHILE = 0.25  # seconds until `advance` returns if no row waits for a reply
+_MOMENT = 0.02  # seconds that `advance` waits for rows if replies to other rows may come meanwhile
+_WHILE = 0.25  # seconds that `advance` waits for rows if rows never pause for a reply
 
 
 class Rules(NamedTuple):
   """The limits and stops that all rows of a run share.
 
   Attributes:
-    tokens: T, the longest completion.
-    vocabulary: Token ids are below it.
+    tokens: T, the token limit of a completion.
+    vocabulary: The vocabulary size. Token ids are smaller.
     stop_ids: Tokens that end a row.
     stop: Texts that end a row.
-    end: Finds the end of these texts in tokens, or None.
+    end: Finds where one of these texts ends in token ids: see `end_at`. None without texts.
   """
 
   tokens: int
@@ -41,15 +41,15 @@ class Rules(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-  """A group that is drawn.
+  """A group in flight.
 
   Attributes:
-    request: The request for it.
-    prompt: The token ids of its prompt.
-    version: The version of the weights that draw it.
-    asked: The digest of its `GroupTerms`.
-    rows: Its rows.
-    left: How many of its rows have not ended.
+    request: The request for the group.
+    prompt: The token ids of the prompt.
+    version: The version of the weights that draw the group.
+    asked: The digest of the group's `GroupTerms`.
+    rows: The G rows.
+    left: How many rows have not ended.
   """
 
   request: GroupRequest
@@ -62,19 +62,19 @@ class _Group:
 
 @dataclasses.dataclass(eq=False)
 class _Row:
-  """A row of a group.
+  """A row of a group in flight.
 
   Attributes:
-    group: Its group.
-    member: Its number in the group.
-    temperature: Its sampling temperature.
-    limit: The most tokens that it may have.
-    known: The turns in the record, which are taken in place of turns that a server would draw.
-    turns: The turns that it has drawn so far.
-    tokens: All its token ids, those of replies included.
+    group: The group.
+    member: The index of the row in the group.
+    temperature: The sampling temperature.
+    limit: The token limit of the row, replies included and the prompt excluded.
+    known: The recorded turns. They replace turns that a server would draw.
+    turns: The turns so far.
+    tokens: The token ids after the prompt, replies included.
     logprobs: The log-prob of each of these tokens, 0 in a reply.
-    is_sampled: Whether the policy drew each of these tokens.
-    stopped_by: The token that ended it, as in `Completions.stopped_by_PG`.
+    is_sampled: For each of these tokens, whether the policy drew it.
+    stopped_by: The token that ended the last turn, as in `Completions.stopped_by_PG`.
   """
 
   group: _Group
@@ -90,7 +90,7 @@ class _Row:
 
 
 class ServersAndRecord(Protocol):
-  """The servers and the record of a run. `connect.ExternalEngine` has them.
+  """The servers and the record of a run, as `connect.ExternalEngine` provides them.
 
   Attributes:
     servers: The servers that draw. None if all groups are in the record.
@@ -101,11 +101,11 @@ class ServersAndRecord(Protocol):
   record: DrawnFile
 
   def weights(self, params: Any) -> Any:
-    """Writes weights for the servers."""
+    """Writes weights for the servers. Returns the same object for the same weights."""
 
 
 class EngineGroups:
-  """A `GroupSampler` that lets servers draw rows, or takes them from the record of a run."""
+  """A `GroupSampler` that lets servers draw rows, or reads them from the record of a run."""
 
   def __init__(
     self,
@@ -114,12 +114,12 @@ class EngineGroups:
     members: int,
     rules: Rules,
   ):
-    """Draws nothing yet.
+    """Creates the sampler. It draws nothing yet.
 
     Args:
       hub: The servers and the record.
-      feed: The weights, and their version.
-      members: G.
+      feed: Returns the current weights and their version.
+      members: G, the number of rows per group.
       rules: The limits and stops of all rows.
     """
     self._hub, self._feed, self._members, self._rules = hub, feed, members, rules
@@ -131,7 +131,7 @@ class EngineGroups:
     self._rows_of: dict[RowRequest, _Row] = {}
     self._known: list[_Row] = []  # rows whose next turn is in the record
     self._done: queue.SimpleQueue[tuple[RowRequest, DrawnTokens]] = queue.SimpleQueue()
-    self._current: Any = None  # the weights of all groups that are drawn
+    self._current: Any = None  # the weights of all groups in flight
     self._ended = 0
     self._finished: list[_Group] = []
 
@@ -143,6 +143,7 @@ class EngineGroups:
     self._waiting += requests
 
   def go_on(self, number: int, member: int, tokens: Sequence[int] | None) -> None:
+    """Adds a reply to a paused row and starts the next turn. None or a long reply ends the row."""
     row = self._groups[number].rows[member]
     reply = None if tokens is None else [*tokens]
     row.turns[-1] = row.turns[-1]._replace(reply=reply)
@@ -151,7 +152,7 @@ class EngineGroups:
       return
     self._append(row, reply, [0.0] * len(reply), is_sampled=False)
     if row.known and self._reply_before(row) != reply:
-      row.known = []  # a tool or environment answers otherwise than it did
+      row.known = []  # a tool or environment replied differently this time
     self._start_turn(row)
 
   def cancel(self) -> None:
@@ -160,13 +161,14 @@ class EngineGroups:
     self._forget()
 
   def advance(self) -> News:
+    """Starts queued groups, and adds the turns that the record has or that servers have drawn."""
     self._begin()
     paused = list[StoppedRow]()
     known, self._known = self._known, []
     for row in known:
       turn = row.known[len(row.turns)]
       paused += self._add_turn(row, turn.tokens, turn.logprobs)
-    if self._rows_of and not known:
+    if self._rows_of and not known:  # recorded turns need no wait for servers
       pauses = any(group.request.pauses for group in self._groups.values())
       for job, drawn in self._hub.servers.next(self._done, _MOMENT if pauses else _WHILE):
         row = self._rows_of.pop(job, None)
@@ -177,7 +179,7 @@ class EngineGroups:
     return News(paused, [self._as_finished(finished)] if finished else [], ended)
 
   def _begin(self) -> None:
-    """Begins the groups that wait, unless groups are in flight with other weights."""
+    """Starts the queued groups, unless groups with other weights are in flight at the servers."""
     if not self._waiting:
       return
     params, version = self._feed()
@@ -192,10 +194,10 @@ class EngineGroups:
         self._start_turn(row)
 
   def _opened(self, request: GroupRequest, version: int) -> _Group:
-    """Makes the rows of a group, with the turns that an earlier process drew, if any.
+    """Creates a group with its rows, and with their recorded turns if the group was drawn before.
 
     Raises:
-      RunFailed: That process drew the group on other terms.
+      RunFailed: The group was recorded with another prompt or other settings.
     """
     prompts, G, T = request.prompts, self._members, self._rules.tokens
     length = int(prompts.lengths_n[request.place])
@@ -221,7 +223,7 @@ class EngineGroups:
     return group
 
   def _start_turn(self, row: _Row) -> None:
-    """Starts the next turn of a row."""
+    """Starts a row's next turn: from the record if it has the turn, or else at a server."""
     if len(row.turns) < len(row.known):
       self._known.append(row)
       return
@@ -242,16 +244,20 @@ class EngineGroups:
     self._hub.servers.submit(job)
 
   def _cut(self, row: _Row, drawn: DrawnTokens) -> tuple[list[int], list[float]]:
-    """The tokens and log-probs that a row keeps: up to the first stop id or end of a stop text."""
+    """Cuts a turn after the first stop id or stop text. Returns its tokens and their log-probs.
+
+    Raises:
+      RunFailed: A token is outside the vocabulary, or the engine stopped at a token that is no end.
+    """
     tokens, logprobs, end = drawn.tokens, drawn.logprobs, self._rules.end
     if max(tokens) >= self._rules.vocabulary:
       raise RunFailed(
         f"the engine drew token {max(tokens)}, and the model has {self._rules.vocabulary}: it"
         " serves another model"
       )
-    of_ids = next((n for n, id in enumerate(tokens, 1) if id in self._rules.stop_ids), None)
-    of_texts = end(tokens, 0) if end is not None else None
-    ends = [kept for kept in (of_ids, of_texts) if kept is not None]
+    to_id = next((n for n, id in enumerate(tokens, 1) if id in self._rules.stop_ids), None)
+    to_text = end(tokens, 0) if end is not None else None
+    ends = [count for count in (to_id, to_text) if count is not None]
     if ends:
       return tokens[: min(ends)], logprobs[: min(ends)]
     if drawn.has_stopped:
@@ -262,11 +268,11 @@ class EngineGroups:
     return tokens, logprobs
 
   def _add_turn(self, row: _Row, tokens: list[int], logprobs: list[float]) -> list[StoppedRow]:
-    """Adds a turn that a row has drawn. Returns the row if it pauses."""
+    """Adds a drawn or recorded turn to a row. Returns [the row] if it pauses, or else []."""
     self._append(row, tokens, logprobs, is_sampled=True)
     row.turns.append(RecordedTurn(tokens, logprobs))
-    is_text = self._rules.end is not None and self._rules.end(tokens, 0) is not None
-    row.stopped_by = tokens[-1] if is_text or tokens[-1] in self._rules.stop_ids else -1
+    has_text = self._rules.end is not None and self._rules.end(tokens, 0) is not None
+    row.stopped_by = tokens[-1] if has_text or tokens[-1] in self._rules.stop_ids else -1
     if not row.group.request.pauses:
       self._end_row(row)
       return []
@@ -282,15 +288,16 @@ class EngineGroups:
     row.is_sampled += [is_sampled] * len(tokens)
 
   def _reply_before(self, row: _Row) -> list[int] | None:
-    """The recorded reply to the last turn of a row, or None."""
-    place = len(row.turns) - 1
-    return row.known[place].reply if place < len(row.known) else None
+    """Returns the recorded reply to the row's latest turn, or None."""
+    last = len(row.turns) - 1
+    return row.known[last].reply if last < len(row.known) else None
 
   def _end_row(self, row: _Row) -> None:
-    """Counts a row that has ended. Records its group when all rows have ended."""
+    """Counts a row that has ended. After the last row, records the group as finished."""
     group = row.group
     self._ended, group.left = self._ended + 1, group.left - 1
     if not group.left:
+      # A group whose turns all came from the record is not written again.
       if not all(row.known == row.turns for row in group.rows):
         turns = [row.turns for row in group.rows]
         name = name_of(group.request, self._members)
@@ -298,7 +305,7 @@ class EngineGroups:
       self._finished.append(self._groups.pop(group.request.number))
 
   def _as_finished(self, groups: Sequence[_Group]) -> Finished:
-    """The completions of groups that have ended, as arrays."""
+    """Returns the completions of finished groups as padded arrays."""
     shape = len(groups), self._members, self._rules.tokens
     tokens_PGT, sampled_PGT = np.zeros(shape, np.int32), np.zeros(shape, bool)
     logprobs_PGT, behavior_PGT = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -308,7 +315,7 @@ class EngineGroups:
         at, count = (p, row.member), len(row.tokens)
         tokens_PGT[at][:count], sampled_PGT[at][:count] = row.tokens, row.is_sampled
         logprobs_PGT[at][:count] = np.minimum(row.logprobs, 0)
-        # A greedy choice is certain.
+        # A greedy choice has probability 1, so its behaviour log-prob is 0.
         behavior_PGT[at] = logprobs_PGT[at] if row.temperature else 0
         lengths_PG[at], stopped_by_PG[at] = count, row.stopped_by
     completions = Completions(
@@ -323,7 +330,7 @@ class EngineGroups:
 
 
 def _seed(row: _Row) -> int:
-  """The seed of a row's next turn. It differs between rows and between turns."""
+  """Returns a 56-bit seed for a row's next turn. It differs between rows and between turns."""
   request = row.group.request
   words = *np.asarray(request.key).tolist(), request.first_row + row.member, len(row.tokens)
   return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:7], "big")

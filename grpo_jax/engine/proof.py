@@ -1,10 +1,11 @@
-"""Finds out whether a server has the weights that it says it has loaded.
+"""Finds out whether a server has really loaded the weights.
 
-A probe, a few rows of fixed tokens, is scored by the server and by this run. Equal weights give
-equal log-probs, but for rounding. A step may change weights by less than bfloat16 rounds, so equal
-log-probs do not prove that a server loads what changes. So a run begins with a rehearsal: the
-server gets weights in which every array is changed by a third, and its log-probs must follow.
-Later, a server that gives the very numbers that it gave before new weights has not loaded them.
+Both the server and this run score a probe, a few rows of fixed tokens. With equal weights, the
+log-probs are equal up to rounding. A training step may change weights by less than bfloat16 can
+represent, so equal log-probs do not prove that a server loads every change. Therefore a run begins
+with a rehearsal: every array of the weights is changed by about a third, and the server's log-probs
+must follow. Later, if a server returns exactly the same numbers as before new weights, it has not
+loaded them.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ import numpy as np
 from grpo_jax import model
 
 _ROWS, _LONGEST = 4, 32
-# Nats per token of the probe, on average. Its tokens are random, so their log-probs are low, and
-# bfloat16 has 8 bits for each.
+# By is_exact, the largest mean gap in nats per token. The probe's tokens are random, so their
+# log-probs are large negative numbers, which bfloat16 rounds to 8 bits.
 _LARGEST_GAP = {True: 2e-3, False: 0.25}
 
 
@@ -27,16 +28,16 @@ class Probe:
   """Rows of tokens whose log-probs are compared.
 
   Attributes:
-    tokens_BN: Their ids.
-    largest_gap: By how much the log-probs of equal weights may differ, on average.
+    tokens_BN: The token ids, int64.
+    largest_gap: The largest mean difference of log-probs that rounding explains, in nats.
   """
 
   def __init__(self, shape: model.ModelConfig, longest: int, is_exact: bool):
-    """Draws the tokens.
+    """Draws the same random tokens in every run of a model.
 
     Args:
-      shape: The model, as it is computed while sampling.
-      longest: The most tokens of a row.
+      shape: The model configuration of the sampler.
+      longest: The token limit of a row.
       is_exact: Whether both sides compute in float32.
     """
     size = _ROWS, max(2, min(_LONGEST, longest))
@@ -45,7 +46,7 @@ class Probe:
     self._score = jax.jit(functools.partial(_logprobs, shape=shape))
 
   def logprobs(self, params: Any) -> np.ndarray:
-    """The log-probs of the tokens from the second one on, [B, N - 1], as this run computes them."""
+    """Computes in this run the log-probs of the tokens from the second on, float32 [B, N - 1]."""
     return np.asarray(self._score(params, self.tokens_BN))
 
 
@@ -62,13 +63,13 @@ def mismatch(
   before: tuple[np.ndarray, Sequence[Sequence[float]]] | None,
   largest_gap: float,
 ) -> str:
-  """The evidence that a server lacks the weights, in words. "" if there is none.
+  """Describes why a server cannot have loaded the weights. "" if nothing speaks against it.
 
   Args:
-    ours_BN: The probe's log-probs under the weights, as this run computes them.
+    ours_BN: The probe's log-probs under the new weights, as this run computes them.
     theirs_BN: The log-probs that the server returns.
-    before: Both under the weights before, or None.
-    largest_gap: By how much they may differ, on average.
+    before: The same two under the previous weights. None if there were none.
+    largest_gap: The largest mean absolute difference that rounding explains, in nats.
   """
   gap = float(np.abs(ours_BN - np.asarray(theirs_BN)).mean())
   if not gap <= largest_gap:
@@ -77,5 +78,5 @@ def mismatch(
       f" explains {largest_gap:g}"
     )
   if before is not None and theirs_BN == before[1] and not np.array_equal(ours_BN, before[0]):
-    return "its log-probs of a probe are to the last bit those under the weights before"
+    return "its log-probs of a probe are exactly those under the previous weights"
   return ""

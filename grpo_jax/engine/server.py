@@ -1,6 +1,6 @@
-"""The parts that all engines share: requests, answers and their checks, and adapters.
+"""What all engines share: requests, answers and their checks, and adapters.
 
-An engine is a file with a subclass of `EngineServer` and an `EngineKind`, which `engines.py` lists.
+A module for an engine has a subclass of `EngineServer` and an `EngineKind` that `engines.py` lists.
 """
 
 import abc
@@ -12,18 +12,18 @@ from grpo_jax.config import Config
 from grpo_jax.engine.client import Client, ServerGone, ServerRefused
 from grpo_jax.settings import shown
 
-NAME = "policy"  # of the model without adapters
-SHORT = 30.0  # seconds for calls that compute nothing
-_SOON = 2.0  # seconds for such calls at the end of a run
+NAME = "policy"  # the model's name at the server, without adapters
+SHORT = 30.0  # timeout in seconds of calls that compute nothing
+_SOON = 2.0  # timeout in seconds of such calls at the end of a run
 
 
 class Ask(NamedTuple):
-  """A request for tokens that follow a prompt.
+  """A request for the tokens of one turn.
 
   Attributes:
-    prompt: All token ids before them.
-    most: The most tokens to draw.
-    temperature: The sampling temperature. 0 takes the likeliest tokens.
+    prompt: All token ids before the turn.
+    most: The token limit of the turn.
+    temperature: The sampling temperature. 0 samples greedily.
     seed: The seed of the random numbers.
     stop_ids: Tokens that end the row.
     stop: Texts that end the row.
@@ -38,13 +38,13 @@ class Ask(NamedTuple):
 
 
 class DrawnTokens(NamedTuple):
-  """Tokens that were drawn.
+  """The tokens of one turn.
 
   Attributes:
     tokens: The token ids.
-    logprobs: Their log-probs under softmax(logits / temperature). At temperature 0, those under
-      temperature 1.
-    has_stopped: Whether a stop id or a stop text ended the row, and not its limit.
+    logprobs: The log-prob of each token under softmax(logits / temperature), or under
+      softmax(logits) at temperature 0.
+    has_stopped: Whether a stop id or a stop text ended the turn, rather than its limit.
   """
 
   tokens: list[int]
@@ -56,11 +56,12 @@ class Facts(NamedTuple):
   """The settings that a server reports.
 
   Attributes:
-    dtype: The dtype in which it computes, such as float32.
-    longest: The most tokens of a row, with its prompt.
-    logprobs_mode: Which log-probs it returns.
-    is_untied: Whether it reads an output head of its own for a model that uses the embedding.
-    folder: The folder that it was started with.
+    dtype: The dtype in which the server computes, such as float32.
+    longest: The token limit of a row, prompt included.
+    logprobs_mode: Which log-probs the server returns. The run needs "processed_logprobs".
+    is_untied: Whether the server expects an output head in the weights although the model ties its
+      head to the embedding.
+    folder: The folder that the server was started with.
   """
 
   dtype: str
@@ -77,81 +78,81 @@ class EngineServer(abc.ABC):
     url: The address of the server.
   """
 
-  # The routes that load and unload adapters, and the words that refuse a name that is taken.
+  # The routes that load and unload adapters, and a part of the error for a name already in use.
   load_adapter, unload_adapter, is_loaded = "", "", ""
 
   def __init__(self, client: Client, seconds: float):
-    """`seconds` is how long it may take for a completion, or to load weights."""
+    """`seconds` is the timeout of calls that draw, score or load weights."""
     self._client, self._seconds = client, seconds
-    self._adapters: set[str] = set()  # names of the adapters that it was told to load
+    self._adapters: set[str] = set()  # the names of the adapters that the run has loaded there
     self.url = client.url
 
   def is_there(self) -> None:
-    """Checks its health. Raises ServerGone, or ServerRefused if it has no such route."""
+    """Checks the server's health. Raises ServerGone, or ServerRefused if it has no such route."""
     try:
       self._client.call("/health", seconds=SHORT)
     except ServerRefused as error:
       if error.status < 500:
         raise
-      raise ServerGone(str(error)) from None  # it starts, or has failed
+      raise ServerGone(str(error)) from None  # the server is starting or has failed
 
   def drop(self, ask: Ask | None = None) -> None:
-    """Ends all calls that wait for it, or the one of this request: they raise ServerGone."""
+    """Aborts the pending call of this request, or all if it is None. They raise ServerGone."""
     self._client.drop(ask)
 
   @abc.abstractmethod
   def folder(self) -> str:
-    """The folder that it was started with."""
+    """Asks the server which folder it was started with."""
 
   @abc.abstractmethod
   def facts(self) -> Facts:
-    """The settings that it reports. Raises ServerGone, or ServerRefused if it reports none."""
+    """Asks for the server's settings. Raises ServerGone, or ServerRefused if some are missing."""
 
   @abc.abstractmethod
   def text(self, token: int) -> str:
-    """The text of a token by its tokenizer."""
+    """Lets the server's tokenizer decode one token id. Returns the text."""
 
   @abc.abstractmethod
   def draw(self, ask: Ask, name: str = NAME) -> DrawnTokens:
-    """Draws tokens. `name` is the name of the model or of adapters.
+    """Draws the tokens of a turn. `name` is the name of the model or of adapters.
 
     Raises:
-      ServerGone: It does not answer, or was told to drop the row.
-      ServerRefused: It does not draw, or the answer cannot be right.
+      ServerGone: The server does not answer, or `drop` ended the call.
+      ServerRefused: The server answers with an error, or with something that cannot be right.
     """
 
   @abc.abstractmethod
   def score(self, rows: Sequence[Sequence[int]], name: str = NAME) -> list[list[float]]:
-    """The log-probs of each row's tokens from the second on. Raises ServerGone or ServerRefused."""
+    """Returns the log-probs of each row's tokens from the second on. Raises as `draw` does."""
 
   @abc.abstractmethod
   def load(self, folder: str) -> None:
-    """Lets it read the weights of a folder. Raises ServerGone or ServerRefused.
+    """Lets the server load the weights in a folder. Raises ServerGone or ServerRefused.
 
-    `proof.py` then finds out whether it has them.
+    `proof.py` then finds out whether the server has really loaded them.
     """
 
   def add_adapters(self, name: str, folder: str) -> None:
-    """Lets it read adapters under a new name. Raises ServerGone or ServerRefused."""
+    """Lets the server load adapters under a new name. Raises ServerGone or ServerRefused."""
     body, is_again = {"lora_name": name, "lora_path": folder}, name in self._adapters
     self._adapters.add(name)
     try:
       self._client.call(self.load_adapter, body, self._seconds)
     except ServerRefused as error:
-      # It may have loaded them although its answer was lost.
+      # In a retry, this error is fine: the first call loaded them, and only its answer was lost.
       if not is_again or self.is_loaded not in str(error):
         raise
 
   def remove_adapters(self, name: str, seconds: float = SHORT) -> None:
-    """Lets it forget adapters that are no longer used."""
+    """Lets the server unload adapters that are no longer used. Ignores errors."""
     self._adapters.discard(name)
     try:
       self._client.call(self.unload_adapter, {"lora_name": name}, seconds)
-    except (ServerGone, ServerRefused):  # it has ended since, and with it the adapters
+    except (ServerGone, ServerRefused):  # a server that has exited has no adapters either
       pass
 
   def remove_all_adapters(self) -> None:
-    """Lets it forget all adapters that it was told to load, if it does so soon."""
+    """Lets the server unload all adapters of this run, with a short timeout for each."""
     for name in [*self._adapters]:
       self.remove_adapters(name, _SOON)
 
@@ -166,25 +167,25 @@ class WritesCommand(Protocol):
 
     Args:
       config: The config of the run.
-      url: The address at which it serves.
-      folder: The model folder that it serves. "" is model.path, whose weights it does not read:
-        the run brings them.
-      on_cpu: Whether it computes on CPUs.
-      program: The name or path of the engine's program. "" is the one in the search path.
+      url: The address of the server.
+      folder: The model folder to serve. "" means model.path, with dummy weights until the run
+        brings the first.
+      on_cpu: Whether the server computes on CPUs.
+      program: The name or path of the engine's program. "" finds it in the search path.
     """
 
 
 class EngineKind(NamedTuple):
-  """An engine.
+  """An engine: how to start its servers and how to talk to them.
 
   Attributes:
-    server: Talks to a server of it.
-    command: Writes the command line of a server.
-    environment: Returns the environment variables that a server needs, for a config and whether it
-      computes on CPUs.
-    key: The environment variable with the key that is sent to servers.
-    length_option: The option of a server that says how many tokens a row may have.
-    spare: How many tokens more than the longest row it must say.
+    server: The class that talks to one server.
+    command: Writes the command line that starts a server.
+    environment: Returns the environment variables that a server needs, from the config and whether
+      the server computes on CPUs.
+    key: The name of the environment variable with the API key.
+    length_option: The command-line option for the token limit of a row.
+    spare: How much larger than the longest row this limit must be.
   """
 
   server: type[EngineServer]
@@ -196,23 +197,23 @@ class EngineKind(NamedTuple):
 
 
 def longest_row(config: Config) -> int:
-  """The most tokens of a prompt and its completion."""
+  """Returns the most tokens that a prompt and its completion can have together."""
   return config.data.max_prompt_tokens + config.sampling.max_tokens
 
 
 def checked(url: str, ask: Ask, tokens: Any, logprobs: Any, reason: Any) -> DrawnTokens:
-  """The tokens that a server drew, if they can be right.
+  """Checks a server's answer, whose values may have any type, and returns the turn.
 
   Args:
     url: The address of the server.
     ask: The request.
-    tokens: The token ids in its answer.
-    logprobs: Their log-probs.
-    reason: Why the row ended: stop, length or abort.
+    tokens: The token ids in the answer.
+    logprobs: The log-probs in the answer.
+    reason: Why the turn ended: "stop", "length" or "abort".
 
   Raises:
-    ServerGone: It has dropped the row.
-    ServerRefused: They cannot be right.
+    ServerGone: The server aborted the request.
+    ServerRefused: Tokens, log-probs or the reason cannot be right for this request.
   """
   if reason == "abort":
     raise ServerGone(f"{url} dropped a row")
@@ -227,7 +228,7 @@ def checked(url: str, ask: Ask, tokens: Any, logprobs: Any, reason: Any) -> Draw
 
 
 def are_logprobs(values: Any, count: int) -> bool:
-  """Whether these are `count` log-probs."""
+  """Returns whether `values` is a list of `count` finite log-probs, none above rounding errors."""
   return (
     isinstance(values, list)
     and len(values) == count

@@ -20,26 +20,26 @@ from grpo_jax.engine.server import (
 )
 from grpo_jax.settings import shown
 
-_SPARE = 7  # a prompt has at most --context-length tokens less these
-_HOT = 1e4  # a temperature at which all tokens are equally likely
-_MOST_DIFFERENCE = 0.02  # of the log-probs of two tokens at this temperature
-# Its option --preferred-sampling-params could change them.
+_SPARE = 7  # SGLang limits a prompt to --context-length minus this many tokens
+_HOT = 1e4  # a temperature at which all tokens are about equally likely
+_MOST_DIFFERENCE = 0.02  # between the log-probs of two tokens at this temperature
+# Always sent, because the server's option --preferred-sampling-params could change the defaults.
 _NO_FILTERS = dict(top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
 _NO_FILTERS |= dict(presence_penalty=0.0, frequency_penalty=0.0)
 
 
 class SglangServer(EngineServer):
-  """A server of SGLang, by the source of version 0.5.23. It was not run with SGLang."""
+  """A server of SGLang. Follows the source of version 0.5.23, and was never run with SGLang."""
 
   load_adapter, unload_adapter = "/load_lora_adapter", "/unload_lora_adapter"
   is_loaded = "already loaded"
 
   def folder(self) -> str:
-    return str(self._told("/model_info", "model_path")[0])
+    return str(self._values_at("/model_info", "model_path")[0])
 
   def facts(self) -> Facts:
-    dtype, longest = self._told("/server_info", "dtype", "max_req_input_len")
-    # It does not report which log-probs it returns: `score` looks.
+    dtype, longest = self._values_at("/server_info", "dtype", "max_req_input_len")
+    # SGLang does not report which log-probs it returns. `score` finds out.
     return Facts(str(dtype), int(longest), "processed_logprobs", False, self.folder())
 
   def text(self, token: int) -> str:
@@ -53,10 +53,10 @@ class SglangServer(EngineServer):
       sampling = dict(
         max_new_tokens=rest.most,
         temperature=ask.temperature,
-        sampling_seed=ask.seed,  # of --enable-deterministic-inference alone
+        sampling_seed=ask.seed,  # SGLang uses it only with --enable-deterministic-inference
         stop_token_ids=list(ask.stop_ids),
         stop=list(ask.stop),
-        skip_special_tokens=False,  # a stop text may be one
+        skip_special_tokens=False,  # a stop text may be a special token
       )
       meta = self._generate(rest.prompt, sampling, name, owner=ask)
       new_logprobs, new_tokens = _columns(meta.get("output_token_logprobs"))
@@ -64,17 +64,17 @@ class SglangServer(EngineServer):
       end = end if isinstance(end, dict) else {}
       new = checked(self.url, rest, new_tokens, new_logprobs, end.get("type"))
       tokens, logprobs = tokens + new.tokens, logprobs + new.logprobs
-      # It also stops at tokens that config.json and its tokenizer name. ignore_eos=True would let
-      # it ignore stop_token_ids, too. So a row that ends at another token goes on.
+      # SGLang also stops at the end tokens of config.json and of its tokenizer. ignore_eos=True
+      # would disable stop_token_ids, too. So a turn that such a token ended is continued here.
       matched = end.get("matched")
       has_stopped = new.has_stopped and (type(matched) is not int or matched in ask.stop_ids)
       if has_stopped or len(tokens) == ask.most:
         return DrawnTokens(tokens, logprobs, has_stopped)
 
   def score(self, rows: Sequence[Sequence[int]], name: str = NAME) -> list[list[float]]:
-    # The scores are those of the row's tokens. The one token that is drawn behind them at a high
-    # temperature shows which log-probs the server returns: after that temperature, the two
-    # likeliest tokens are about equally likely.
+    # The scores belong to the row's own tokens. One more token is drawn at a high temperature, to
+    # see which log-probs the server returns: if they include the temperature, the two likeliest
+    # tokens have about the same log-prob.
     sampling, scores, difference = dict(max_new_tokens=1, temperature=_HOT), [], 0.0
     for row in rows:
       meta = self._generate(row, sampling, name, logprob_start_len=0, top_logprobs_num=2)
@@ -93,11 +93,11 @@ class SglangServer(EngineServer):
     return scores
 
   def load(self, folder: str) -> None:
-    # It waits for rows in flight. A server that was started without weights would go on to make
-    # them up, so the format is named.
+    # SGLang waits for rows in flight. The format is sent because a server that was started with
+    # dummy weights would otherwise make up dummy weights again.
     body = {"model_path": folder, "load_format": "auto", "flush_cache": False}
     self._client.call("/update_weights_from_disk", body, self._seconds)
-    # It draws for a moment after nobody waits for a row, and cannot drop its cache until then.
+    # SGLang goes on decoding aborted rows for a moment, and cannot flush its cache until then.
     self._client.call(f"/flush_cache?timeout={SHORT:g}", {}, max(self._seconds, SHORT))
 
   def _generate(
@@ -108,7 +108,10 @@ class SglangServer(EngineServer):
     owner: Any = None,
     **more: int,
   ) -> Mapping[str, Any]:
-    """Draws a row with log-probs. Returns the answer's meta_info."""
+    """Draws after one prompt, with log-probs. Returns the answer's meta_info.
+
+    `sampling` are SGLang's sampling_params, `more` further fields of the request.
+    """
     body = {"input_ids": list(prompt), "sampling_params": {**_NO_FILTERS, **sampling}, **more}
     body |= {"return_logprob": True, "lora_path": None if name == NAME else name}
     answer = self._client.call("/generate", body, self._seconds, owner)
@@ -116,8 +119,8 @@ class SglangServer(EngineServer):
       return answer["meta_info"]
     raise ServerRefused(f"{self.url} answers /generate with {shown(answer)}")
 
-  def _told(self, path: str, *keys: str) -> list[Any]:
-    """The values of keys in what it says of itself at a path."""
+  def _values_at(self, path: str, *keys: str) -> list[Any]:
+    """Gets a JSON object from a path of the server, and returns the values of `keys` in it."""
     answer = self._client.call(path, seconds=SHORT)
     try:
       return [answer[key] for key in keys]
@@ -129,7 +132,7 @@ class SglangServer(EngineServer):
 
 
 def _columns(entries: Any) -> tuple[Any, Any]:
-  """The log-probs and the token ids of entries (log-prob, token id, text), or (None, None)."""
+  """Splits entries (log-prob, token id, text) into (log-probs, token ids), or (None, None)."""
   try:
     return [entry[0] for entry in entries], [entry[1] for entry in entries]
   except (TypeError, IndexError, KeyError):
@@ -137,8 +140,8 @@ def _columns(entries: Any) -> tuple[Any, Any]:
 
 
 def environment(config: Config, on_cpu: bool) -> dict[str, str]:
-  """The environment variables of a server."""
-  # _SPARE may be more than the model has positions. No row comes so far.
+  """Returns the environment variables of a server. The arguments are those of `EngineKind`."""
+  # With _SPARE, the length may exceed the model's positions, which is harmless: no row is so long.
   found = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
   return found | ({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {})
 
@@ -146,7 +149,7 @@ def environment(config: Config, on_cpu: bool) -> dict[str, str]:
 def command(
   config: Config, url: str, folder: str = "", *, on_cpu: bool = False, program: str = ""
 ) -> list[str]:
-  """The command line of a server. The arguments are those of `server.WritesCommand`."""
+  """Returns the command line of a server. The arguments are those of `server.WritesCommand`."""
   split, sampling, lora = urlsplit(url), config.sampling, config.lora
   found = [program or "python", "-m", "sglang.launch_server"]
   found += ["--model-path", folder or config.model.path]

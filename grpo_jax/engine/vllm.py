@@ -24,7 +24,7 @@ from grpo_jax.engine.server import (
 )
 from grpo_jax.settings import shown
 
-_TOKENS_AT_ONCE = 4096  # of prompts, on CPUs
+_TOKENS_AT_ONCE = 4096  # prompt tokens per batch on CPUs
 _UNTIED = '{"tie_word_embeddings": false}'
 
 
@@ -65,7 +65,7 @@ class VllmServer(EngineServer):
     return str(self._client.call("/detokenize", body, SHORT)["prompt"])
 
   def draw(self, ask: Ask, name: str = NAME) -> DrawnTokens:
-    # All settings are given that a folder's generation_config.json could change.
+    # Every setting is sent that the model folder's generation_config.json could change.
     body = dict(
       model=name,
       prompt=list(ask.prompt),
@@ -80,8 +80,8 @@ class VllmServer(EngineServer):
       seed=ask.seed,
       stop_token_ids=list(ask.stop_ids),
       stop=list(ask.stop),
-      ignore_eos=True,  # the stop ids have it
-      skip_special_tokens=False,  # a stop text may be one
+      ignore_eos=True,  # the end-of-sequence token is among the stop ids
+      skip_special_tokens=False,  # a stop text may be a special token
       logprobs=0,
       return_token_ids=True,
     )
@@ -103,31 +103,32 @@ class VllmServer(EngineServer):
     for number, row in enumerate(rows):
       of_tokens = _choice(answer, self.url, number).get("prompt_logprobs")
       try:
-        own = [of_tokens[place][str(row[place])]["logprob"] for place in range(1, len(row))]
+        logprobs = [of_tokens[i][str(row[i])]["logprob"] for i in range(1, len(row))]
       except (KeyError, IndexError, TypeError):
-        own = None
-      if not are_logprobs(own, len(row) - 1):
+        logprobs = None
+      if not are_logprobs(logprobs, len(row) - 1):
         raise ServerRefused(f"{self.url} scored a row with {shown(of_tokens)}")
-      scores.append(own)
+      scores.append(logprobs)
     return scores
 
   def load(self, folder: str) -> None:
     self._client.call("/pause?mode=keep", {}, self._seconds)
     try:
-      # A server that was started without weights would go on to make them up.
-      real = {"overrides": {"load_config": {"load_format": "auto"}}}
-      self._all_workers("update_config", real)
+      # A server that was started with dummy weights would otherwise make up dummy ones again.
+      from_files = {"overrides": {"load_config": {"load_format": "auto"}}}
+      self._all_workers("update_config", from_files)
       self._all_workers("reload_weights", {"weights_path": folder})
       self._client.call("/reset_prefix_cache", {}, self._seconds)
     finally:
       self._client.call("/resume", {}, self._seconds)
 
   def _all_workers(self, method: str, arguments: Mapping[str, Any]) -> None:
+    """Calls a method in all worker processes of the server."""
     body = {"method": method, "kwargs": arguments}
     self._client.call("/collective_rpc", body, self._seconds)
 
   def _model(self) -> Mapping[str, Any]:
-    """The entry of its model in /v1/models."""
+    """Returns the policy's entry in /v1/models. Raises ServerRefused if there is none."""
     answer = self._client.call("/v1/models", seconds=SHORT)
     models = answer.get("data") if isinstance(answer, dict) else None
     for model in models or ():
@@ -141,6 +142,7 @@ class VllmServer(EngineServer):
 
 
 def _choice(answer: Any, url: str, number: int = 0) -> Mapping[str, Any]:
+  """Returns the choice with index `number` in an answer. Raises ServerRefused if it is missing."""
   choices = answer.get("choices") if isinstance(answer, dict) else None
   for choice in choices if isinstance(choices, list) else ():
     if isinstance(choice, dict) and choice.get("index") == number:
@@ -149,8 +151,8 @@ def _choice(answer: Any, url: str, number: int = 0) -> Mapping[str, Any]:
 
 
 def environment(config: Config, on_cpu: bool) -> dict[str, str]:
-  """The environment variables of a server."""
-  found = {"VLLM_SERVER_DEV_MODE": "1"}  # routes that load weights
+  """Returns the environment variables of a server. The arguments are those of `EngineKind`."""
+  found = {"VLLM_SERVER_DEV_MODE": "1"}  # enables the routes that load weights
   if config.lora.rank:
     found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
   if on_cpu:
@@ -161,12 +163,12 @@ def environment(config: Config, on_cpu: bool) -> dict[str, str]:
 def command(
   config: Config, url: str, folder: str = "", *, on_cpu: bool = False, program: str = ""
 ) -> list[str]:
-  """The command line of a server. The arguments are those of `server.WritesCommand`."""
+  """Returns the command line of a server. The arguments are those of `server.WritesCommand`."""
   split, sampling = urlsplit(url), config.sampling
   found = [program or "vllm", "serve", folder or config.model.path, "--served-model-name", NAME]
   found += ["--host", split.hostname or "127.0.0.1", "--port", str(split.port)]
   found += ["--dtype", sampling.dtype or config.model.dtype]
-  # One more, because a prompt that is only scored is followed by a token.
+  # One more, because vLLM always draws at least one token, even after a prompt to score.
   length = longest_row(config) + 1
   found += ["--max-model-len", str(length), "--seed", str(config.seed)]
   found += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
@@ -179,17 +181,18 @@ def command(
   elif not folder:
     found += ["--load-format", "dummy"]
   if on_cpu:
-    # vLLM 0.32 ends on CPUs when it splits the prompt of a row that has a seed.
+    # vLLM 0.32 crashes on CPUs when it splits the prompt of a row that has a seed.
     found += ["--enforce-eager", "--no-enable-chunked-prefill"]
     found += ["--max-num-batched-tokens", str(max(length, _TOKENS_AT_ONCE))]
     if not config.lora.rank:
-      # vLLM 0.32 packs an output head for CPUs once, and never again if it is the embedding.
+      # vLLM 0.32 repacks the output head for CPUs. If the head is tied to the embedding, it does so
+      # only once and would miss later weights.
       found += ["--hf-overrides", _UNTIED]
   return found
 
 
 def _rank(rank: int) -> int:
-  """The smallest rank that vLLM has room for."""
+  """Returns the smallest rank that vLLM supports and that is at least `rank`."""
   return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 

@@ -1,10 +1,10 @@
 """Writes folders with the weights of a policy, one for each version, for the servers to read.
 
-If all weights are trained, a folder is a whole model. With adapters, it holds only the adapters.
+If all weights are trained, a folder is a whole model. With LoRA, it holds only the adapters.
 
-The folders of a start are called weights-TOKEN-NUMBER. Each start has a token of its own. The file
-weights-TOKEN.owner beside them is locked while the run goes on. So a later run knows which folders
-a killed run left, and touches nothing else.
+Folders are called weights-TOKEN-NUMBER, with a random token for each start of a run. The run locks
+the file weights-TOKEN.owner beside them until it ends. So a later run can tell which folders a
+killed run left behind, and removes no others.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ _OWNER, _OWNED = re.compile(r"weights-[0-9a-f]{16}\.owner"), b"grpo_jax writes w
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Written:
-  """The weights of a policy in a folder, which is removed when this object is collected as garbage.
+  """The weights of a policy in a folder, which is removed when this object is garbage-collected.
 
   Attributes:
-    name: The name of the folder, and of the adapters in it.
-    folder: The folder.
+    name: The name of the folder, and of the adapters at the servers.
+    folder: The path of the folder.
     logprobs_BN: The probe's log-probs under these weights, as this run computes them.
   """
 
@@ -51,18 +51,18 @@ class Folders:
   """Writes the weights of a run.
 
   Attributes:
-    is_untied: Whether to write an output head for a model whose head is its embedding.
+    is_untied: Whether to write a separate output head although the model ties it to the embedding.
   """
 
   def __init__(self, run: Run, folder: Path, probe: Probe):
-    """Writes a file that says that this run owns its folders, and removes those of killed runs.
+    """Creates and locks this run's owner file, and removes the folders of killed runs.
 
-    A run holds a lock on its file as long as it lives. So a run whose file has no lock was killed.
+    A run that is alive holds a lock on its owner file. So an unlocked file is left from a kill.
 
     Args:
       run: The run.
-      folder: The folder that gets a folder for each version.
-      probe: The rows whose log-probs prove that a server has the weights.
+      folder: The parent of the folders of weights.
+      probe: The rows whose log-probs prove that a server has loaded the weights.
 
     Raises:
       ConfigError: The folder cannot be written.
@@ -71,9 +71,9 @@ class Folders:
     self.is_untied = False
     self._prefix = f"weights-{secrets.token_hex(8)}"
     self._count = 0
-    self._removals = list[weakref.finalize]()  # each removes the folder of a `Written` that lives
-    # The arrays that were written last, and their folder, which serves again if no array is another
-    # one. Neither is kept alive.
+    self._removals = list[weakref.finalize]()  # each removes the folder of a live `Written`
+    # The arrays that were written last, and the result, which is returned again for the same
+    # arrays. The references are weak, so that neither stays in memory.
     self._last: tuple[list[weakref.ref], weakref.ref[Written]] | None = None
     try:
       self._folder.mkdir(parents=True, exist_ok=True)
@@ -87,13 +87,13 @@ class Folders:
       ) from error
 
   def __call__(self, params: Any) -> Written:
-    """Writes weights, unless the same arrays were written last.
+    """Writes weights, or returns the last result again if `params` are the same array objects.
 
     Args:
       params: All parameters, as `Parameters.for_sampling` returns them.
 
     Raises:
-      RunFailed: The disk cannot be written.
+      RunFailed: The folder cannot be written.
     """
     leaves = jax.tree.leaves(params)
     if self._last is not None:
@@ -106,7 +106,7 @@ class Folders:
     return written
 
   def changed(self, params: Any) -> Written:
-    """Writes changed weights: every trained array differs from `params`."""
+    """Writes `params` with noise in every trained array, for the rehearsal of `proof.py`."""
     leaves = flatten_dict(params, sep="/")
     has_adapters = self._run.parameters.model.lora is not None
     for number, name in enumerate(sorted(leaves)):
@@ -115,7 +115,7 @@ class Folders:
     return self._write(unflatten_dict(leaves, sep="/"))
 
   def close(self) -> None:
-    """Removes all folders."""
+    """Removes this run's folders and its owner file."""
     for removal in self._removals:
       removal()
     with contextlib.suppress(OSError):
@@ -125,8 +125,7 @@ class Folders:
   def _write(self, params: Any) -> Written:
     """Writes weights into a new folder, which is removed when nothing refers to the result.
 
-    Of a LoRA run, the adapters alone are written. The log-probs of the probe go with the weights,
-    so that a server can be asked whether it has them.
+    With LoRA, writes only the adapters. Also scores the probe, for the comparison with servers.
     """
     run, name = self._run, f"{self._prefix}-{self._count}"
     self._count += 1
@@ -148,25 +147,25 @@ class Folders:
       ) from error
     written = Written(name, folder, logprobs_BN)
     removal = weakref.finalize(written, shutil.rmtree, folder, ignore_errors=True)
-    self._removals = [one for one in self._removals if one.alive] + [removal]
+    self._removals = [other for other in self._removals if other.alive] + [removal]
     return written
 
 
 def _owned(owner: Path) -> BinaryIO:
-  """Opens a file whose lock says that the run goes on, until it is closed."""
+  """Creates and locks an owner file. The lock is held until the returned file is closed."""
   file = open(owner, "xb", buffering=0)
-  with contextlib.suppress(OSError):  # a file system without locks: nobody removes what is left
+  with contextlib.suppress(OSError):  # without locks, no run ever removes another run's folders
     fcntl.flock(file, fcntl.LOCK_EX)
   file.write(_OWNED)
   return file
 
 
 def _remove_left(owner: Path) -> None:
-  """Removes the folders of a run, unless the run goes on."""
+  """Removes the folders and the owner file of another run, unless that run is still alive."""
   with contextlib.suppress(FileNotFoundError), open(owner, "rb") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it goes on, or the file system has no locks
+    except OSError:  # the run is alive, or the file system has no locks
       return
     if file.read() != _OWNED:
       return
@@ -178,27 +177,28 @@ def _remove_left(owner: Path) -> None:
 
 
 def _adapters_of(params: Any) -> Any:
-  """The adapters alone."""
+  """Returns the parameters of the adapters only."""
   leaves = flatten_dict(params, sep="/")
-  own = {name: leaf for name, leaf in leaves.items() if name.endswith(_ADAPTERS)}
-  return unflatten_dict(own, sep="/")
+  adapters = {name: leaf for name, leaf in leaves.items() if name.endswith(_ADAPTERS)}
+  return unflatten_dict(adapters, sep="/")
 
 
 def _untied(shape: model.ModelConfig, params: Any) -> tuple[model.ModelConfig, Any]:
-  """The same model with an output head of its own."""
+  """Returns the configuration and parameters of the same model with a separate output head."""
   if not shape.tie_embeddings:
     return shape, params
   untied = dataclasses.replace(shape, tie_embeddings=False)
-  made = flatten_dict(jax.eval_shape(lambda key: model.init(key, untied), jax.random.key(0)))
+  shapes = flatten_dict(jax.eval_shape(lambda key: model.init(key, untied), jax.random.key(0)))
   leaves = flatten_dict(params)
-  (head,) = made.keys() - leaves.keys()
-  embedding = next(leaf for name, leaf in leaves.items() if leaf.shape[::-1] == made[head].shape)
+  (head,) = shapes.keys() - leaves.keys()
+  # The head is the transposed embedding, which has the reversed shape.
+  embedding = next(leaf for name, leaf in leaves.items() if leaf.shape[::-1] == shapes[head].shape)
   return untied, unflatten_dict(leaves | {head: embedding.T})
 
 
 @jax.jit
 def _shaken(leaf: jax.Array, number: int) -> jax.Array:
-  """An array with noise of about a third of its size added to every number."""
+  """Adds noise, seeded by `number`, that is about a third as large as the array's RMS value."""
   size = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
   noise = jax.random.normal(jax.random.key(number), leaf.shape)
   return (leaf + 0.3 * jnp.where(size > 0, size, 0.1) * noise).astype(leaf.dtype)

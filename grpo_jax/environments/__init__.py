@@ -2,7 +2,7 @@
 
 A completion with an environment is a conversation. The policy writes a turn, the environment
 answers, and the policy writes again, until the environment says that it is done or a limit is
-reached. The tokens of the environment are read and not learned.
+reached. The policy reads the environment's tokens. The loss excludes them.
 
 **Tools** are functions that the policy calls. `environment.tools` names them: one of `TOOLS`,
 `path/file.py:function`, or `package.module:function`. A tool is a typed function with a Google
@@ -20,7 +20,7 @@ other values as JSON. An exception becomes a message that begins with "error: ".
 
 **An environment** is a class. `environment.name` names it: one of `ENVIRONMENTS`,
 `path/file.py:Class`, `package.module:Class`, `textarena:ID` or `openenv:ADDRESS`. Each completion
-has an object of its own:
+has its own object:
 
   class Riddle:
 
@@ -31,16 +31,17 @@ has an object of its own:
       return [{"role": "user", "content": "No."}], 0.0, False
 
 `reset` gets the fields of the example. It returns the messages that follow the prompt of the data
-set, or [] if that is the whole prompt. All completions of a prompt share them, so they must depend
+set, or [] if there are none. All completions of a prompt share these messages, so they must depend
 on the example alone. `step` gets the policy's turn, as {"role": "assistant", "content": TEXT}. It
-returns the messages that answer it, the reward of this turn, which is a finite number or None, and
-whether the conversation has ended, True or False. Both may be `async def`.
+returns the messages that answer the turn, the reward of this turn, which is a finite number or
+None, and whether the conversation has ended, True or False. Both may be `async def`.
 
 Workers call both, under reward.timeout and reward.memory. Between two turns the object is pickled,
-so that any worker can go on with it. A class with `pickles = False` stays in one worker.
+so that any worker can continue with it. An object of a class with `pickles = False` stays in one
+worker.
 
-The sum of a completion's rewards is the reward function `environment`. Where a turn has calls of
-tools, these are answered first, and `step` is not called.
+The reward function `environment` returns the sum of a completion's rewards. If a turn calls tools,
+the tools answer it, and `step` is not called for this turn.
 """
 
 from grpo_jax.environments.acting import Outcome, Request

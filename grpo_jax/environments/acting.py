@@ -1,6 +1,6 @@
-"""Workers answer requests here: they call a tool, or take a step of an environment.
+"""Answers requests in the workers: calls a tool, or an environment's `step` or methods.
 
-A request and its outcome are plain values. An exception of a user's code becomes an outcome.
+Requests and outcomes are plain values. An exception in a user's code becomes an outcome.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from grpo_jax.registry import name_of
 from grpo_jax.rewards.call import in_thread, is_async
 from grpo_jax.settings import ConfigError
 
-LONGEST_MESSAGE = 20_000  # characters of what a tool returns; the rest is cut off
+LONGEST_MESSAGE = 20_000  # characters of a tool's result; the rest is cut off
 
 Request = Mapping[str, Any]
 Outcome = dict[str, Any]
@@ -34,7 +34,7 @@ class ToolsAndEnvironments(NamedTuple):
 
   Attributes:
     tools: The tools by their names.
-    environments: By task, the factory that makes an environment. "" means all tasks.
+    environments: By task, the factory of the environment. The task "" means all tasks.
   """
 
   tools: dict[str, Tool]
@@ -42,7 +42,7 @@ class ToolsAndEnvironments(NamedTuple):
 
   @property
   def are_async(self) -> bool:
-    """Whether an event loop must call them."""
+    """Whether calls need an event loop: a function is async, or an environment stays."""
     classes = [getattr(one, "func", one) for one in self.environments.values()]
     methods = [
       getattr(one, name, None)
@@ -54,22 +54,22 @@ class ToolsAndEnvironments(NamedTuple):
 
   @property
   def stay(self) -> bool:
-    """Whether an environment cannot move from one worker to another."""
+    """Whether the objects of some environment cannot move from one worker to another."""
     classes = [getattr(one, "func", one) for one in self.environments.values()]
     return not all(getattr(one, "pickles", True) for one in classes)
 
   def methods_of_task(self, task: str) -> dict[str, Tool] | None:
-    """The methods that are tools for a task. None without an environment, or if it has a `step`."""
+    """Returns the methods that are tools for a task. None if no environment of it has such."""
     factory = self.of_task(task)
     return None if factory is None else methods_of(factory)
 
   def of_task(self, task: str) -> Factory | None:
-    """The environment of a task, or None if it has none."""
+    """Returns the factory of a task's environment, or None if the task has none."""
     return self.environments.get(task, self.environments.get(""))
 
 
 def load(tools: tuple[str, ...], name: str) -> ToolsAndEnvironments:
-  """The tools and environments of these names. Raises ConfigError if one cannot be found."""
+  """Loads environment.tools and environment.name. Raises ConfigError if one cannot be found."""
   environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
   found: dict[str, Tool] = {}
   for one in (tool for name in tools for tool in names.resolve_tools(name)):
@@ -82,17 +82,17 @@ def load(tools: tuple[str, ...], name: str) -> ToolsAndEnvironments:
   return ToolsAndEnvironments(found, environments)
 
 
-_loaded = functools.lru_cache(8)(load)  # in a worker, which lives as long as its run
+_loaded = functools.lru_cache(8)(load)  # a cache for the worker process, which serves one run
 
 
 def callable_tools(
   tools: tuple[str, ...], schemas: Sequence[Mapping[str, Any]] | None
 ) -> dict[str, Callable[..., Awaitable[str]]]:
-  """Tools for a program that calls them itself, by name.
+  """Returns tools as functions, by name, for a harness that calls them itself.
 
   Args:
     tools: environment.tools.
-    schemas: The schemas of the tools that it may call.
+    schemas: The schemas of the tools that the harness may call.
 
   Returns:
     Async functions that return a text for the model: the tool's result, or a line that begins with
@@ -125,14 +125,14 @@ def act(
   parts: ToolsAndEnvironments | None = None,
   **columns: Any,
 ) -> list[float]:
-  """Carries out requests. It has the form of a reward function, and logs the outcomes.
+  """Answers requests, and logs the outcomes. Has the signature of a reward function for workers.
 
   Args:
     requests: The requests, as `_outcome` describes them.
-    log_extra: Gets the outcomes.
+    log_extra: Receives ("outcome", the list of outcomes).
     tools: environment.tools.
     environment: environment.name.
-    parts: The tools and environments that these two name, or None to look them up.
+    parts: The tools and environments with these names. None looks them up.
     **columns: The other arguments of reward functions, which are ignored.
   """
   del columns
@@ -150,7 +150,7 @@ async def act_async(
   parts: ToolsAndEnvironments | None = None,
   **columns: Any,
 ) -> list[float]:
-  """Does what `act` does, for all requests at once. Functions that are not async run in threads."""
+  """Does what `act` does, for all requests concurrently. Functions without async run in threads."""
   del columns
   parts = parts or _loaded(tuple(tools), environment)
   outcomes = await asyncio.gather(*(_outcome(parts, one, as_thread=True) for one in requests))
@@ -159,31 +159,32 @@ async def act_async(
 
 
 def outcome(parts: ToolsAndEnvironments, request: Request) -> Outcome:
-  """The outcome of a request, in this process. See `_outcome`."""
-  doing = _outcome(parts, request, as_thread=False)
+  """Answers a request in this process. See `_outcome`."""
+  coroutine = _outcome(parts, request, as_thread=False)
   if parts.are_async:
-    return in_thread(lambda: run(doing)).result()
+    return in_thread(lambda: run(coroutine)).result()
   try:
-    doing.send(None)
-  except StopIteration as end:  # nothing in it waits
+    coroutine.send(None)
+  except StopIteration as end:  # without async functions, the coroutine ends without awaiting
     return end.value
   raise RuntimeError("a function that is not async waits")
 
 
 async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: bool) -> Outcome:
-  """The outcome of a request.
+  """Answers a request.
 
   Args:
     parts: The tools and environments.
-    request: `tool` and `arguments`; or `task`, `example`, `is_first`, `state`, `key`, `is_last`
-      and `message`, or `calls` of methods in its place; or `close`, a key.
-    as_thread: Whether functions that are not async run in a thread of their own.
+    request: One of three forms. A tool call has `tool` and `arguments`. A turn of an environment
+      has `task`, `example`, `is_first`, `state`, `key` and `is_last`, and either `message`, for
+      `step`, or `calls`, for methods. {"close": key} closes a conversation's environment.
+    as_thread: Whether functions that are not async run in another thread.
 
   Returns:
-    A dict. A tool gives `content` and `failed`, or `error` if its server is gone. An environment
-    gives `messages`, `reward`, `done` and `state`, or `error`. Methods give `contents` in place of
-    `messages`, each as a tool gives it, and at the end `environment`, the pickled object. `close`
-    gives nothing, or `error`.
+    A dict. For a tool, `content` and `failed`, or `error` if its server is gone. For `step`,
+    `messages`, `reward`, `done` and `state`, or `error`. For methods, the same with `contents`, a
+    tool's outcome for each call, instead of `messages`, and `environment`, which is "" before the
+    last turn and then the pickled object. For `close`, {} or `error`.
   """
   try:
     with as_exceptions():
@@ -205,12 +206,12 @@ async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: boo
 
 
 def problem_with(error: Exception, method: str, factory: Any) -> str:
-  """The error of an environment or a harness, in a line that begins with a verb.
+  """Describes the error of an environment or a harness in a line that begins with a verb.
 
   Args:
-    error: The exception that it raised, or a `Mistake` for a wrong value that it returned.
+    error: The exception that the user's code raised, or a `Mistake` for a wrong return value.
     method: The method that was called, or "".
-    factory: The class or function, or the partial that makes the objects.
+    factory: The class or function, or a partial of it.
   """
   if not isinstance(error, Mistake):
     return f"raised {describe(error)}"
@@ -219,6 +220,7 @@ def problem_with(error: Exception, method: str, factory: Any) -> str:
 
 
 async def _step(parts: ToolsAndEnvironments, request: Request, as_thread: bool) -> Outcome:
+  """Calls `step` of a conversation's environment."""
   environment = await _environment_of(parts, request, as_thread)
   async with closed_on_error(environment, as_thread):
     messages, reward, done = step_of(await _call(as_thread, environment.step, request["message"]))
@@ -227,7 +229,7 @@ async def _step(parts: ToolsAndEnvironments, request: Request, as_thread: bool) 
 
 
 async def _call_methods(parts: ToolsAndEnvironments, request: Request, as_thread: bool) -> Outcome:
-  """Calls methods of an environment, one after the other, or asks for its reward at the end."""
+  """Calls methods of an environment in order. In the last turn, also calls `get_reward`."""
   environment: Any = await _environment_of(parts, request, as_thread)
   contents, reward, is_last = list[Outcome](), None, request["is_last"]
   async with closed_on_error(environment, as_thread):
@@ -250,7 +252,7 @@ async def _call_methods(parts: ToolsAndEnvironments, request: Request, as_thread
 async def _environment_of(
   parts: ToolsAndEnvironments, request: Request, as_thread: bool
 ) -> EnvironmentObject:
-  """The object of a conversation. The first request makes it."""
+  """Finds or unpickles the environment of a conversation. The first request creates it."""
   environment: EnvironmentObject | None = _KEPT.pop(request["key"], None)
   if environment is not None:
     return environment
@@ -271,7 +273,7 @@ async def _environment_of(
 async def _state_of(
   environment: EnvironmentObject, key: str, is_last: bool, as_thread: bool
 ) -> str:
-  """The state for the next request of a conversation. "" if this process keeps the object."""
+  """Pickles the environment in base64. "" if it stays in `_KEPT` or the last turn closes it."""
   if is_last:
     await _close(environment, as_thread)
   elif getattr(environment, "pickles", True):
@@ -281,7 +283,7 @@ async def _state_of(
   return ""
 
 
-# The objects of environments that cannot be pickled, by conversation.
+# The environments that cannot be pickled, by the key of their conversation.
 _KEPT: dict[str, EnvironmentObject] = {}
 
 
@@ -301,7 +303,7 @@ async def _close(environment: EnvironmentObject, as_thread: bool) -> None:
 async def closed_on_error(
   environment: EnvironmentObject, as_thread: bool = False
 ) -> AsyncIterator[None]:
-  """Closes an environment if the block raises. Errors of `close` itself are then dropped."""
+  """Closes an environment if the block raises. Ignores errors of `close` itself."""
   try:
     yield
   except BaseException:
@@ -311,6 +313,7 @@ async def closed_on_error(
 
 
 async def _call(as_thread: bool, function: Any, /, *values: Any, **named: Any) -> Any:
+  """Calls a function of a user, async or not. `as_thread` moves other functions to a thread."""
   if inspect.iscoroutinefunction(function):
     return await function(*values, **named)
   if as_thread:
@@ -321,7 +324,7 @@ async def _call(as_thread: bool, function: Any, /, *values: Any, **named: Any) -
 
 
 def _called(function: Any, /, *values: Any, **named: Any) -> Any:
-  """Calls a function. StopIteration becomes `Ended`: no coroutine or future can carry it."""
+  """Calls a function. Turns StopIteration into `Ended`: coroutines and futures cannot raise it."""
   try:
     return function(*values, **named)
   except StopIteration as error:
@@ -334,17 +337,17 @@ def _pickled(environment: EnvironmentObject) -> bytes:
   except Exception:
     import cloudpickle  # imported here because it is an optional package
 
-    return cloudpickle.dumps(environment)  # a class of a notebook, by its value
+    return cloudpickle.dumps(environment)  # it can pickle classes that a notebook defines
 
 
 def _as_text(value: Any) -> str:
   text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
   if len(text) > LONGEST_MESSAGE:
     text = f"{text[:LONGEST_MESSAGE]}... (cut off)"
-  return text.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+  return text.encode("utf-8", "replace").decode()  # UTF-8 cannot encode unpaired surrogates
 
 
 def _message(error: Exception) -> str:
-  """An exception as a line for the model: its message, without the places of a user's files."""
+  """Returns an exception's message as one line for the model, without file names and lines."""
   text = " ".join(text_of(error).split())[:300].encode("utf-8", "replace").decode()
   return text or type(error).__name__

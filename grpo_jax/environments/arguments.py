@@ -1,6 +1,6 @@
-"""Reads the arguments that a model wrote as values, by the JSON schema of the tool.
+"""Converts the arguments that a model wrote to values, by the JSON schema of the tool.
 
-Training, harnesses and the endpoint all read the calls of tools with this module.
+Training, harnesses and the endpoint all use this module for tool calls.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-_DEEPEST = 64  # levels of lists and objects that are looked into
+_DEEPEST = 64  # levels of nested lists and objects that are converted
 _TYPES: dict[str, tuple[type, ...]] = {
   "integer": (int,),
   "number": (int, float),
@@ -20,27 +20,26 @@ _TYPES: dict[str, tuple[type, ...]] = {
   "object": (dict,),
   "null": (type(None),),
 }
-# As JSON writes them, and as Python and jinja2 do.
+# The spellings of JSON, and those of Python and jinja2.
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 
 
 class UnquotedText(str):
-  """An argument that stands in a call without quotes. The schema decides what it means."""
+  """An argument that the call contains without quotes. The schema decides which type it has."""
 
 
 def parameters_of(schema: Schema) -> Mapping[str, Any]:
-  """The JSON schema of the arguments of a tool. Empty where a request gives none."""
+  """Returns the JSON schema of a tool's arguments. Empty if `schema` lacks it."""
   return _mapping(_mapping(schema.get("function")).get("parameters"))
 
 
 def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
-  """The arguments of a call as the values that the schema wants, where they can be read so.
+  """Converts the arguments of a call to the types in the schema, as far as possible.
 
   Args:
-    schema: The schema of the tool.
-    arguments: The values by name. An `UnquotedText` in them may stand for any value. It becomes a
-      text where the schema wants a text, or where it cannot be read as a value that the schema
-      wants. Without a schema, it becomes the value that it reads as.
+    schema: The schema of the tool. It may be empty.
+    arguments: The values by name. An `UnquotedText` becomes a value of another type if the schema
+      allows that type, or names no types, and the text parses as such a value. Else it is a text.
   """
   parameters = parameters_of(schema)
   properties = _mapping(parameters.get("properties"))
@@ -50,7 +49,7 @@ def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(schema: Schema, arguments: Any) -> str:
-  """The first error in the arguments of a call, in a line for the model. "" if there is none."""
+  """Returns the first error in the arguments of a call, a line for the model. "" if all fit."""
   function = schema["function"]
   properties = function["parameters"].get("properties", {})
   for name in function["parameters"].get("required", ()):
@@ -66,7 +65,7 @@ def check_arguments(schema: Schema, arguments: Any) -> str:
 
 
 def first_json(text: str) -> tuple[Any, str, str]:
-  """(the JSON value with which a text begins, the rest of the text, the error or "")."""
+  """Parses the JSON value that begins a text. Returns (value, rest of the text, error or "")."""
   text = text.strip()
   try:
     value, end = _DECODER.raw_decode(text)
@@ -76,7 +75,7 @@ def first_json(text: str) -> tuple[Any, str, str]:
 
 
 def _value(schema: Any, value: Any, root: Schema, depth: int) -> Any:
-  """A value, with all values inside it, as a schema wants them."""
+  """Converts a value and all values inside it. `root` resolves references, `depth` is the level."""
   schemas = list(_alternatives(schema, root))
   if isinstance(value, UnquotedText):
     value = _read(schemas, value)
@@ -100,7 +99,7 @@ def _value(schema: Any, value: Any, root: Schema, depth: int) -> Any:
 
 
 def _read(schemas: Sequence[Schema], text: UnquotedText) -> Any:
-  """The value that a text without quotes stands for, or the text."""
+  """Converts an unquoted text to the value of another type that `schemas` allow, or to a str."""
   choices = [choice for one in schemas for choice in _choices(one)]
   names = _names(schemas)
   if text in [choice for choice in choices if isinstance(choice, str)]:
@@ -113,14 +112,14 @@ def _read(schemas: Sequence[Schema], text: UnquotedText) -> Any:
     return str(text)
   if not names or any(choice == found and _is_same_kind(choice, found) for choice in choices):
     return found
-  # A text in quotes is a text that has quotes.
+  # Without str: a text that contains quotes keeps them, because this format does not quote texts.
   kinds = {kind for name in names for kind in _TYPES[name]} - {str}
   is_whole = type(found) is float and found.is_integer() and "integer" in names
   return found if type(found) in kinds or is_whole else str(text)
 
 
 def _alternatives(schema: Any, root: Schema) -> Iterator[Schema]:
-  """The alternatives of a schema, with its references resolved. Each reference counts once."""
+  """Yields a schema and the options in anyOf, oneOf and allOf. Resolves each reference once."""
   queue, seen = [schema], set[str]()
   for one in queue:
     if not isinstance(one, Mapping):
@@ -138,7 +137,7 @@ def _alternatives(schema: Any, root: Schema) -> Iterator[Schema]:
 
 
 def _target(reference: str, root: Schema) -> Any:
-  """The schema that a reference such as "#/$defs/Point" points to, or None."""
+  """Returns the schema that a reference such as "#/$defs/Point" points to, or None."""
   found: Any = root
   for name in reference.removeprefix("#/").split("/"):
     found = _mapping(found).get(name)
@@ -146,7 +145,7 @@ def _target(reference: str, root: Schema) -> Any:
 
 
 def _names(schemas: Sequence[Schema]) -> set[str]:
-  """The JSON types that schemas allow. Empty where they say nothing."""
+  """Returns the JSON types that the schemas allow. Empty if they name no types and no choices."""
   found = set[str]()
   for one in schemas:
     names = one.get("type")
@@ -161,7 +160,7 @@ def _names(schemas: Sequence[Schema]) -> set[str]:
 
 
 def _choices(schema: Schema) -> list[Any]:
-  """The only values that a schema allows, or none if it allows others."""
+  """Returns the values that enum and const list. [] if the schema has neither."""
   choices = schema.get("enum")
   made = list(choices) if isinstance(choices, list) else []
   return [*made, schema["const"]] if "const" in schema else made
@@ -176,18 +175,18 @@ def _has_others(schema: Schema) -> bool:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-  """A value if it is an object. The schemas of a request may be anything."""
+  """Returns a value if it is a mapping, or else {}. Schemas in a request may have any form."""
   return value if isinstance(value, Mapping) else {}
 
 
 def _problem(schema: Schema, value: Any) -> str:
-  """The type or values that a value must have, or "" if it has. Items of lists are not checked."""
+  """Returns "" if a value fits a schema, or else what it must be. Does not check items of lists."""
   if value is None and schema.get("nullable"):
     return ""
   names = schema.get("type", [])
   names = [names] if isinstance(names, str) else names
   kinds = [kind for name in names for kind in _TYPES.get(name, ())]
-  if kinds and type(value) not in kinds:  # True is no integer
+  if kinds and type(value) not in kinds:  # not isinstance, because True is no integer
     return f"of the type {' or '.join(names)}"
   if "enum" in schema and value not in schema["enum"]:
     return f"one of {json.dumps(schema['enum'])}"

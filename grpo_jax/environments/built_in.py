@@ -45,9 +45,9 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.AST) -> int | float:
-  """The value of an expression of numbers and operators."""
+  """Evaluates a syntax tree of numbers and operators. Raises ValueError or ArithmeticError."""
   if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-    return node.value + 0  # True is 1
+    return node.value + 0  # True becomes 1
   if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
     return _OPERATORS[type(node.op)](_value(node.operand))
   if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -64,7 +64,7 @@ def _value(node: ast.AST) -> int | float:
 class Retry:
   """Says that an answer is wrong, and lets the policy try again.
 
-  A right answer ends the conversation with the reward 1, or less for each try before it.
+  A right answer ends the conversation with a reward of 1, minus `discount` for each earlier try.
   """
 
   def __init__(
@@ -78,22 +78,22 @@ class Retry:
     """Makes the environment of a completion.
 
     Args:
-      function: The reward function that decides, by its name. A score of 1 is right.
+      function: The name of the reward function that judges an answer. A score of 1 is right.
       tries: How often the policy may answer.
       message: The message that the policy reads after a wrong answer.
-      discount: The reward 1 is lowered by this much for each try before the right one.
+      discount: How much each try before the right one lowers the reward.
     """
     self._function, self._tries, self._message = function, tries, message
     self._discount, self._tried = discount, 0
     self._example: dict[str, Any] = {}
 
   def reset(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The prompt of the data set is the whole prompt."""
+    """Stores the example. Returns no messages: the data set's prompt is the whole prompt."""
     self._example = dict(example)
     return []
 
   def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float | None, bool]:
-    """Ends the conversation after a right answer or the last try."""
+    """Judges an answer. The conversation ends after a right answer or the last try."""
     self._tried += 1
     score = resolve(self._function, "environment.name: retry", lambda name: False)
     columns = {name: [value] for name, value in self._example.items()}

@@ -1,6 +1,6 @@
-"""Reads the names and arguments of tool calls from a message, as each family writes them.
+"""Parses tool calls in a message, in the format of each model family.
 
-Each function here reads one format. `FORMATS` in tool_calls.py has an example of each.
+Each public function parses one format. The docstring of tool_calls.py has an example of each.
 """
 
 import ast
@@ -13,9 +13,9 @@ import warnings
 
 from grpo_jax.environments.arguments import UnquotedText, first_json
 
-# The parameters of each tool by its name. Empty if nobody says which tools there are.
+# By the name of each tool, the names of its parameters. Empty if the tools are unknown.
 Names = Mapping[str, Collection[str]]
-Calls = list[tuple[str, dict[str, Any]]]
+Calls = list[tuple[str, dict[str, Any]]]  # (name of the function, arguments) of each call
 
 HERMES = ("<tool_call>", "</tool_call>")
 GEMMA4 = ("<|tool_call>", "<tool_call|>")
@@ -36,12 +36,12 @@ _DEEPEST = 64  # levels of lists and objects in a call of Gemma 4
 
 
 class Read(NamedTuple):
-  """The calls that were read from a text, and the rest of the text.
+  """The calls that were found in a text, and the rest of the text.
 
   Attributes:
-    content: The text without its calls. A call that is not well-formed is content.
+    content: The text without the well-formed calls. Malformed calls remain in it.
     calls: The name of each function, and its arguments. An `UnquotedText` had no quotes.
-    malformed: The error of each call that is not well-formed, in a line for the model.
+    malformed: For each malformed call, an error line for the model.
   """
 
   content: str
@@ -50,13 +50,13 @@ class Read(NamedTuple):
 
 
 def hermes(text: str, names: Names) -> Read:
-  """JSON between tags."""
+  """Parses JSON between tags."""
   del names
   return _tagged(lambda body: _json_calls(body, ("arguments",)), text, HERMES)
 
 
 def qwen3_coder(text: str, names: Names) -> Read:
-  """Elements between tags. Values have no quotes."""
+  """Parses <function=...> and <parameter=...> elements between tags. Values are unquoted."""
 
   def read(body: str) -> tuple[Calls, list[str]]:
     calls: Calls = []
@@ -69,7 +69,7 @@ def qwen3_coder(text: str, names: Names) -> Read:
 
 
 def glm4(text: str, names: Names) -> Read:
-  """A name and elements between tags. Values have no quotes."""
+  """Parses a name, followed by <arg_key> and <arg_value> elements, between tags."""
   del names
 
   def read(body: str) -> tuple[Calls, list[str]]:
@@ -89,13 +89,13 @@ def glm4(text: str, names: Names) -> Read:
 
 
 def gemma4(text: str, names: Names) -> Read:
-  """call:NAME{KEY:VALUE} between tags. A mark of its own quotes texts."""
+  """Parses call:NAME{KEY:VALUE} between tags. Texts are quoted with the special token `QUOTE`."""
   del names
   return _tagged(_gemma4_call, text, GEMMA4)
 
 
 def granite(text: str, names: Names) -> Read:
-  """A list in JSON after a tag, which may have an end."""
+  """Parses a JSON list after a tag. The closing tag is optional."""
   del names
   content, mark, body = text.partition(GRANITE[0])
   if not mark:
@@ -105,26 +105,26 @@ def granite(text: str, names: Names) -> Read:
 
 
 def deepseek(text: str, names: Names) -> Read:
-  """A name and JSON between tags: the name first, or what kind of call it is."""
+  """Parses NAME and JSON, or "function", NAME and a block of JSON, between tags."""
   del names
-  made = _tagged(_deepseek_call, text, DEEPSEEK)
-  content = made.content
-  for mark in DEEPSEEK_LIST if made.calls else ():
+  found = _tagged(_deepseek_call, text, DEEPSEEK)
+  content = found.content
+  for mark in DEEPSEEK_LIST if found.calls else ():
     content = content.replace(mark, "")
-  return Read(content.strip() if made.calls else text, made.calls, made.malformed)
+  return Read(content.strip() if found.calls else text, found.calls, found.malformed)
 
 
 def gpt_oss(text: str, names: Names) -> Read:
-  """Messages of the form HEADER<|message|>BODY<|end|>, where another mark may end one.
+  """Parses messages of the form HEADER<|message|>BODY<|end|>. Some other tokens end them, too.
 
-  A message whose header names a function, as in to=functions.NAME, is a call, and its body has the
+  A message is a call if its header names a function, as in to=functions.NAME. Its body contains the
   arguments as JSON.
   """
   del names
   calls: Calls = []
   problems, content = list[str](), list[str]()
-  start = 0  # of the message that is read
-  content_from = 0  # what lies before is in `content`, or was a call
+  start = 0  # where the current message begins
+  content_from = 0  # all text before this index is in `content` already, or was a call
   while (mark := text.find(_HARMONY_MESSAGE, start)) >= 0:
     header, body_from = text[start:mark], mark + len(_HARMONY_MESSAGE)
     end = _HARMONY_END.search(text, body_from)
@@ -139,20 +139,20 @@ def gpt_oss(text: str, names: Names) -> Read:
         calls += found
         content.append(text[content_from:start])
         content_from = message_to
-    # The next message begins with its mark, whatever ended this one.
+    # If <|message|> ended the body, that token belongs to the next message. Find it again.
     start = body_to if end and end[0] == _HARMONY_MESSAGE else message_to
   whole = "".join([*content, text[content_from:]])
   return Read(whole.strip() if calls else whole, calls, problems)
 
 
 def olmo3(text: str, names: Names) -> Read:
-  """Calls as Python writes them, a line each, between tags."""
+  """Parses Python calls, one per line, between tags."""
   del names
   return _tagged(_python_calls, text, OLMO3)
 
 
 def llama3(text: str, names: Names) -> Read:
-  """JSON, which is the whole message."""
+  """Parses a message that consists of JSON objects only, separated by ;."""
   del names
   body = text.replace("<|python_tag|>", "").strip()
   if not body.startswith("{"):
@@ -162,13 +162,13 @@ def llama3(text: str, names: Names) -> Read:
 
 
 def mistral(text: str, names: Names) -> Read:
-  """A list in JSON, or names, each before its arguments, after a mark."""
+  """Parses, after [TOOL_CALLS], either a JSON list or names that each precede JSON arguments."""
   del names
   content, mark, body = text.partition("[TOOL_CALLS]")
   if not mark:
     content, body = "", text
   named = _MISTRAL_NAMED.match(body)
-  if named is not None and (mark or named[2]):
+  if named is not None and (mark or named[2]):  # without the mark, [ARGS] must follow the name
     calls: Calls = []
     problems = list[str]()
     while named is not None:
@@ -186,18 +186,18 @@ def mistral(text: str, names: Names) -> Read:
 
 
 def checked(value: Any, problems: list[str], keys: Sequence[str] = ("arguments",)) -> Calls:
-  """The call that a JSON object describes. The error of another value is added to `problems`.
+  """Checks the JSON value of a call. Returns [the call], or [] after an error.
 
   Args:
-    value: The object.
-    problems: Gets the error.
-    keys: The keys under which its arguments may be.
+    value: Any JSON value. A call is an object with `name` and arguments.
+    problems: Receives an error line if `value` is not a call.
+    keys: The keys under which the arguments may be.
   """
   if not isinstance(value, dict) or not isinstance(value.get("name"), str):
     problems.append('the call is not well-formed: it needs a "name" and "arguments"')
     return []
   arguments: Any = next((value[key] for key in keys if key in value), {})
-  if isinstance(arguments, str):  # some models write the object as a text
+  if isinstance(arguments, str):  # some models write the arguments as JSON in a text
     arguments, _, _ = first_json(arguments)
   if not isinstance(arguments, dict):
     problems.append(f"the call of {value['name']!r:.80}: its arguments must be a JSON object")
@@ -208,30 +208,30 @@ def checked(value: Any, problems: list[str], keys: Sequence[str] = ("arguments",
 def _tagged(
   read: Callable[[str], tuple[Calls, list[str]]], text: str, tags: tuple[str, str]
 ) -> Read:
-  """Calls between tags. Well-formed ones are cut out of the text, and the rest stays in it.
+  """Finds calls between tags, and removes the well-formed ones from the text.
 
   Args:
-    read: Gets the text between two tags, and returns (calls, errors).
+    read: Parses the text between two tags. Returns (calls, error lines).
     text: The text of the policy.
-    tags: The opening and the closing one.
+    tags: The opening and the closing tag.
   """
   opens, closes = tags
   calls: Calls = []
   malformed, content = list[str](), list[str]()
   place = 0
-  # A regular expression would search to the end of the text from each opening tag without an end,
-  # and so take a time that grows with the square of their number.
+  # No regular expression: it would search the whole rest of the text for each unclosed opening tag,
+  # which takes quadratic time.
   while (start := text.find(opens, place)) >= 0:
     end = text.find(closes, start)
     if end < 0:
-      if not calls and not malformed:  # behind a call, a text that was cut off is no error
+      if not calls and not malformed:  # after another call, a truncated call is no error
         malformed.append(f"the call has no end: {closes} is missing")
       break
-    made, problems = read(text[start + len(opens) : end].strip())
-    calls += made
+    found, problems = read(text[start + len(opens) : end].strip())
+    calls += found
     malformed += problems
     after = end + len(closes)
-    # The policy sees a call with errors again, so it stays.
+    # A call with errors stays in the content, because the policy must see it in the next turn.
     content.append(text[place : after if problems else start])
     place = after
   whole = "".join([*content, text[place:]])
@@ -239,12 +239,12 @@ def _tagged(
 
 
 def _json_calls(text: str, keys: Sequence[str], separator: str = "") -> tuple[Calls, list[str]]:
-  """The calls in JSON, which are objects or lists of objects, and the errors.
+  """Parses calls that are JSON objects or lists of objects. Returns (calls, error lines).
 
   Args:
-    text: The JSON.
+    text: One or more JSON values.
     keys: The keys under which the arguments may be.
-    separator: The text that may lie between two values.
+    separator: The text between two values. "" allows only one value.
   """
   calls: Calls = []
   problems, rest = list[str](), text
@@ -261,7 +261,7 @@ def _json_calls(text: str, keys: Sequence[str], separator: str = "") -> tuple[Ca
 
 
 def _functions(text: str) -> Iterator[tuple[str, str]]:
-  """(name, inner text) of each <function=NAME>...</function>."""
+  """Yields (name, inner text) of each <function=NAME>...</function>."""
   opens, closes = _FUNCTION
   place = 0
   while (start := text.find(opens, place)) >= 0:
@@ -274,16 +274,17 @@ def _functions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _parameters(text: str, known: Collection[str] | None) -> Iterator[tuple[str, UnquotedText]]:
-  """The name and the value of each <parameter=NAME>...</parameter>.
+  """Yields the name and the value of each <parameter=NAME>...</parameter>.
 
-  A value whose end is missing ends where the next parameter begins. A value may have such a mark
-  inside it, so this must be a parameter that the tool has and that has not come yet.
+  If the closing tag is missing, the value ends at the next opening tag. Because a value may itself
+  contain such a tag, the tag must then name a parameter in `known` that has not come before.
+  `known` are the tool's parameters. None accepts any name.
   """
   opens, closes = _PARAMETER
   seen = set[str]()
   first, *others = text.split(opens)
   pieces = [piece.partition(">") for piece in others]
-  value: list[str] = []
+  value: list[str] = []  # the pieces of the current value
   name = ""
   for found, mark, rest in pieces:
     is_new = mark and (known is None or (found.strip() in known and found.strip() not in seen))
@@ -300,10 +301,12 @@ def _parameters(text: str, known: Collection[str] | None) -> Iterator[tuple[str,
 
 
 def _between_lines(text: str) -> UnquotedText:
+  """Removes the line breaks that the format adds around a value."""
   return UnquotedText(text.removeprefix("\n").removesuffix("\n"))
 
 
 def _gemma4_call(body: str) -> tuple[Calls, list[str]]:
+  """Parses call:NAME{KEY:VALUE,...}. Returns ([the call], []) or ([], [an error line])."""
   named = _GEMMA4_NAMED.match(body)
   if named is None:
     return [], ["the call is not well-formed: it needs call:NAME{...}"]
@@ -317,7 +320,7 @@ def _gemma4_call(body: str) -> tuple[Calls, list[str]]:
 
 
 def _gemma4_value(text: str, place: int, depth: int) -> tuple[Any, int]:
-  """The value that begins at a place, and where it ends."""
+  """Parses the value at index `place`. Returns (value, index after it), or raises ValueError."""
   if depth > _DEEPEST:
     raise ValueError("it is nested too deeply")
   place = _skip(text, place)
@@ -350,6 +353,7 @@ def _gemma4_value(text: str, place: int, depth: int) -> tuple[Any, int]:
 
 
 def _gemma4_key(text: str, place: int) -> tuple[str, int]:
+  """Parses a key and its colon. Returns (key, index after the colon), or raises ValueError."""
   if text.startswith(QUOTE, place):
     key, place = _quoted(text, place)
     place = _skip(text, place)
@@ -363,7 +367,7 @@ def _gemma4_key(text: str, place: int) -> tuple[str, int]:
 
 
 def _quoted(text: str, place: int) -> tuple[str, int]:
-  """The text between two marks that quote, and where it ends."""
+  """Parses a text between two `QUOTE`. Returns (text, index after it), or raises ValueError."""
   start = place + len(QUOTE)
   end = text.find(QUOTE, start)
   if end < 0:
@@ -372,13 +376,14 @@ def _quoted(text: str, place: int) -> tuple[str, int]:
 
 
 def _skip(text: str, place: int) -> int:
+  """Returns the index of the next character that is not whitespace."""
   while text[place : place + 1].isspace():
     place += 1
   return place
 
 
 def _next(text: str, place: int, closes: str) -> int:
-  """Where the next part of a list or an object begins, or its end."""
+  """Returns the index of the next item of a list or object, or of the bracket that closes it."""
   place = _skip(text, place)
   if text.startswith(",", place):
     return _skip(text, place + 1)
@@ -388,6 +393,7 @@ def _next(text: str, place: int, closes: str) -> int:
 
 
 def _deepseek_call(body: str) -> tuple[Calls, list[str]]:
+  """Parses the text between DeepSeek's tags. Returns ([the call], []) or ([], [an error line])."""
   head, mark, tail = body.partition(DEEPSEEK_NAME)
   name, fence, fenced = tail.partition("```json")
   if not mark:
@@ -401,9 +407,10 @@ def _deepseek_call(body: str) -> tuple[Calls, list[str]]:
 
 
 def _python_calls(body: str) -> tuple[Calls, list[str]]:
+  """Parses lines of Python calls. Returns (calls, []) or ([], [an error line])."""
   try:
     with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # of \d in a text
+      warnings.simplefilter("ignore")  # warnings about escapes such as \d in a text
       tree = ast.parse(body)
     return [_python_call(statement) for statement in tree.body], []
   except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -411,7 +418,7 @@ def _python_calls(body: str) -> tuple[Calls, list[str]]:
 
 
 def _python_call(statement: ast.stmt) -> tuple[str, dict[str, Any]]:
-  """The call in a line. Raises ValueError for another line."""
+  """Converts a Python statement to (name, arguments). Raises ValueError if it is not a call."""
   call = statement.value if isinstance(statement, ast.Expr) else None
   if not isinstance(call, ast.Call) or call.args:
     raise ValueError("no call")
@@ -426,7 +433,7 @@ def _python_call(statement: ast.stmt) -> tuple[str, dict[str, Any]]:
 
 
 def _python_value(node: ast.expr) -> Any:
-  """A JSON value, written as Python or JSON writes it."""
+  """Converts a Python or JSON literal to its value. Raises ValueError for other expressions."""
   match node:
     case ast.Name(id=("true" | "false" | "null") as word):
       return UnquotedText(word)

@@ -1,4 +1,4 @@
-"""The tools and environments of a config, as a run uses them."""
+"""The tools and environments of a config: their schemas, call format and opening messages."""
 
 from collections.abc import Mapping, Sequence
 import functools
@@ -20,10 +20,10 @@ from grpo_jax.rewards.call import in_thread
 from grpo_jax.settings import ConfigError, shown
 
 _KEY = "environment.name"
-_MOST_KNOWN = 10_000  # openings that are kept
-_MOST_CHARACTERS = 50_000_000  # of openings that are kept
+_MOST_KNOWN = 10_000  # openings in the cache
+_MOST_CHARACTERS = 50_000_000  # characters of all openings in the cache
 
-# The messages with which an environment begins, or a line that says why it cannot.
+# The messages with which an environment begins, or a line that says why it cannot begin.
 Opening = list[dict[str, Any]] | str
 
 
@@ -31,22 +31,24 @@ class Environments:
   """The tools and environments of a config.
 
   Attributes:
-    settings: The section of the config.
-    schemas: The schemas of the tools, as chat templates read them.
-    of_tasks: By task, the schemas of the methods of its environment. "" means all tasks.
+    settings: The section `environment` of the config.
+    parts: The tools and the factories of environments.
+    schemas: The schemas of the tools, in the form that chat templates expect.
+    of_tasks: By task, the schemas of the methods that are tools. Tasks whose environment has a
+      `step` are absent. The task "" means all tasks.
     format: The format in which the model writes calls.
   """
 
   def __init__(self, settings: Environment, template: str, stops_on_error: bool = True) -> None:
-    """Looks up what the config names.
+    """Looks up the tools and environments that the config names.
 
     Args:
-      settings: The section of the config.
+      settings: The section `environment` of the config.
       template: The source of the chat template, or "".
       stops_on_error: Whether an environment that cannot begin ends the run.
 
     Raises:
-      ConfigError: There is no such tool or environment.
+      ConfigError: A tool or environment does not exist, or two tools have the same name.
     """
     self.settings = settings
     self.parts = acting.load(settings.tools, settings.name)
@@ -65,16 +67,16 @@ class Environments:
         )
     self.format = format_for(template, settings.calls, self.all_schemas)
     self._stops_on_error, self._has_warned = stops_on_error, False
-    self._known: dict[str, Opening] = {}  # openings by example
-    self._characters = 0  # of the known ones
+    self._known: dict[str, Opening] = {}  # the cache: openings by example
+    self._characters = 0  # in the cache
 
   def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of the tools that an example shows to the policy.
+    """Returns the schemas of the tools that the prompt of an example shows to the policy.
 
-    With `environment.tools`, the column `tools` chooses among them, and the methods of the task's
-    environment are shown, too. With environments alone, only their methods are. With neither, the
-    policy reads the schemas of the row, and nobody answers its calls. A harness shows what it
-    likes.
+    With `environment.tools`, the column `tools` selects some of them, and the methods of the task's
+    environment are added. Without, only the methods are shown. If no environment has such methods,
+    the policy reads the schemas in the row's column, and nothing answers its calls. A harness
+    writes its own prompts, so that column is ignored.
 
     Raises:
       ConfigError: The column `tools` names a tool that the config does not have.
@@ -89,33 +91,33 @@ class Environments:
 
   @property
   def all_schemas(self) -> list[dict[str, Any]]:
-    """The schemas of the tools and of the methods of environments."""
+    """The schemas of all tools and of the methods of all environments."""
     return self.schemas + [schema for own in self.of_tasks.values() for schema in own]
 
   @property
   def has_steps(self) -> bool:
-    """Whether an environment answers with messages of the user."""
+    """Whether any environment has a method `step`, which answers with user messages."""
     return len(self.of_tasks) < len(self.parts.environments)
 
   @property
   def gives_columns(self) -> bool:
-    """Whether completions have columns beside the data's: those of a harness, or `environments`."""
+    """Whether completions add columns to the data's: a harness's columns, or `environments`."""
     return bool(self.settings.harness or self.of_tasks)
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[Opening]:
-    """The messages with which environments begin, after the prompts of the data set.
+    """Returns the messages with which environments begin, after the prompts of the data set.
 
     Returns:
-      For each example, the messages. With reward.on_error=none, an environment that cannot begin
-      has a line that says why in their place.
+      For each example, the messages. With reward.on_error=none, if an environment cannot begin
+      with an example, a line that says why replaces the messages.
 
     Raises:
-      ConfigError: An environment refuses an example.
+      ConfigError: An environment cannot begin with an example, and reward.on_error=stop.
     """
     if not self.parts.environments:
       return [[] for _ in examples]
     keys = [json.dumps(example, sort_keys=True, default=str) for example in examples]
-    # A step makes its prompts several times.
+    # A cache, because a step builds its prompts several times.
     new = {key: one for key, one in zip(keys, examples) if key not in self._known}
     if len(self._known) + len(new) > _MOST_KNOWN or self._characters > _MOST_CHARACTERS:
       self._known, self._characters, new = {}, 0, dict(zip(keys, examples))
@@ -125,7 +127,7 @@ class Environments:
     return [self._known[key] for key in keys]
 
   async def _open(self, examples: Mapping[str, Mapping[str, Any]]) -> dict[str, Opening]:
-    """The openings of examples, by their keys."""
+    """Makes the openings of `examples`. Both dicts have the same keys."""
     factories = {key: self.parts.of_task(str(one.get("task", ""))) for key, one in examples.items()}
     return {
       key: await self._opening(factories[key], example) if factories[key] else []
@@ -133,7 +135,7 @@ class Environments:
     }
 
   async def _opening(self, factory: names.Factory, example: Mapping[str, Any]) -> Opening:
-    """Makes an environment for an example, takes its first messages and closes it."""
+    """Makes an environment for an example, gets its first messages and closes it."""
     method = "__init__()"
     try:
       with as_exceptions():
@@ -152,7 +154,7 @@ class Environments:
       return self._refused(f"{_KEY}: {method} of {self.settings.name} {problem}", example)
 
   def _refused(self, problem: str, example: Mapping[str, Any]) -> str:
-    """Says that an environment cannot begin with an example, or ends the run."""
+    """Returns the line that replaces an opening, and warns once. Raises if errors stop the run."""
     where = str(example.get("place") or shown(dict(example)))
     line = f"{problem}, for the example {where}"
     if self._stops_on_error:
@@ -164,16 +166,16 @@ class Environments:
 
   @functools.cached_property
   def is_portable(self) -> bool:
-    """Whether any process finds what the config names."""
+    """Whether any process can load the tools and environments by the names in the config."""
     found = [*self.settings.tools, *names.by_task(self.settings.name).values()]
     return all(map(names.is_portable, found))
 
 
 def make_environments(config: Config, tokenizer: Tokenizer) -> Environments | None:
-  """The tools and environments of a config, or None if completions have one turn.
+  """Makes the tools and environments of a config. Returns None if completions have one turn.
 
   Raises:
-    ConfigError: There is no such tool or environment, or no chat template.
+    ConfigError: A tool or environment does not exist, or two tools have the same name.
   """
   if not config.environment.has_turns:
     return None
@@ -185,15 +187,17 @@ def make_environments(config: Config, tokenizer: Tokenizer) -> Environments | No
 
 
 def _characters_of(opening: Opening) -> int:
+  """Returns a rough size of an opening, for the limit of the cache."""
   return len(opening) + sum(len(one["content"]) for one in opening if isinstance(one, dict))
 
 
 async def _begun(factory: names.Factory, environment: Any, example: dict[str, Any]) -> list[Any]:
-  """The messages with which an environment begins."""
+  """Calls `reset` of a new environment, and returns the messages with which it begins."""
   if methods_of(factory) is None:
     return checked(await _result(environment.reset(example)))
   return opening_of(await _result(environment.reset(**arguments_of_reset(environment, example))))
 
 
 async def _result(value: Any) -> Any:
+  """Awaits the return value of a function that may be async."""
   return await value if inspect.isawaitable(value) else value

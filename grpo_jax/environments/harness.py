@@ -1,4 +1,4 @@
-"""Harnesses: programs that play with the policy through its endpoint, in the workers.
+"""Harnesses: programs of the user that call the policy through its endpoint, in the workers.
 
 A harness is an async function, `environment.harness=path/file.py:function`:
 
@@ -7,17 +7,17 @@ A harness is an async function, `environment.harness=path/file.py:function`:
     answer = await client.chat.completions.create(model=model, messages=[...])
     return 1.0
 
-It is called once for each completion of a prompt. It gets what an OpenAI client needs, and the
+The run calls it once for each completion of a prompt. It gets what an OpenAI client needs, and the
 fields of the example, with `prompt_text`, the prompt as the policy reads it, and with data.chat
-`messages`. It may ask as often as it likes. The run records its prompts and the policy's
-answers token by token.
+`messages`. It may call the policy any number of times. The run records the harness's prompts and
+the policy's answers token by token.
 
 It returns the reward, or a dict with `reward`, `metrics` (numbers by name) and columns for reward
 functions and completions/.
 
-With environment.tools, the field `tools` of the example has their schemas, as a client sends them.
-A harness with an argument `tools` gets the functions by name: `await tools["search"](query="x")`
-returns the text for the model.
+With environment.tools, the field `tools` of the example has the schemas of these tools, in the form
+that a client sends. A harness with an argument `tools` gets the functions by name: `await
+tools["search"](query="x")` returns the text for the model.
 """
 
 import asyncio
@@ -43,18 +43,18 @@ from grpo_jax.settings import ConfigError
 
 KEY = "environment.harness"
 _WORKER = "grpo_jax.environments.harness:play"
-TOO_LONG = "context_length_exceeded"  # the code of the endpoint's error for a prompt
-LIMIT = "config keys data.max_prompt_tokens + sampling.max_tokens"  # that error names it
-_TOOLS = "tools"  # an argument of a harness, and a field of its example
+TOO_LONG = "context_length_exceeded"  # the error code of the endpoint for a prompt without room
+LIMIT = "config keys data.max_prompt_tokens + sampling.max_tokens"  # a part of that error's text
+_TOOLS = "tools"  # an argument of harnesses, and a field of examples
 
 Play = Callable[..., Awaitable[Any]]
 
 
 def resolve(name: str) -> Play:
-  """The harness of environment.harness.
+  """Finds the harness that environment.harness names.
 
   Raises:
-    ConfigError: There is none of this name, or it is not async, or it lacks an argument.
+    ConfigError: No harness has this name, or it is not async, or its arguments are wrong.
   """
   adapter, _, id = name.partition(":")
   if adapter == "verifiers":
@@ -75,6 +75,7 @@ def resolve(name: str) -> Play:
 
 
 def _takes_tools(function: Play) -> bool:
+  """Returns whether a harness has an argument `tools`."""
   return _TOOLS in inspect.signature(function).parameters
 
 
@@ -89,7 +90,11 @@ async def play(
   tools: Sequence[str] = (),
   **columns: Any,
 ) -> list[float]:
-  """Plays requests, all at once. It has the form of a reward function, and logs the outcomes."""
+  """Calls the harness for all requests concurrently, and logs the outcomes with `log_extra`.
+
+  A request has the keyword arguments of a call: example, base_url, api_key and model. Workers call
+  only reward functions, so this has their signature, and returns rewards of 0 that nothing reads.
+  """
   del columns
   log_extra("outcome", await _side_by_side(harness, tuple(tools), requests))
   return [0.0] * len(requests)
@@ -102,6 +107,7 @@ async def _side_by_side(
 
 
 async def _play(harness: str, tools: tuple[str, ...], request: Request) -> Outcome:
+  """Calls the harness once. Returns what `played_of` returns, or {"error": a line}."""
   function = _resolved(harness)
   if _takes_tools(function):
     request = {**request, _TOOLS: acting.callable_tools(tools, request["example"].get(_TOOLS))}
@@ -109,7 +115,8 @@ async def _play(harness: str, tools: tuple[str, ...], request: Request) -> Outco
     with as_exceptions():
       return played_of(await function(**request))
   except Exception as error:
-    # A limit ended it, as it ends other completions. Other servers' errors have the same code.
+    # The token limit ended this completion, which is no failure: it has no reward. The text is
+    # compared, too, because errors of other servers may have the same code.
     if getattr(error, "code", None) == TOO_LONG and LIMIT in text_of(error):
       return played_of(None)
     return {"error": problem_with(error, "", function)}
@@ -123,7 +130,7 @@ class Players:
 
     Args:
       harness: environment.harness.
-      pool: The workers. None calls it in this process.
+      pool: The workers. With None, the harness runs in threads of this process.
       tools: environment.tools.
     """
     resolve(harness)
@@ -143,7 +150,7 @@ class Players:
       pool.add(self._call.key, play, all(map(is_portable, (harness, *tools))))
 
   def __call__(self, requests: Sequence[Request]) -> list[Outcome]:
-    """The outcomes of requests: as `played_of` returns them, or with `error` or `failure`."""
+    """Calls the harness for each request. The outcomes come from `played_of`, or are failures."""
     if self._pool is not None:
       return start(self._pool, self._call, requests).result()
     return in_thread(lambda: run(_side_by_side(self._harness, self._tools, requests))).result()

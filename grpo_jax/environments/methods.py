@@ -13,8 +13,8 @@
       return float(self.opened)
 
 `reset` gets the fields of the example by name. A text that it returns is added to the last message
-of the prompt. Each public method but `reset`, `get_reward` and `close` is a tool. A turn without
-calls ends the conversation, whose reward `get_reward` then gives, if there is one.
+of the prompt. Each public method except `reset`, `get_reward` and `close` is a tool. A turn without
+calls ends the conversation. Its reward is the result of `get_reward`, if the class has it.
 """
 
 import base64
@@ -32,7 +32,7 @@ APPENDED = "appended"  # marks an opening that is added to the last message
 
 
 def methods_of(factory: Any) -> dict[str, Callable[..., Any]] | None:
-  """The methods of a class that are tools, by name. None for an environment with a `step`.
+  """Returns the methods of a class that are tools, by name. None if it has a `step`.
 
   Args:
     factory: The class, or the factory that `names.resolve_environment` returns for it.
@@ -48,12 +48,12 @@ def methods_of(factory: Any) -> dict[str, Callable[..., Any]] | None:
 
 
 def arguments_of_reset(environment: Any, example: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields of an example that `reset` names, or all if it takes any."""
+  """Returns the fields of an example that `reset` has parameters for, or all if it has **."""
   return taken_by(environment.reset, example)
 
 
 def opening_of(said: Any) -> list[dict[str, Any]]:
-  """The return value of `reset`, as the messages with which an environment begins.
+  """Converts the return value of `reset` to the messages with which an environment begins.
 
   Raises:
     Mistake: The value is neither a text nor None.
@@ -69,7 +69,7 @@ class PickledEnvironment(NamedTuple):
   """An environment after its conversation, for reward functions with an argument `environments`.
 
   Attributes:
-    name: The name of the environment, as environment.name has it for the task.
+    name: The task's entry of environment.name, without the task.
     state: The pickled object in base64.
   """
 
@@ -77,6 +77,6 @@ class PickledEnvironment(NamedTuple):
   state: str
 
   def for_reward(self) -> Any:
-    """The object, where the function is called."""
-    names.resolve_environment(self.name)  # its file must have been loaded
+    """Unpickles the object, in the process that calls the reward function."""
+    names.resolve_environment(self.name)  # loads the file of the class, which unpickling needs
     return pickle.loads(base64.b64decode(self.state))

@@ -27,10 +27,10 @@ class EnvironmentObject(Protocol):
   """An object that answers the policy. `grpo_jax/environments/__init__.py` describes it."""
 
   def reset(self, example: Mapping[str, Any]) -> Any:
-    """The messages that follow the prompt of the data set."""
+    """Returns the messages that follow the prompt of the data set."""
 
   def step(self, message: Message) -> Any:
-    """(the messages that answer a turn, its reward, whether the conversation has ended)."""
+    """Returns (messages that answer a turn, the turn's reward, whether the conversation ended)."""
 
 
 Factory = Callable[[], EnvironmentObject]
@@ -41,10 +41,10 @@ _OURS = frozenset((*TOOLS, *ENVIRONMENTS))
 
 
 def register_tool(function: Tool) -> Tool:
-  """Gives a tool of this program a name in configs: its own. It can be used as a decorator.
+  """Registers a tool under its function name, for environment.tools. Can be used as a decorator.
 
   Raises:
-    ConfigError: A tool of grpo_jax has this name, or it has none.
+    ConfigError: grpo_jax has a tool with this name, or the function has no name.
   """
   register("tool", TOOLS, function, function)
   return function
@@ -53,17 +53,17 @@ def register_tool(function: Tool) -> Tool:
 def register_environment(
   made: Callable[..., EnvironmentObject],
 ) -> Callable[..., EnvironmentObject]:
-  """Gives a class of this program a name in configs: its own. It can be used as a decorator.
+  """Registers an environment under its class name, for environment.name. Can be a decorator.
 
   Raises:
-    ConfigError: An environment of grpo_jax has this name, or it has none.
+    ConfigError: grpo_jax has an environment with this name, or the class has no name.
   """
   register("environment", ENVIRONMENTS, made, made)
   return made
 
 
 def resolve_tools(name: str) -> list[Tool]:
-  """The tools of an entry of environment.tools. Raises ConfigError if there is none."""
+  """Finds the tools that an entry of environment.tools names. Raises ConfigError if none exists."""
   if name.startswith(mcp_tools.PREFIX):
     return mcp_tools.tools_of(name)
   if name in TOOLS:
@@ -76,13 +76,13 @@ def resolve_tools(name: str) -> list[Tool]:
 
 
 def resolve_environment(name: str) -> Factory:
-  """The factory that makes the objects of an environment.
+  """Finds the factory that makes the objects of an environment.
 
   Args:
-    name: The name as environment.name has it, without a task.
+    name: An entry of environment.name, without its task, such as "retry(tries=2)".
 
   Raises:
-    ConfigError: No environment has this name, or it lacks a parameter that the name sets.
+    ConfigError: No environment has this name, or it lacks a parameter that the entry sets.
   """
   plain, options = calls.parse(name, _KEY)
   adapter, _, what = plain.partition(":")
@@ -100,10 +100,10 @@ def resolve_environment(name: str) -> Factory:
 
 
 def _check_methods(factory: Any, name: str) -> None:
-  """Raises ConfigError for a class that lacks the methods of an environment."""
+  """Raises ConfigError if a class lacks `reset`, or has neither `step` nor methods as tools."""
   if not inspect.isclass(factory):
     return
-  public = [one for one, _ in inspect.getmembers(factory, inspect.isfunction) if one[0] != "_"]
+  public = [key for key, _ in inspect.getmembers(factory, inspect.isfunction) if key[0] != "_"]
   if not callable(getattr(factory, "reset", None)):
     raise ConfigError(f"{_KEY}: {name!r}: {name_of(factory)} has no method reset")
   if not callable(getattr(factory, "step", None)) and not {*public} - {"reset", "close"}:
@@ -114,7 +114,7 @@ def _check_methods(factory: Any, name: str) -> None:
 
 
 def by_task(name: str) -> dict[str, str]:
-  """environment.name as names by task. The task "" means all tasks.
+  """Splits environment.name into names by task. The task "" means all tasks.
 
   Raises:
     ConfigError: A task has two environments, or some entries name a task and others do not.
@@ -122,17 +122,17 @@ def by_task(name: str) -> dict[str, str]:
   found: dict[str, str] = {}
   for entry in calls.split_list(name):
     match = _OF_TASK.fullmatch(entry)
-    task, own = (match[1], match[2]) if match else ("", entry)
+    task, environment = (match[1], match[2]) if match else ("", entry)
     if task in found:
       raise ConfigError(f"{_KEY}: {name!r}: two environments for {task or 'all tasks'}")
-    found[task] = own
+    found[task] = environment
   if "" in found and len(found) > 1:
     raise ConfigError(f"{_KEY}: {name!r}: write TASK=NAME for each of several environments")
   return found
 
 
 def is_portable(name: str) -> bool:
-  """Whether any process finds the tool or environment of this name."""
+  """Returns whether any process can load this name. False for names that a user registered."""
   if name.startswith(mcp_tools.PREFIX):
     return True
   plain, _ = calls.split(name)
@@ -145,6 +145,7 @@ def _bound(
   options: Mapping[str, Any],
   name: str,
 ) -> Factory:
+  """Binds arguments to a factory. Raises ConfigError, with the entry `name`, if they do not fit."""
   try:
     inspect.signature(factory).bind(*values, **options)
   except TypeError as error:

@@ -1,4 +1,4 @@
-"""Checks the values that environments and harnesses of users return, and makes them plain."""
+"""Checks what users' environments and harnesses return, and converts it to plain JSON values."""
 
 from collections.abc import Mapping
 import json
@@ -12,15 +12,15 @@ Messages = list[dict[str, Any]]
 
 
 class Mistake(Exception):
-  """An environment or a harness returned a wrong value. The text follows its name."""
+  """An environment or a harness returned a wrong value. The message follows the word "returned"."""
 
 
 class Unreachable(Exception):
-  """The server of a tool is gone, so no call can succeed. The text follows the caller's name."""
+  """The server of a tool is gone, so no call can succeed. The message follows the caller's name."""
 
 
 def step_of(value: Any) -> tuple[Messages, float | None, bool]:
-  """Checks the return value of `step`: (messages, reward of the turn, whether it was the last).
+  """Checks the return value of `step`, and returns (messages, reward or None, whether it ended).
 
   Raises:
     Mistake: The value is not of this form.
@@ -32,9 +32,9 @@ def step_of(value: Any) -> tuple[Messages, float | None, bool]:
 
 
 def checked(messages: Any) -> Messages:
-  """The messages of an environment. A text is one message of the user, and None is no message.
+  """Checks the messages of an environment. A text becomes one user message, and None an empty list.
 
-  Half of a surrogate pair, which JSON can write and no text can hold, becomes a question mark.
+  An unpaired surrogate, which JSON can write and UTF-8 cannot, becomes a question mark.
 
   Raises:
     Mistake: The value is not a text, a message or a list of messages.
@@ -52,10 +52,10 @@ def checked(messages: Any) -> Messages:
 
 
 def reward_of(value: Any) -> float | None:
-  """A reward as a number. None stays None.
+  """Converts a reward to a float. None stays None.
 
   Raises:
-    Mistake: The value is not a finite number.
+    Mistake: The value is not a finite number, or its absolute value exceeds `LARGEST`.
   """
   if value is None:
     return None
@@ -69,44 +69,48 @@ def reward_of(value: Any) -> float | None:
 
 
 def played_of(value: Any) -> dict[str, Any]:
-  """Checks the return value of a harness. A number is the reward.
+  """Checks the return value of a harness.
+
+  It is a reward, or a dict with `reward`, optional `metrics`, and further fields, the columns.
 
   Returns:
-    `reward`, `columns` and `metrics`.
+    {"reward": float or None, "columns": by name, "metrics": floats by name, without None}.
 
   Raises:
-    Mistake: The value is not a number or a dict of this form.
+    Mistake: The value has another form, or a column or metric uses a reserved name.
   """
   if not isinstance(value, Mapping):
     return {"reward": reward_of(value), "columns": {}, "metrics": {}}
   if "reward" not in value or not all(isinstance(name, str) for name in value):
-    raise Mistake(f"{shown(dict(value))}: a dict has texts as keys, and one of them is reward")
-  columns = {name: own for name, own in value.items() if name not in ("reward", "metrics")}
+    raise Mistake(
+      f"{shown(dict(value))}: the keys of a dict must be texts, and one of them must be reward"
+    )
+  columns = {name: column for name, column in value.items() if name not in ("reward", "metrics")}
   taken = sorted(set(columns) & _TAKEN)
   if taken:
     raise Mistake(f"the column {taken[0]}, which reward functions have already: rename it")
   given = value.get("metrics") or {}
   if not isinstance(given, Mapping):
     raise Mistake(f"metrics={shown(given)}: give a dict of numbers by name")
-  metrics = {str(name): _metric(name, one) for name, one in given.items()}
+  metrics = {str(name): _metric(name, number) for name, number in given.items()}
   if taken := sorted({*metrics} & METRICS):
     raise Mistake(f"the metric {taken[0]}, which a run reports itself: rename it")
   return {
     "reward": reward_of(value["reward"]),
     "columns": _plain(columns, "the columns"),
-    "metrics": {name: one for name, one in metrics.items() if one is not None},
+    "metrics": {name: number for name, number in metrics.items() if number is not None},
   }
 
 
-# Metrics of a harness that the run itself reports. A harness may not use their names.
+# Metrics that the run itself reports about harnesses. A harness may not use these names.
 METRICS = {"prompt_tokens", "computed_tokens", "lost_tokens"}
-# The arguments of reward functions beside the fields of an example.
+# The arguments of reward functions that are no columns of the data. No column may use these names.
 _TAKEN = {"completions", "completion_ids", "prompts", "messages", "turns", "turn_rewards"}
 _TAKEN |= {"step", "log_metric", "log_extra", "environments"}
 
 
 def _metric(name: Any, value: Any) -> float | None:
-  """A metric. None is left out."""
+  """Converts a metric to a float. None stays None. Raises Mistake for other values."""
   try:
     return reward_of(value)
   except Mistake:
@@ -114,9 +118,9 @@ def _metric(name: Any, value: Any) -> float | None:
 
 
 def _is_done(value: Any) -> bool:
-  """Whether the conversation has ended. None is no. Every text is true for Python, "False" too."""
+  """Converts `done` to a bool. None is False. Refuses texts: bool("False") would be True."""
   try:
-    plain = value.item() if hasattr(value, "item") else value  # of numpy, JAX or PyTorch
+    plain = value.item() if hasattr(value, "item") else value  # a scalar of numpy, JAX or PyTorch
   except Exception:
     plain = value
   if plain is None:
@@ -127,6 +131,7 @@ def _is_done(value: Any) -> bool:
 
 
 def _message(value: Any) -> dict[str, Any]:
+  """Checks one message of an environment. Raises Mistake."""
   message = dict(value) if isinstance(value, Mapping) else {}
   if not all(isinstance(message.get(field), str) for field in ("role", "content")):
     raise Mistake(
@@ -140,10 +145,10 @@ def _message(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: dict[str, Any], what: str) -> dict[str, Any]:
-  """A value as JSON has it."""
+  """Converts a dict to plain JSON values. Raises Mistake, whose text begins with `what`."""
   try:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     plain: dict[str, Any] = json.loads(text.encode("utf-8", "replace"))
   except (TypeError, ValueError, RecursionError):
-    raise Mistake(f"{what} {shown(value)}: it holds something that JSON does not have") from None
+    raise Mistake(f"{what} {shown(value)}: it holds something that JSON cannot represent") from None
   return plain

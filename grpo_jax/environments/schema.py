@@ -1,7 +1,7 @@
-"""The JSON schemas of tools, as chat templates show them to a model.
+"""Builds the JSON schemas of tools that chat templates show to a model.
 
-`get_json_schema` of transformers gives the same schemas, so a tool looks to the model as it did in
-its training.
+They equal those of `get_json_schema` in transformers, so that prompts look as they did when the
+model was trained.
 """
 
 from collections.abc import Callable
@@ -39,21 +39,21 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE | re.DOTALL)
 
 
 def schema_of(function: Callable[..., Any]) -> Schema:
-  """The JSON schema of a typed function with a Google docstring.
+  """Builds the JSON schema of a typed function with a Google docstring.
 
   Args:
     function: The tool. Each argument has a type hint and a description. `(choices: [...])` at the
       end of a description lists the only values.
 
   Returns:
-    {"type": "function", "function": {"name", "description", "parameters"}}, and "return" where the
-    function says what it returns.
+    {"type": "function", "function": {"name", "description", "parameters"}}. "function" also has
+    "return" if the function has a type hint for its result and this has a JSON type.
 
   Raises:
     ConfigError: A hint, the docstring or a description is missing, or a hint has no JSON type.
   """
   if isinstance(schema := getattr(function, "schema", None), dict):
-    return schema  # of an MCP server
+    return schema  # the tool of an MCP server, which provides the schema
   name = name_of(function)
   where = f"environment.tools: {name}"
   if not inspect.getdoc(function):
@@ -73,7 +73,7 @@ def schema_of(function: Callable[..., Any]) -> Schema:
   if "return" in hints:
     try:
       returned = _schema(hints["return"], where)
-    except ConfigError:  # the model never writes it
+    except ConfigError:  # leave "return" out: the model never writes this value
       return {"type": "function", "function": found}
     text = sections.get("Returns", "").strip()
     found["return"] = returned | ({"description": text} if text else {})
@@ -83,7 +83,7 @@ def schema_of(function: Callable[..., Any]) -> Schema:
 def _hints(
   function: Callable[..., Any], where: str
 ) -> tuple[dict[str, Any], dict[str, inspect.Parameter]]:
-  """The type hints of a function, and its parameters without an untyped self or cls."""
+  """Returns a function's type hints, and its parameters without an untyped self or cls."""
   try:
     hints = typing.get_type_hints(function)
     parameters = dict(inspect.signature(function).parameters)
@@ -104,7 +104,7 @@ def _hints(
 
 
 def _sections(doc: str) -> tuple[str, dict[str, str]]:
-  """The text of a docstring before its sections, and the sections by name."""
+  """Splits a docstring into the text before its sections, and the sections by name."""
   marks = list(_SECTION.finditer(doc))
   described = doc[: marks[0].start()] if marks else doc
   ends = [*(mark.start() for mark in marks[1:]), len(doc)]
@@ -113,7 +113,7 @@ def _sections(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _arguments(section: str) -> dict[str, str]:
-  """The descriptions of a section Args, by argument. Lines that are further in belong to one."""
+  """Parses a section Args into descriptions by argument. Deeper-indented lines continue one."""
   texts: dict[str, list[str]] = {}
   indent, latest = "", ""
   for line in section.split("\n"):
@@ -127,7 +127,7 @@ def _arguments(section: str) -> dict[str, str]:
 
 
 def _described(schema: Schema, text: str, where: str) -> Schema:
-  """A schema with its description, and with the choices that this names."""
+  """Adds the description `text` to a schema. `(choices: [...])` in it becomes the field enum."""
   match = _CHOICES.search(text)
   if match is None:
     return schema | {"description": text}
@@ -139,7 +139,7 @@ def _described(schema: Schema, text: str, where: str) -> Schema:
 
 
 def _schema(hint: Any, where: str) -> Schema:
-  """The JSON schema of a type hint."""
+  """Builds the JSON schema of a type hint. Raises ConfigError, beginning with `where`."""
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
   if origin is None and isinstance(hint, type) and issubclass(hint, enum.Enum):
     return _one_of([member.value for member in hint], where)
@@ -163,6 +163,7 @@ def _schema(hint: Any, where: str) -> Schema:
 
 
 def _union(kinds: tuple[Any, ...], where: str) -> Schema:
+  """Builds the JSON schema of a union of type hints. None makes it nullable."""
   schemas = [_schema(kind, where) for kind in kinds if kind is not type(None)]
   if len(schemas) == 1:
     made = schemas[0]
@@ -175,7 +176,7 @@ def _union(kinds: tuple[Any, ...], where: str) -> Schema:
 
 
 def _one_of(values: list[Any], where: str) -> Schema:
-  """The schema of one of some values. Each JSON type is named once, in their order."""
+  """Builds a schema that allows only these values. It lists each JSON type once, in their order."""
   if not values or any(type(value) not in _SCALARS for value in values):
     raise ConfigError(f"{where}: the choices {shown(values)} are not all numbers, texts or None")
   names = list(dict.fromkeys(_SCALARS[type(value)] for value in values))

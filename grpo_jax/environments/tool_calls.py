@@ -1,23 +1,24 @@
-"""The calls of tools in what a model wrote, as its family writes them.
+"""Finds the tool calls in a model's text. Each model family has its own format:
 
   hermes   <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>
            (Qwen2.5, Qwen3, Hermes, SmolLM3, Granite 4)
   llama3   {"name": "add", "parameters": {"x": 1}}, the whole message, with ; between several
   mistral  [TOOL_CALLS][{"name": "add", "arguments": {"x": 1}}], or [TOOL_CALLS]add[ARGS]{"x": 1},
-           where [CALL_ID]ID may stand before [ARGS] (Mistral, Ministral)
+           with an optional [CALL_ID]ID before [ARGS] (Mistral, Ministral)
   qwen3_coder  <tool_call><function=add><parameter=x>1</parameter></function></tool_call>
            (Qwen3-Coder, Qwen3.5)
   gemma4   <|tool_call>call:add{x:1,name:<|"|>sum<|"|>}<tool_call|>
   gpt_oss  <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}<|call|>
   deepseek  <｜tool▁call▁begin｜>function<｜tool▁sep｜>add and {"x": 1} as a block of json, or
-           <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"x": 1}, with <｜tool▁call▁end｜> behind it
+           <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"x": 1}, and then <｜tool▁call▁end｜>
   glm4     <tool_call>add<arg_key>x</arg_key><arg_value>1</arg_value></tool_call> (GLM-4.5 to 4.7)
   granite  <|tool_call|>[{"name": "add", "arguments": {"x": 1}}] (Granite 3, Phi-4-mini)
-  olmo3    <function_calls>add(x=1)</function_calls>, with a line for each of several
+  olmo3    <function_calls>add(x=1)</function_calls>, with one line per call
 
-A decoder leaves special tokens out. `marks` are the special tokens that a reader needs, so the
-decoder keeps them. A user's pattern has the marks that stand in it. call_formats.py reads the
-formats, and arguments.py decides which values the arguments have.
+The tokenizer normally drops special tokens when it decodes. `Format.marks` are the special tokens
+that a format needs, so the tokenizer keeps them. For a user's pattern, they are the special tokens
+that the pattern contains. call_formats.py parses the formats, and arguments.py converts the
+arguments to values.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from grpo_jax.environments.arguments import Schema, UnquotedText, first_json, pa
 from grpo_jax.environments.call_formats import Names, Read
 from grpo_jax.settings import ConfigError, is_text, shown
 
-_LONGEST = 20_000  # characters that are searched for a pattern of a user, which may be slow
+_LONGEST = 20_000  # characters that a user's pattern searches, because it may be slow
 # Matches a possible special token in a pattern without its escapes: <tool_call>, <|"|>, [ARGS].
 _MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _ESCAPE = re.compile(r"\\(?=[^\w\s])")
@@ -42,7 +43,7 @@ class Call(NamedTuple):
 
   Attributes:
     name: The name of the function.
-    arguments: Its arguments, a JSON object as text.
+    arguments: The arguments, a JSON object as text.
   """
 
   name: str
@@ -50,12 +51,12 @@ class Call(NamedTuple):
 
 
 class Parsed(NamedTuple):
-  """The calls in a message, and the rest of it.
+  """The calls in a message, and the rest of the message.
 
   Attributes:
-    content: The text without its calls. A call that is not well-formed is content.
-    calls: The calls.
-    malformed: The error of each call that is not well-formed, in a line for the model.
+    content: The text without the well-formed calls. Malformed calls remain in it.
+    calls: The well-formed calls.
+    malformed: For each malformed call, an error line for the model.
   """
 
   content: str
@@ -64,12 +65,12 @@ class Parsed(NamedTuple):
 
 
 class Format(NamedTuple):
-  """A family's format of calls.
+  """The format in which a model family writes calls.
 
   Attributes:
-    read: Finds the calls in a text.
-    opens: Texts with which a call may begin. The endpoint holds back the text from there on until
-      it knows whether it is a call.
+    read: Finds the calls in a text, given the tools' parameters by name.
+    opens: Texts with which a call may begin. While it streams, the endpoint holds back the text
+      from there on until it knows whether this is a call.
     marks: The texts in this format that may be special tokens.
   """
 
@@ -78,23 +79,23 @@ class Format(NamedTuple):
   marks: tuple[str, ...]
 
   def parse(self, text: str, schemas: Sequence[Schema] = ()) -> Parsed:
-    """The calls in a text.
+    """Finds the calls in a text, and converts their arguments to the types of the schemas.
 
     Args:
       text: The text of a model, with the special tokens of `marks`.
-      schemas: The schemas of the tools. They decide which values arguments without quotes have.
+      schemas: The schemas of the tools. They decide the types of unquoted arguments.
     """
     by_name = {schema["function"]["name"]: schema for schema in schemas}
     names = {name: tuple(_properties(schema)) for name, schema in by_name.items()}
     read = self.read(text, names)
     calls, malformed = list[Call](), [*read.malformed]
-    for name, given in read.calls:
+    for name, written in read.calls:
       try:
-        arguments = json.dumps(typed(by_name.get(name, {}), given), ensure_ascii=False)
+        arguments = json.dumps(typed(by_name.get(name, {}), written), ensure_ascii=False)
       except RecursionError:
         malformed.append("the call is not well-formed: it is nested too deeply")
         continue
-      except ValueError:  # Python writes no whole number of more than 4,300 digits
+      except ValueError:  # Python refuses to write integers of more than 4,300 digits
         malformed.append("the call is not well-formed: it has a number that is too long")
         continue
       if is_text(name + arguments):
@@ -150,22 +151,23 @@ _SIGNS = {
 
 
 def family_of(template: str) -> str:
-  """The name in `FORMATS` of the format that a chat template writes, or "" if none is known."""
+  """Returns the name in `FORMATS` of a chat template's format, or "" if the format is unknown."""
   return next((name for sign, name in _SIGNS.items() if sign in template), "")
 
 
 def format_for(template: str, name: str = "auto", schemas: Sequence[Schema] = ()) -> Format:
-  """The format in which a model writes calls.
+  """Finds the format in which a model writes calls.
 
   Args:
-    template: The source of its chat template, or "".
-    name: A name of `FORMATS`, a regular expression, or "auto" for the format that the template
-      shows, or else hermes. The expression has a group `arguments`, and a group `name` if there
-      are several tools. Its arguments are a JSON object or the text of a tool's first argument.
+    template: The source of the chat template, or "".
+    name: A key of `FORMATS`, a regular expression, or "auto" for the format that the template
+      uses, or hermes if that is unknown. The expression has a group `arguments`, which matches a
+      JSON object or the text of a tool's first argument. With several tools, it also has a group
+      `name`.
     schemas: The schemas of the tools.
 
   Raises:
-    ConfigError: The name is none of these.
+    ConfigError: `name` is none of these.
   """
   if name == "auto":
     name = family_of(template) or "hermes"
@@ -173,12 +175,13 @@ def format_for(template: str, name: str = "auto", schemas: Sequence[Schema] = ()
 
 
 def _properties(schema: Schema) -> Sequence[str]:
+  """Returns the names of a tool's parameters."""
   properties = parameters_of(schema).get("properties")
   return list(properties) if isinstance(properties, dict) else []
 
 
 def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
-  """A format for environment.calls as a regular expression. Raises ConfigError."""
+  """Makes the format for a regular expression in environment.calls. Raises ConfigError."""
   try:
     compiled = re.compile(pattern, re.DOTALL)
   except re.error as error:
@@ -199,10 +202,11 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
     searched, rest = text[:_LONGEST], text[_LONGEST:]
     for match in compiled.finditer(searched):
       name = match["name"] if "name" in groups else next(iter(names), "")
-      given = match["arguments"] or ""
-      value, _, problem = first_json(given)
+      written = match["arguments"] or ""
+      value, _, problem = first_json(written)
       if problem or not isinstance(value, dict):
-        value = {next(iter(names.get(name, ())), "text"): UnquotedText(given)}
+        # Not a JSON object, so the text is the value of the tool's first parameter.
+        value = {next(iter(names.get(name, ())), "text"): UnquotedText(written)}
       calls += call_formats.checked({"name": name or "", "arguments": value}, problems)
     content = (compiled.sub("", searched) + rest).strip() if calls else text
     return Read(content, calls, problems)

@@ -1,4 +1,4 @@
-"""Workers carry out requests, and answer with plain values instead of rewards."""
+"""Sends requests for tools and environments to workers, as calls of a special reward function."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -17,7 +17,7 @@ FAILURES = {"timeout": "did not answer in time", "crash": "ended without an answ
 
 
 def start(pool: Pool, call: WorkerCall, requests: Sequence[Request]) -> Pending[list[Outcome]]:
-  """Begins requests. Each request is one call of the function.
+  """Sends requests to the workers. Each request is one call of the function.
 
   Args:
     pool: The workers.
@@ -25,8 +25,8 @@ def start(pool: Pool, call: WorkerCall, requests: Sequence[Request]) -> Pending[
     requests: The requests.
 
   Returns:
-    The outcome of each request, in their order, as the function logs it. A request whose worker
-    failed has {"failure": "timeout"} or {"failure": "crash"}. result() raises RunFailed if the
+    Pending outcomes in the order of the requests, as the function logs them. If the worker failed,
+    the outcome is {"failure": "timeout"} or {"failure": "crash"}. result() raises RunFailed if the
     function itself failed.
   """
   if not requests:
@@ -49,7 +49,7 @@ def _outcome_of(answer: Answer) -> Outcome:
 
 
 def problem_of(outcome: Outcome, who: str) -> tuple[str, str]:
-  """(a line about the failure that begins with `who`, its kind). ("", "") if nothing failed."""
+  """Returns (a line that begins with `who`, "timeout", "crash" or "error"), or ("", "")."""
   if "failure" in outcome:
     return f"{who} {FAILURES[outcome['failure']]}", outcome["failure"]
   return (f"{who} {outcome['error']}", "error") if "error" in outcome else ("", "")
@@ -59,14 +59,15 @@ class Runner:
   """Calls tools and environments, in workers or in this process.
 
   Attributes:
-    remarks: Lines that tell the user how these calls differ from those in workers.
+    remarks: Lines for the user, if the calls cannot run in workers: how they differ, and why.
   """
 
   def __init__(self, environments: Environments, pool: Pool | None) -> None:
-    """Prepares the workers.
+    """Prepares the workers. Without `pool`, calls run in this process.
 
     Raises:
-      ConfigError: A worker cannot load what the config names.
+      ConfigError: A worker cannot load the tools and environments, or an environment needs a worker
+        and there is none.
     """
     self._parts, self._pool = environments.parts, pool
     self.remarks: tuple[str, ...] = ()
@@ -99,11 +100,11 @@ class Runner:
       )
 
   def start(self, requests: Sequence[Request]) -> Pending[list[Outcome]]:
-    """Begins requests. See `start`. Without workers, they have ended when this returns."""
+    """Starts requests, as `start` does. Without workers, they have finished when this returns."""
     if self._pool is None:
       return there([acting.outcome(self._parts, request) for request in requests])
     return start(self._pool, self._call, requests)
 
   def close(self, keys: Sequence[str]) -> Pending[list[Outcome]]:
-    """Ends conversations whose environments stay in a worker."""
+    """Closes the environments of abandoned conversations, by key, if they stay in a worker."""
     return self.start([{"close": key} for key in keys] if self._parts.stay else [])

@@ -1,4 +1,4 @@
-"""Checks whether the calls that a chat template tells a model to write can be read here."""
+"""Checks whether `FORMATS` can parse the calls that a chat template tells a model to write."""
 
 import json
 import os
@@ -27,15 +27,16 @@ _TOOL = {
 
 
 def are_read(tokenizer: Tokenizer) -> bool:
-  """Whether the calls of tools that a chat template shows are read, and not taken for text.
+  """Returns whether this package can parse the tool calls that a chat template asks for.
 
-  True for a template that shows no tools: whoever describes them in the prompt also describes the
-  calls.
+  It renders a call as the template writes calls of earlier turns, and parses it. True also if that
+  cannot be tested, and for a template that ignores tools: then the user's own prompt must describe
+  the tools and the format of calls.
   """
   try:
     prompt, without = tokenizer.render([_ASKED], tools=[_TOOL]), tokenizer.render([_ASKED])
   except ConfigError:
-    return True  # it wants another conversation, so that nothing can be said
+    return True  # the template refuses this conversation, so nothing can be tested
   if prompt == without:
     return True
   family = family_of(tokenizer.template)
@@ -43,27 +44,27 @@ def are_read(tokenizer: Tokenizer) -> bool:
     return False
   written, form = _call_of(tokenizer, prompt), FORMATS[family]
   if _ARGUMENTS["zq7text"] not in written:
-    return True  # it writes no calls of earlier turns, so that its signs must do
+    return True  # the template drops calls of earlier turns, so its known family must be enough
   try:
     ids = tokenizer.encode_batch_after([written])[0]
   except ConfigError:
-    return True  # a vocabulary that cannot write the call has other problems
+    return True  # the vocabulary cannot encode the call, which is another problem
   end = next((i for i, token in enumerate(ids) if token in tokenizer.stop_ids), len(ids))
   text = tokenizer.decode(ids[:end], tokenizer.skipped(form.marks))
   if form.parse(text, [_TOOL]).calls == [Call(_NAME, json.dumps(_ARGUMENTS))]:
     return True
-  # Some write earlier calls in another way than they tell the model to write its own.
+  # Some templates write earlier calls in another format than the one that they ask for.
   return family == "hermes" and _TOLD_HERMES.search(prompt) is not None
 
 
 def _call_of(tokenizer: Tokenizer, prompt: str) -> str:
-  """A call as the template writes it, or "" if it cannot."""
-  for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):  # DeepSeek's templates want a text
+  """Renders a call after the conversation `prompt`, without `prompt`. "" if that is refused."""
+  for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):  # DeepSeek's templates expect a text
     try:
       whole = tokenizer.render([_ASKED, call_turn([(_NAME, arguments)])], False, [_TOOL])
     except ConfigError:
       continue
     same = os.path.commonprefix([prompt, whole])
-    # Not in the middle of a mark: <think> and <tool_call> have a beginning in common.
+    # Cut at a boundary, not within a tag: <think> and <tool_call> both begin with <t.
     return whole[max(same.rfind(end) for end in ">]\n") + 1 :]
   return ""

@@ -1,4 +1,4 @@
-"""Accuracy with intervals, and a loaded policy to sample from, to evaluate and to export.
+"""Measures accuracy with intervals, and loads policies to sample from, evaluate and export.
 
-It may import scoring/, storage/, console/ and what lies below them.
+This package may import scoring/, storage/, console/ and the folders below them.
 """

@@ -10,31 +10,25 @@ _NORMAL_97_5 = 1.959963984540054  # the 97.5% quantile of the normal distributio
 
 
 def proportion(right: int, count: int) -> Estimate:
-  """right / count with Wilson's score interval (1927).
+  """Estimates a rate as right / count, with Wilson's score interval (1927).
 
-  The interval stays inside [0, 1] and is not empty at 0 or 1.
+  The interval stays inside [0, 1], and is not empty if all answers are right or all are wrong.
 
   Args:
     right: How many answers are right.
     count: How many answers there are, at least 1.
-
-  Returns:
-    The estimate and its interval.
   """
   return _wilson(right / count, count)
 
 
 def mean(values_N: np.ndarray) -> Estimate:
-  """The mean of independent values in [0, 1] with Wilson's interval.
+  """Estimates the mean p of independent values in [0, 1], with Wilson's interval.
 
-  N values of variance s^2 count as N p (1 - p) / s^2 draws of 0 or 1. Where all values are 0 or 1,
-  the result is that of `proportion`. The normal interval would be empty at 0 and at 1.
+  N values of variance s^2 count as N p (1 - p) / s^2 draws of 0 or 1. If all values are 0 or 1,
+  the result equals `proportion`. The normal interval would be empty for a mean of 0 or 1.
 
   Args:
     values_N: float [N].
-
-  Returns:
-    The estimate and its interval.
   """
   value = float(values_N.mean())
   draws_per_value = 1.0
@@ -44,7 +38,7 @@ def mean(values_N: np.ndarray) -> Estimate:
 
 
 def _wilson(p: float, count: float) -> Estimate:
-  """The rates r with |p - r| <= z sqrt(r (1 - r) / count). `count` need not be a whole number."""
+  """Returns p and the range of rates r with |p - r| <= z sqrt(r (1 - r) / count)."""
   square = _NORMAL_97_5**2 / count
   middle = (p + square / 2) / (1 + square)
   half = math.sqrt(square * (p * (1 - p) + square / 4)) / (1 + square)
@@ -55,7 +49,7 @@ def _wilson(p: float, count: float) -> Estimate:
 
 
 def unbiased_pass_at_k(right_N: np.ndarray, samples: int, k: int) -> np.ndarray:
-  """1 - C(n - c, k) / C(n, k) for each problem, unbiased (Chen 2107.03374, eq. 1).
+  """Computes 1 - C(n - c, k) / C(n, k) for each problem, unbiased (Chen 2107.03374, eq. 1).
 
   Worked: n 8, c 1, k 8 -> 1; k 1 -> 1/8; n 4, c 2, k 2 -> 1 - 1/6.
 
@@ -65,23 +59,23 @@ def unbiased_pass_at_k(right_N: np.ndarray, samples: int, k: int) -> np.ndarray:
     k: How many samples are drawn, at most `samples`.
 
   Returns:
-    float [N], the chance that one of k samples is right.
+    float [N], the chance that at least one of k samples is right.
   """
   subsets = math.comb(samples, k)
   return np.array([1 - math.comb(samples - int(right), k) / subsets for right in right_N])
 
 
 def majority(answers: Sequence[Hashable | None], right: Sequence[bool]) -> float:
-  """The chance that the most frequent answer is right, where ties are broken at random.
+  """Returns the chance that the most frequent answer is right, if ties are broken at random.
 
   Worked: answers 3, 3, 5, 5 with 3 right -> 1/2.
 
   Args:
-    answers: The answers of one problem. None is no answer and has no vote.
-    right: Whether each answer is right. An answer counts as right if it is right anywhere.
+    answers: The answers to one problem. None is no answer and has no vote.
+    right: Whether each answer is right. If equal answers differ in this, they count as right.
 
   Returns:
-    A number from 0 to 1, and 0 if there is no answer.
+    A number from 0 to 1. 0 if there is no answer.
   """
   votes: dict[Hashable, int] = {}
   for answer in answers:

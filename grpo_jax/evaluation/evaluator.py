@@ -25,14 +25,14 @@ from grpo_jax.scoring.scorers import Scorers
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-  """G completions of each of N problems.
+  """The results of G completions of each of N problems.
 
   Attributes:
-    right_NG: bool.
-    lengths_NG: int32, tokens.
-    cut_off_NG: bool, True where the completion did not stop within sampling.max_tokens.
-    majority_N: float32, the chance that a majority vote over the completions is right. NaN where
-      the function does not say which answer it reads.
+    right_NG: bool, whether each completion is right.
+    lengths_NG: int32, how many tokens the policy sampled.
+    cut_off_NG: bool, whether a token limit cut the completion off.
+    majority_N: float32, the chance that a majority vote over the completions is right. NaN if the
+      reward function does not report which answer it reads.
   """
 
   right_NG: np.ndarray
@@ -50,13 +50,13 @@ class _Given(NamedTuple):
 
 
 class Evaluator:
-  """Evaluates policies: `evaluator(params, step) -> metrics`. It is compiled once.
+  """Evaluates policies: `evaluator(params, step) -> metrics`. Compiles its programs only once.
 
   Attributes:
     name: The name of the exam. "" for the test split of the data.
     prompts: The test problems whose prompts are not too long.
-    config: The settings of the evaluation.
-    max_tokens: The longest completion.
+    config: The section `eval` of the config.
+    max_tokens: The token limit of a completion.
   """
 
   def __init__(
@@ -66,16 +66,16 @@ class Evaluator:
     exam: Entry | None = None,
     remote: Remote | None = None,
   ):
-    """Evaluates the test split of the run's data, or an exam in its place.
+    """Prepares the evaluation of the test split of the run's data, or of an exam.
 
     Args:
       run: The run.
-      scorers: Its reward functions.
+      scorers: The run's reward functions.
       exam: The exam. None means the test split.
       remote: Makes a sampler in other processes. None means that the run samples.
 
     Raises:
-      ConfigError: The evaluation cannot be run.
+      ConfigError: The evaluation is impossible with this config.
     """
     key = "eval.function"
     if exam is None:
@@ -89,7 +89,7 @@ class Evaluator:
     self.max_tokens = run.config.sampling.max_tokens
     run.hosts.check_rows({"eval.batch": self.config.batch})
     self._score.check_arguments(self.prompts, key)
-    self._tasks: list[str] = []  # of each problem, where rewards depend on it
+    self._tasks: list[str] = []  # the task of each problem. Empty if rewards do not depend on it.
     if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
     samples, at_once = self.config.samples, self.config.batch
@@ -108,11 +108,11 @@ class Evaluator:
     self._is_compiled = False
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
-    """Metrics under eval/, or under eval/NAME/ of an exam.
+    """Returns the metrics of a policy, named eval/METRIC, or eval/EXAM/METRIC for an exam.
 
     Args:
       params: The policy, as `Parameters.for_sampling` returns it.
-      step: The number of the step, on which the random numbers of the draws depend.
+      step: The number of the step. It seeds the draws.
     """
     key = jax.random.fold_in(self._run.key("evaluate"), step)
     given = _Given(params, key, step)
@@ -127,9 +127,10 @@ class Evaluator:
     return {of_exam(self.name, name): value for name, value in metrics.items()}
 
   def _outcomes(self, rollout: Completer, samples: int, given: _Given) -> Outcomes:
-    """Completes every problem `samples` times. Workers score those that have ended meanwhile.
+    """Completes every problem `samples` times. Workers score finished problems meanwhile.
 
-    The mesh may need some problems twice. They do not count.
+    The mesh needs a multiple of its row shards, so the first problems may come twice. The copies
+    are dropped at the end.
     """
     total, shards = len(self.prompts), self._run.hosts.row_shards
     indices = np.arange(-(-total // shards) * shards) % total
@@ -139,16 +140,16 @@ class Evaluator:
     unit = "problems" if samples == 1 else "draws"
     what = f"evaluating {self.name}".strip()
     with doing(what, samples * total, unit, is_routine=self._is_compiled) as work:
-      for some, rollouts in rollout.parts(*arguments, on_ended=work.reach):
-        own = prompt_batch(self.prompts, indices[some], self._run.hosts)
-        pending.append(self._start(rollouts, own, given.step))
-        numbers.extend(some)
+      for ended, rollouts in rollout.parts(*arguments, on_ended=work.reach):
+        batch = prompt_batch(self.prompts, indices[ended], self._run.hosts)
+        pending.append(self._start(rollouts, batch, given.step))
+        numbers.extend(ended)
       parts = zip(*(dataclasses.astuple(one.result()) for one in pending))
     order = np.argsort(numbers)[:total]
     return Outcomes(*(np.concatenate(part)[order] for part in parts))
 
   def _start(self, rollouts: Rollouts, prompts: PromptBatch, step: int) -> Pending[Outcomes]:
-    """Lets the workers score some problems, and count votes where there are several."""
+    """Lets the workers score some problems, and vote if each has several completions."""
     scores = self._score.start(rollouts, prompts, step)
     votes: Pending[np.ndarray | None] = there(None)
     if self._has_votes and rollouts.texts_PG.shape[1] > 1:
@@ -161,11 +162,11 @@ class Evaluator:
   def _outcomes_of(
     self, rollouts: Rollouts, prompts: PromptBatch, scores: Scores, votes_PGJ: np.ndarray | None
   ) -> Outcomes:
-    """The outcomes of some problems, from their scores and the votes of this process's own."""
+    """Builds outcomes. `scores` cover the problems of all processes, `votes_PGJ` of this one."""
     scores_PGJ = scores.rewards.scores_PGJ
     right_PG = first_scores(scores_PGJ) == 1
     own_right_PG = right_PG[prompts.own]
-    own_majority = own_right_PG.mean(1, dtype=np.float32)  # of one completion
+    own_majority = own_right_PG.mean(1, dtype=np.float32)  # without votes there is one completion
     if votes_PGJ is not None:
       own_majority = majority_right(first_scores(scores_PGJ[prompts.own], votes_PGJ), own_right_PG)
     if not self._has_votes:
@@ -179,11 +180,11 @@ class Evaluator:
 
 
 def accuracies(right_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
-  """The share of problems with a right answer: eval/accuracy, and eval/accuracy/TASK of each task.
+  """Returns the share of right answers with its interval: eval/accuracy and eval/accuracy/TASK.
 
   Args:
-    right_N: bool, whether an answer is right.
-    tasks: The task of each problem, or nothing where there is one task.
+    right_N: bool, whether the answer to each problem is right.
+    tasks: The task of each problem. Empty adds no metrics of tasks.
   """
   metrics = named("accuracy", estimators.proportion(int(right_N.sum()), len(right_N)))
   for task in dict.fromkeys(tasks):
@@ -193,11 +194,11 @@ def accuracies(right_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
 
 
 def first_scores(scores_PGJ: np.ndarray, values_PGJ: np.ndarray | None = None) -> np.ndarray:
-  """The score of each completion by the first function that scored it, [P, G]. NaN if none did.
+  """Selects, for each completion, the value of the first function that scored it, [P, G].
 
   Args:
-    scores_PGJ: The scores.
-    values_PGJ: Other values of the functions, to return in place of scores. None returns scores.
+    scores_PGJ: The scores. NaN where function j did not score the completion.
+    values_PGJ: The values to select from. None selects scores: NaN where no function scored.
   """
   values_PGJ = scores_PGJ if values_PGJ is None else values_PGJ
   first_PG1 = np.argmax(~np.isnan(scores_PGJ), axis=-1, keepdims=True)
@@ -205,10 +206,10 @@ def first_scores(scores_PGJ: np.ndarray, values_PGJ: np.ndarray | None = None) -
 
 
 def majority_right(votes_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:
-  """The chance that a majority vote over the G completions of each problem is right, float32 [P].
+  """Returns the chance that a majority vote over G completions is right, float32 [P].
 
   Args:
-    votes_PG: Equal numbers where the answers are equal. NaN is no vote.
+    votes_PG: Numbers, equal within a problem where the answers are equal. NaN is no vote.
     right_PG: bool, whether each completion is right.
   """
   chances = [
@@ -219,14 +220,12 @@ def majority_right(votes_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:
 
 
 def sample_metrics(draws: Outcomes, samples: int, tasks: Sequence[str] = ()) -> dict[str, float]:
-  """mean@k, pass@k for powers of two up to k, and maj@k where votes count, for k = `samples`.
-
-  Of each task, mean@k/TASK and maj@k/TASK.
+  """Returns mean@k, pass@k for k and smaller powers of two, and maj@k if votes are known.
 
   Args:
-    draws: The outcomes.
-    samples: The draws of each problem.
-    tasks: The task of each problem, or nothing where there is one task.
+    draws: The outcomes, with k completions per problem.
+    samples: k.
+    tasks: The task of each problem, for mean@k/TASK and maj@k/TASK. Empty adds no such metrics.
   """
   right_N = draws.right_NG.sum(1)
   metrics = _means(f"mean@{samples}", draws.right_NG.mean(1), tasks)
@@ -241,7 +240,7 @@ def sample_metrics(draws: Outcomes, samples: int, tasks: Sequence[str] = ()) -> 
 
 
 def _means(name: str, values_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
-  """The mean over all problems, and over those of each task."""
+  """Returns the mean over all problems as eval/NAME, and over each task's as eval/NAME/TASK."""
   metrics = named(name, estimators.mean(values_N))
   for task in dict.fromkeys(tasks):
     metrics |= named(f"{name}/{task}", estimators.mean(values_N[np.array(tasks) == task]))
@@ -249,21 +248,21 @@ def _means(name: str, values_N: np.ndarray, tasks: Sequence[str]) -> dict[str, f
 
 
 def named(name: str, estimate: estimators.Estimate) -> dict[str, float]:
-  """An estimate as three metrics: eval/NAME, and eval/NAME_low and _high, its 95% interval."""
+  """Returns an estimate as the metrics eval/NAME, eval/NAME_low and eval/NAME_high."""
   value, low, high = estimate
   return {f"eval/{name}": value, f"eval/{name}_low": low, f"eval/{name}_high": high}
 
 
 def of_exam(exam: str, name: str) -> str:
-  """The name of a metric of an exam: eval/EXAM/accuracy for eval/accuracy."""
+  """Returns a metric's name for an exam: eval/EXAM/accuracy for eval/accuracy. "" is no exam."""
   return name.replace("eval/", f"eval/{exam}/", 1) if exam else name
 
 
 class Evaluators:
-  """The evaluations of a run: of its test split, and of the exams of eval.tasks.
+  """The evaluations of a run: its test split, and the exams of eval.tasks.
 
   Attributes:
-    parts: Each of them.
+    parts: The evaluators, the test split first.
   """
 
   def __init__(
@@ -273,17 +272,17 @@ class Evaluators:
     only_exams: bool = False,
     remote: Remote | None = None,
   ):
-    """Makes all of them.
+    """Prepares the evaluations.
 
     Args:
       run: The run.
-      scorers: Its reward functions.
-      only_exams: Whether to leave out the test split. It is left out, too, where there are exams
-        and the data has no test split.
+      scorers: The run's reward functions.
+      only_exams: Whether to skip the test split. It is also skipped if there are exams and the data
+        has no test split.
       remote: Makes a sampler in other processes. None means that the run samples.
 
     Raises:
-      ConfigError: An evaluation cannot be run.
+      ConfigError: An evaluation is impossible with this config.
     """
     entries = entries_of(run.config.eval.tasks)
     has_test = not only_exams and (not entries or len(run.task.test) > 0)
@@ -291,7 +290,7 @@ class Evaluators:
     self.parts += [Evaluator(run, scorers, entry, remote) for entry in entries]
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
-    """The metrics of all of them. The arguments are those of `Evaluator`."""
+    """Runs all evaluations and returns their metrics. The arguments are those of `Evaluator`."""
     metrics: dict[str, float] = {}
     for evaluate in self.parts:
       metrics |= evaluate(params, step)
@@ -299,7 +298,7 @@ class Evaluators:
 
 
 def table(metrics: dict[str, float], config: Eval, max_tokens: int, exam: str = "") -> list[str]:
-  """The metrics as lines for a reader: those of the test split, or of an exam."""
+  """Formats the metrics of the test split, or of an exam, as lines of text."""
   measured = [name for name in metrics if f"{name}_low" in metrics]
   width = max(14, *(len(name) + 1 for name in measured))
   greedy, draws = list[str](), list[str]()

@@ -1,11 +1,11 @@
-"""The numbers that decide how completions of a policy are drawn, and their ranges."""
+"""Checks the ranges of the numbers that decide how completions of a policy are drawn."""
 
 from collections.abc import Mapping
 from numbers import Integral, Real
 
 from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, shown
 
-_LIMITS = {  # of what decides how completions are drawn
+_LIMITS = {  # (smallest, largest)
   "n": (1, 2**16),
   "temperature": (0, 1000),
   "max_tokens": (1, LARGEST_INT),
@@ -15,10 +15,10 @@ _LIMITS = {  # of what decides how completions are drawn
 
 
 def check_numbers(numbers: Mapping[str, float | None], prefix: str) -> None:
-  """Raises ConfigError for the first of n, temperature, max_tokens, seed and step out of its range.
+  """Raises ConfigError for the first number out of its range, or of the wrong type.
 
   Args:
-    numbers: Values by name. None is allowed.
+    numbers: Values by name: n, temperature, max_tokens, seed, step. None values are skipped.
     prefix: The words before a name in an error message, such as "flag --".
   """
   for name, value in numbers.items():

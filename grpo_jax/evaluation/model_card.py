@@ -1,4 +1,4 @@
-"""The README.md of an exported model: a model card, as huggingface.co shows it."""
+"""Writes the README.md of an exported model: a model card for huggingface.co."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
@@ -19,7 +19,7 @@ from grpo_jax.model.huggingface.folders import read_json
 FILE = "README.md"
 BASE_FILE = "README_base.md"  # the card of the model that the run began with
 Row = Mapping[str, Any]
-# The metrics of a step that say how far the run was.
+# The training metrics that the card shows.
 _OF_STEP = re.compile(
   r"reward|reward_std|rewards/.*/mean|kl|entropy|completions/mean_length|completions/clipped_ratio"
 )
@@ -29,8 +29,8 @@ class Base(NamedTuple):
   """The model that a run began with, as its folder describes it.
 
   Attributes:
-    card: Its README.md, "" if it has none.
-    license: license, license_name and license_link, as its card or its config.json has them.
+    card: The text of README.md. "" if there is none.
+    license: license, license_name and license_link, from the card or from config.json.
   """
 
   card: str = ""
@@ -38,7 +38,7 @@ class Base(NamedTuple):
 
 
 def read_base(folder: Path | None) -> Base:
-  """Reads a model's folder. None is a model that comes from none."""
+  """Reads the card and the licence in a model's folder. None means random weights."""
   if folder is None:
     return Base()
   card = _text(folder / FILE)
@@ -50,13 +50,13 @@ def read_base(folder: Path | None) -> Base:
 
 
 def metadata(card: str) -> Row:
-  """The metadata of a model card. Empty if it has none that can be read."""
+  """Parses the YAML metadata of a model card. {} if it has none, or they are damaged."""
   import yaml  # here, because only an export needs it
 
   block = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", card, re.DOTALL)
   try:
     found = yaml.safe_load(block[1]) if block else None
-  except (yaml.YAMLError, ValueError, RecursionError):  # a date that is none, thousands of [
+  except (yaml.YAMLError, ValueError, RecursionError):  # an impossible date, thousands of [
     found = None
   return found if isinstance(found, dict) else {}
 
@@ -64,15 +64,15 @@ def metadata(card: str) -> Row:
 def model_card(
   title: str, config: Config, step: int, rows: Sequence[Row], base: Base, kind: str
 ) -> str:
-  """The text of a model card.
+  """Writes the text of a model card.
 
   Args:
     title: The name of the run, or of the model if there was no run.
-    config: The config of its run.
-    step: The step of its checkpoint. 0 is a model before training.
+    config: The config of the run.
+    step: The step of the checkpoint. 0 means a model before training.
     rows: The rows of metrics.jsonl up to that step.
     base: The model that the run began with.
-    kind: "model", "images" for a model that sees images, "adapter" for adapters alone.
+    kind: "model", "images" for a model with image inputs, "adapter" for only the adapters.
   """
   evaluation = next((row for row in reversed(rows) if _of_evaluation(row)), {})
   parts = [
@@ -100,14 +100,15 @@ def model_card(
 
 
 def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base, kind: str) -> str:
-  """The block of YAML."""
+  """Returns the YAML block of a card. `evaluation` is the last row with an evaluation, or {}."""
   # ModelCard itself would import the client of huggingface.co, which takes half a second.
   from huggingface_hub.repocard_data import EvalResult, ModelCardData
 
   results = []
   for name, value in evaluation.items():
     found = re.fullmatch(r"eval/(.+/)?accuracy(/.+)?", name)
-    if found and value is not None:  # of an exam, of a task of a mixture, or of the data
+    if found and value is not None:
+      # The accuracy of an exam, of a task in a mixture, or of the whole data set.
       data = (found[1] or found[2] or name_of(config.data)).strip("/")
       results.append(EvalResult("text-generation", data, data, "accuracy", round(value, 6)))
   is_on_hub = hub.is_name(config.model.path)
@@ -123,19 +124,20 @@ def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base
 
 
 def _tags(config: Config, step: int) -> list[str]:
+  """Returns the tags of the training method. [] before reinforcement learning has begun."""
   if step <= config.warm_start.steps:
     return []
   return (["grpo"] if _method(config).startswith("GRPO") else []) + ["reinforcement-learning"]
 
 
 def _method(config: Config) -> str:
-  """The method of the preset with the variants of the config. "" if there is none."""
+  """Returns the name of the method whose preset the config follows. "" if there is none."""
   preset = presets.closest(config.algo)
   return presets.PAPERS[preset][0] if preset else ""
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str]]:
-  """The rows of the card's table of settings: names and values."""
+  """Yields the rows (name, value) of the card's table of settings."""
   algo = config.algo
   yield "base model", _base_name(config)
   path = _short(config.data.path)
@@ -165,7 +167,7 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm(algo: Algo) -> str:
-  """Its method with the paper, or what it consists of."""
+  """Names the method with its paper, or else the variants that the config combines."""
   preset = presets.closest(algo)
   if not preset:
     axes = ("advantage", "ratio", "surrogate", "aggregation", "correction")
@@ -175,7 +177,7 @@ def _algorithm(algo: Algo) -> str:
 
 
 def _of_evaluation(row: Row) -> list[tuple[str, str, str]]:
-  """The metrics of the evaluation, each with its interval."""
+  """Returns (name, value, interval) of each evaluation metric in a row of metrics.jsonl."""
   found = []
   for name, value in row.items():
     ends = row.get(f"{name}_low"), row.get(f"{name}_high")
@@ -190,7 +192,7 @@ def _of_evaluation(row: Row) -> list[tuple[str, str, str]]:
 
 
 def _trained(config: Config, step: int) -> str:
-  """How it was trained, such as "after 100 steps of a warm start and 50 of GRPO"."""
+  """Describes the training: "after 100 steps of a warm start and 50 steps of GRPO"."""
   warm = min(step, config.warm_start.steps)
   parts = [f"{warm} steps of a warm start"] if warm else []
   method = _method(config).split(",")[0] or "reinforcement learning"
@@ -236,9 +238,9 @@ model = AutoPeftModelForCausalLM.from_pretrained("OWNER/NAME")  # or this folder
 
 
 def _short(path: str) -> str:
-  """A path without the folders of this machine, which are nobody's business elsewhere.
+  """Shortens a path, or FILE:FUNCTION, to its last part, so that a card leaks no local folders.
 
-  A name, such as that of a reward function, stays whole. FILE:FUNCTION becomes short, too.
+  Other names, such as names of reward functions, stay as they are.
   """
   is_path = path.startswith(("/", "~", ".")) or ".." in PurePath(path).parts
   if is_path or any(map(os.path.exists, (path, path.rpartition(":")[0]))):
@@ -251,7 +253,7 @@ def _number(value: float | None) -> str:
 
 
 def _code(text: str) -> str:
-  """Text as code in a cell of a table: in one line, and without what would end the cell."""
+  """Formats a text as code in one table cell: escapes line breaks and |, and fits the backticks."""
   line = json.dumps(text, ensure_ascii=False)[1:-1].replace("|", "\\|")
   inside = re.findall("`+", line)
   fence, space = "`" * (1 + max(map(len, inside), default=0)), " " if inside else ""

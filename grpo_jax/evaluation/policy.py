@@ -1,4 +1,4 @@
-"""A trained policy, and what it can be used for: sampling, evaluation, export."""
+"""Loads a policy, to sample from it, to evaluate it or to export it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
@@ -42,12 +42,11 @@ class Completion:
   """A completion that a policy wrote.
 
   Attributes:
-    text: The text of the completion.
-    length: Its tokens, with the one that ended it.
-    logprob: The sum of their log-probs.
-    stopped: Whether it ended by itself. If not, it was cut off.
-    turns: With an environment: the messages of the policy and of the environment. `text` is then
-      the policy's last one.
+    text: The text of the completion. With an environment, the policy's last message.
+    length: The number of its tokens, including the token that ended it.
+    logprob: The sum of the log-probs of these tokens.
+    stopped: Whether a stop token or text ended it. Otherwise a limit cut it off.
+    turns: With an environment: the messages of the policy and of the environment. Otherwise empty.
   """
 
   text: str
@@ -61,11 +60,11 @@ class Policy:
   """A policy in the memory of the devices.
 
   Attributes:
-    name: How to call it in messages.
-    run: The parts that its config describes.
-    params: Its trained parameters.
-    step: The step of its checkpoint, 0 for a Hugging Face folder.
-    workdir: The folder of its run, None for a Hugging Face folder.
+    name: The name of the policy in messages.
+    run: The objects that the config describes: model, data, tokenizer.
+    params: The trained parameters.
+    step: The step of the checkpoint. 0 before training.
+    workdir: The folder of the run. None before training.
   """
 
   def __init__(self, name: str, run: Run, params: Any, step: int, workdir: Path | None = None):
@@ -93,23 +92,23 @@ class Policy:
     """Samples completions of a question, or of each question of a list.
 
     Args:
-      question: The question that `data.prompt` and, with `data.chat`, the chat template frame: a
-        text or, with `data.chat`, a list of messages (dicts with role and content). Or a list of
-        such questions.
-      n: How many completions. At temperature 0 there is one.
-      temperature: 0 takes the likeliest token. None means sampling.temperature.
-      max_tokens: The longest completion. None means sampling.max_tokens.
-      seed: Another seed gives other completions.
-      images: The images of the question: paths, bytes or images of Pillow. Of several questions,
-        a list of them for each question.
+      question: A text or, with `data.chat`, a list of messages (dicts with role and content). It is
+        inserted into `data.prompt` and, with `data.chat`, the chat template. Or a list of such
+        questions.
+      n: How many completions to sample. At temperature 0, there is only one.
+      temperature: 0 samples greedily. None means sampling.temperature.
+      max_tokens: The token limit of a completion. None means sampling.max_tokens.
+      seed: The seed of the random numbers.
+      images: The images of the question: paths, bytes or Pillow images. For a list of questions, a
+        list of images for each question.
 
     Returns:
-      The completions. For a list of questions, a list of them for each question: what a call with
-      this question alone returns.
+      The completions. For a list of questions, a list of completions for each question, the same
+      that a call with this question alone returns.
 
     Raises:
-      ConfigError: A value is out of its range or no question, or a question is too long for the
-        model.
+      ConfigError: A value is out of its range, `question` has another form, or a question is too
+        long for the model.
     """
     sampling = self.run.config.sampling
     temperature = sampling.temperature if temperature is None else temperature
@@ -117,17 +116,17 @@ class Policy:
     numbers = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     check_numbers(numbers, "sample(): ")
     questions = _questions(question)
-    seen = images if questions is question else [images]
-    if len(seen) not in (0, len(questions)):
+    image_lists = images if questions is question else [images]
+    if len(image_lists) not in (0, len(questions)):
       raise ConfigError(
-        f"sample(): there are {len(seen)} lists of images for {len(questions)} questions"
+        f"sample(): there are {len(image_lists)} lists of images for {len(questions)} questions"
       )
-    seen = seen or [()] * len(questions)
+    image_lists = image_lists or [()] * len(questions)
     with self._settings():
-      # Questions up to this length share one compiled program.
+      # All prompts up to this length are padded to it, and so share one compiled program.
       shortest = self.run.config.data.max_prompt_tokens
       prompts = [
-        self.prompt(one, shortest=shortest, images=own) for one, own in zip(questions, seen)
+        self.prompt(one, shortest=shortest, images=own) for one, own in zip(questions, image_lists)
       ]
       found = [self.complete(one, n, temperature, max_tokens, seed) for one in prompts]
     return found if questions is question else found[0]
@@ -141,17 +140,17 @@ class Policy:
     """Measures the accuracy on the test problems, or on exams.
 
     Args:
-      samples: Draws of each problem for mean@k, pass@k and maj@k. None means eval.samples.
-      examples: How many test problems. None means eval.examples.
-      tasks: Exams in place of the test problems, such as "math500:test.jsonl": see eval.tasks. None
-        means the test problems, and eval.tasks beside them.
+      samples: Completions per problem for mean@k, pass@k and maj@k. None means eval.samples.
+      examples: How many test problems to use. None means eval.examples.
+      tasks: Exams that replace the test problems, such as "math500:test.jsonl": see eval.tasks.
+        None means the test problems and the exams of eval.tasks.
 
     Returns:
       eval/accuracy and other metrics, and eval/EXAM/accuracy for an exam. NAME_low and NAME_high
       are a 95% interval.
 
     Raises:
-      ConfigError: The evaluation cannot be run.
+      ConfigError: The evaluation is impossible with these settings.
     """
     given = {"eval.samples": samples, "eval.examples": examples, "eval.tasks": tasks}
     changes = {key: value for key, value in given.items() if value is not None}
@@ -165,13 +164,13 @@ class Policy:
 
     Args:
       out: The folder. It must be empty or not exist yet.
-      adapter: Write the adapters of a LoRA run alone, as a PEFT folder.
+      adapter: Whether to write only the adapters of a LoRA run, as a PEFT folder.
 
     Returns:
-      The folder.
+      The path of the folder.
 
     Raises:
-      ConfigError: The folder is not empty, or there are no adapters.
+      ConfigError: The folder is not empty, or `adapter` is set and the run has no adapters.
     """
     shape, out = self.run.parameters.model, path_of(out, "out")
     if adapter and shape.lora is None:
@@ -179,7 +178,7 @@ class Policy:
         "adapter=True: this run trained all weights and has no adapters; leave it out"
       )
     hosts = self.run.hosts
-    # `out` appears when the weights and the tokenizer are both in it.
+    # `new_folder` creates `out` only after all files are written. Only the first process writes.
     with (
       doing(f"writing {out}"),
       new_folder(out) if hosts.is_first else contextlib.nullcontext() as folder,
@@ -196,7 +195,7 @@ class Policy:
     return out
 
   def _write_card(self, folder: Path, adapter: bool) -> None:
-    """Writes README.md, and beside it that of the model that the run began with."""
+    """Writes the model card, and a copy of the card of the model that the run began with."""
     sees_images = self.run.parameters.model.vision is not None
     kind = "adapter" if adapter else "images" if sees_images else "model"
     base = model_card.read_base(self.run.base_folder)
@@ -214,24 +213,24 @@ class Policy:
   def prompt(
     self, text: Question, framed: bool = True, shortest: int = 0, images: Sequence[Any] = ()
   ) -> PromptBatch:
-    """Makes a batch of one prompt, which `complete` takes.
+    """Makes a batch of one prompt for `complete`.
 
-    The batch has the prompt once for each of the mesh's shards of rows, because every shard needs
-    at least one row.
+    The batch repeats the prompt for each row shard of the mesh, because every shard needs at least
+    one row.
 
     Args:
-      text: The prompt, or a question.
-      framed: Whether `text` is a question, which `data.prompt` and, with `data.chat`, the chat
-        template frame as in training. Otherwise it is the whole prompt.
-      shortest: The prompt is padded to at least so many tokens.
-      images: The images of the prompt, which come first in it or where the chat template puts them.
+      text: A question or, without `framed`, the whole prompt.
+      framed: Whether `text` is a question, to be inserted into `data.prompt` and, with `data.chat`,
+        the chat template, as in training.
+      shortest: Pad the prompt to at least this many tokens.
+      images: The images of the prompt. They come first or where the chat template puts them.
 
     Raises:
       ConfigError: The text is not UTF-8, or a question does not fit `data.prompt`.
     """
     if isinstance(text, str) and not is_text(text):
       raise ConfigError(f"the prompt {shown(text)} is not text in UTF-8")
-    # `complete` says it if a prompt does not fit the model.
+    # No limit here: `complete` raises an error if a prompt does not fit the model.
     data = dataclasses.replace(self.run.config.data, max_prompt_tokens=2**31)
     if not framed:
       data = dataclasses.replace(data, prompt="{question}", chat=False)
@@ -261,13 +260,13 @@ class Policy:
     )
     (prompt,) = prompts.make([0])
     prompts.max_tokens = max(shortest, len(prompt.ids))
-    copies = np.zeros(self.run.hosts.row_shards, int)  # each is prompt number 0
+    copies = np.zeros(self.run.hosts.row_shards, int)  # the index 0, once per row shard
     return prompt_batch(prompts, copies, self.run.hosts)
 
   def complete(
     self, prompt: PromptBatch, n: int, temperature: float, max_tokens: int, seed: int
   ) -> list[Completion]:
-    """Completions of what `prompt` returned. `sample` explains the other arguments."""
+    """Completes the result of `prompt`. The other arguments are those of `sample`."""
     length, positions = int(prompt.prompt_lengths_P[0]), self.run.parameters.model.max_positions
     if length + max_tokens > positions:
       raise ConfigError(
@@ -276,16 +275,16 @@ class Policy:
       )
     greedy = temperature == 0
     count = 1 if greedy else n  # greedy completions would all be the same
-    kind = (count, greedy, max_tokens)
-    if kind not in self._rollouts:
-      # A harness wants a whole example, not a question.
+    options = (count, greedy, max_tokens)
+    if options not in self._rollouts:
+      # A harness needs a whole example, not only a question.
       has_harness = bool(self.run.config.environment.harness)
       talkers = None if has_harness else self.scorers.talkers
-      self._rollouts[kind] = make_rollout(self.run, *kind, talkers=talkers)
-    key = jax.random.fold_in(self.run.key("sample"), int(seed) % 2**32)  # it takes none below 0
+      self._rollouts[options] = make_rollout(self.run, *options, talkers=talkers)
+    key = jax.random.fold_in(self.run.key("sample"), int(seed) % 2**32)  # must be >= 0
     params = self._for_sampling
     with doing(f"sampling {count} completions"):
-      rollouts = self._rollouts[kind](params, prompt, key, temperature)
+      rollouts = self._rollouts[options](params, prompt, key, temperature)
     completions, turns_PG = rollouts.completions, rollouts.turns_PG
     return [
       Completion(
@@ -309,7 +308,7 @@ class Policy:
 
   @contextlib.contextmanager
   def _settings(self) -> Iterator[None]:
-    """JAX's settings as the run needs them, for calls from a program that is not ours."""
+    """Sets up JAX as the run needs it, and restores the settings of the caller's program."""
     with leaving_nothing_behind():
       compilation_cache.use(self.run.config.compilation_cache)
       set_matmul_precision(self.run.config)
@@ -317,10 +316,10 @@ class Policy:
 
 
 def _questions(given: Any) -> list[Any]:
-  """Questions in a list: `given` itself if it is a list of several, else one that holds it.
+  """Returns `given` itself if it is a list of questions, or [given] if it is one question.
 
   Raises:
-    ConfigError: It is no question and no list of questions.
+    ConfigError: `given` is neither.
   """
   if _is_question(given):
     return [given]
@@ -339,10 +338,10 @@ def _is_question(given: Any) -> bool:
 def load_policy(source: Config | str | Path, step: int | None = None) -> Policy:
   """Loads a policy, to sample from it, to evaluate it or to export it.
 
-  It takes memory of the devices until nothing refers to it any more.
+  The policy occupies device memory until nothing refers to it any more.
 
   Args:
-    source: The folder of a run, or a Config: then it is the model before training.
+    source: The folder of a run, or a Config for the model before training.
     step: The step of the checkpoint. None means the newest.
 
   Raises:
@@ -356,7 +355,7 @@ def load_policy(source: Config | str | Path, step: int | None = None) -> Policy:
 
 
 def policy_of_config(config: Config) -> Policy:
-  """The policy before training."""
+  """Builds the policy of a config before training."""
   run = Run(config)
   with doing("making the parameters"):
     params = run.initial_params()
@@ -364,9 +363,9 @@ def policy_of_config(config: Config) -> Policy:
 
 
 def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -> Policy:
-  """The policy of a run's checkpoint: the newest, or that of `step`.
+  """Loads the policy of a run's checkpoint: the newest, or the one of `step`.
 
-  `change` is applied to the run's config before anything is built.
+  `change` maps the run's config to the config to use.
   """
   run = Run(change(_on_this_machine(read_config(workdir))))
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=run.parameters.layers_of)
@@ -376,7 +375,11 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
 
 
 def _on_this_machine(config: Config) -> Config:
-  """The config with a mesh of all devices, which is its own without the sampler's, if that fits."""
+  """Adapts a config's mesh to this machine, where all devices both sample and compute the model.
+
+  A mesh that does not fit becomes data parallelism. If this or sampling.tensor does not fit,
+  sampling.tensor becomes 0.
+  """
   mesh = dataclasses.replace(config.mesh, sampler=0)
   config = dataclasses.replace(config, mesh=mesh)
   sizes = mesh.data, mesh.fsdp, mesh.expert, mesh.tensor, mesh.context

@@ -1,4 +1,4 @@
-"""The learner: log-probs of completions that share their prompt, and one update."""
+"""The learner: log-probs of completions that share their prompt, and updates of the policy."""
 
 from grpo_jax.learner.by_slots import MicroBatchPass, SlotPlaces, Update, logprobs_pass, places_on
 from grpo_jax.learner.objectives import Objective, grpo, supervised

@@ -1,8 +1,8 @@
-"""Computes micro-batches in as few slots as hold their tokens, with a program for each number.
+"""Computes each micro-batch in the fewest slots that hold its tokens.
 
-packed.py says why the number of slots is a shape. A program for it is compiled when it first
-occurs, and computes all micro-batches of a batch that need it. The host reads how many slots each
-micro-batch needs before it chooses the programs.
+The number of slots is part of the shapes (see packed.py), so each number needs its own program. It
+is compiled when the number first occurs, and computes all micro-batches of a batch that need that
+number. Before the host chooses the programs, it reads how many slots each micro-batch needs.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ from grpo_jax.types import Batch, Coefficients, TrainState
 
 
 class SlotPlaces(NamedTuple):
-  """The shardings that say where arrays lie on a mesh. None leaves it to the compiler.
+  """The shardings of arrays on a mesh. None leaves a sharding to the compiler.
 
   Attributes:
     rows: The sharding of arrays [P, ...].
     parts: The sharding of arrays [M, m, ...], micro-batches of m prompts.
-    everywhere: The sharding of scalars and small arrays that each device has.
+    everywhere: The sharding of scalars and small arrays: replicated on all devices.
     state: The shardings of a `TrainState`.
   """
 
@@ -50,15 +50,15 @@ class SlotPlaces(NamedTuple):
 
 
 def places_on(mesh: Mesh, state: TrainState | None = None) -> SlotPlaces:
-  """The places on a mesh."""
+  """The shardings on a mesh. `state` has those of a `TrainState`, for updates."""
   rows, parts = sharding.batch_sharding(mesh), sharding.parts_sharding(mesh)
   return SlotPlaces(rows, parts, NamedSharding(mesh, PartitionSpec()), state)
 
 
 class MicroBatchPass:
-  """A pass over a batch in micro-batches that has no gradient, such as that for log-probs.
+  """A pass over a batch in micro-batches without a gradient, such as the pass for log-probs.
 
-  Calling it gives its results for the whole batch, in the order of the batch.
+  Calling it returns the results for the whole batch, in the order of the batch.
 
   Attributes:
     whole: The pass in one program, compiled by `jax.jit`, with completions in rows of T.
@@ -71,14 +71,14 @@ class MicroBatchPass:
     platform: str,
     places: SlotPlaces | None = None,
   ):
-    """A pass that is not compiled yet.
+    """Prepares the programs, which are compiled later.
 
     Args:
-      function: (parameters, part) -> a tree of arrays [m, ...]. They are 0 for groups without a
-        token in the loss, because such groups may be left out.
-      micro_batch: The prompts of a part, m. 0 means those of the whole batch.
-      platform: Where it runs.
-      places: Where the arrays lie on a mesh. None means on one device.
+      function: (parameters, part) -> a tree of arrays [m, ...]. It must return 0 for groups without
+        a token in the loss, because such groups may be skipped.
+      micro_batch: m, the prompts of a part. 0 means all prompts of the batch.
+      platform: The platform of the devices.
+      places: The shardings of arrays on a mesh. None means one device.
     """
     places = places or SlotPlaces()
     self._function, self._micro_batch, self._platform = function, micro_batch, platform
@@ -87,10 +87,10 @@ class MicroBatchPass:
     # batch -> its micro-batches
     split = functools.partial(in_parts, micro_batch=micro_batch)
     self._split = Jitted(split, out_shardings=None if places.rows is None else self._of_parts)
-    # (parameters, micro-batches) -> results of zeros, to be filled
+    # (parameters, micro-batches) -> zeros with the shapes of the results
     self._zeros = Jitted(self._zero_results, out_shardings=places.parts)
-    # (parameters, micro-batches, results so far, first, end) -> these with the results of the
-    # micro-batches first to end - 1. There is a program for each number of slots of a group.
+    # (parameters, micro-batches, results so far, first, end) -> the results, with those of the
+    # micro-batches first to end - 1 filled in. There is a program for each number of slots.
     self._fill = Jitted(
       self._fill_results,
       _slots_of_call,
@@ -112,12 +112,12 @@ class MicroBatchPass:
     return self._in_batch_order(found, parts.order_P)
 
   def compile_ahead(self, compiler: Compiler, params: Any, batch: Batch) -> None:
-    """Has compiled what every call needs, and what calls may need if these are few programs.
+    """Starts to compile what every call needs and, on accelerators, what a call may need.
 
     Args:
       compiler: Compiles the programs in the background.
-      params: The shapes and places of the parameters.
-      batch: The shapes and places of the batch.
+      params: The shapes and shardings of the parameters.
+      batch: The shapes and shardings of the batch.
     """
     sizes = sizes_of(batch, self._platform)
     if len(sizes) == 1:
@@ -135,7 +135,7 @@ class MicroBatchPass:
     return in_micro_batches(functools.partial(self._function, params), batch, self._micro_batch)
 
   def _zero_results(self, params: Any, parts: Parts) -> Any:
-    """Zeros [M, m, ...], where the results of micro-batches without a token in the loss stay."""
+    """Zeros [M, m, ...]: the results of micro-batches without a token in the loss stay zeros."""
     part = jax.tree.map(lambda x: x[0], parts.batch)
     found, M = jax.eval_shape(self._function, params, part), len(parts.needed_M)
     return jax.tree.map(lambda x: jnp.zeros((M, *x.shape), x.dtype), found)
@@ -143,7 +143,7 @@ class MicroBatchPass:
   def _fill_results(
     self, params: Any, parts: Parts, found: Any, first: jax.Array, end: jax.Array, slots: int
   ) -> Any:
-    """Computes the parts from the first to the end, and puts their results into `found`."""
+    """Computes parts first to end - 1 in `slots` slots, and writes their results into `found`."""
 
     def one(i: jax.Array, found: Any) -> Any:
       part = jax.tree.map(lambda x: x[i], parts.batch).replace(slots=slots)
@@ -156,7 +156,7 @@ class MicroBatchPass:
 def logprobs_pass(
   options: StatsOptions, micro_batch: int, places: SlotPlaces | None = None
 ) -> MicroBatchPass:
-  """(all parameters, batch) -> log-probs of the completions, float32 [P, G, T]."""
+  """Makes the pass (all parameters, batch) -> log-probs of the completions, float32 [P, G, T]."""
 
   def logprobs(params: Any, part: Batch) -> jax.Array:
     return batch_stats(params, None, part, options).logprobs_PGT
@@ -165,29 +165,29 @@ def logprobs_pass(
 
 
 class Update:
-  """`train_step`, with its micro-batches in as few slots as hold their tokens.
+  """`train_step` in several programs, with each micro-batch in the fewest slots for its tokens.
 
-  Calling it as (state, base, reference, batch) gives the state after an update, and its metrics. It
-  donates the state.
+  Calling it as (state, base, reference, batch) returns the state after an update, and metrics. The
+  call donates the state.
 
   Attributes:
     whole: `train_step` in one program, compiled by `jax.jit`, with completions in rows of T.
   """
 
   def __init__(self, rule: UpdateRule, platform: str, places: SlotPlaces | None = None):
-    """An update that is not compiled yet.
+    """Prepares the programs, which are compiled later.
 
-    It has a program that begins, one that adds the gradients of micro-batches for each number of
-    slots, and one that finishes.
+    One program begins an update, one finishes it, and for each number of slots one adds the
+    gradients of micro-batches.
 
     Args:
       rule: The objective, the optimizer and the size of micro-batches.
-      platform: Where it runs.
-      places: Where the arrays lie.
+      platform: The platform of the devices.
+      places: The shardings of arrays on a mesh. None means one device.
     """
     places = places or SlotPlaces()
     self._rule, self._platform = rule, platform
-    # Where the programs' outputs lie. None leaves that to XLA.
+    # The shardings of the programs' outputs. None leaves them to XLA.
     updated = begun = sums = None
     if places.state is not None:
       updated = places.state, places.everywhere
@@ -221,7 +221,7 @@ class Update:
   def __call__(
     self, state: TrainState, base: Any, reference: Any, batch: Batch
   ) -> tuple[TrainState, Metrics]:
-    """Makes an update. Each micro-batch takes the fewest slots that hold its tokens."""
+    """Makes an update, and returns the new state and the metrics (see `train_step`)."""
     P, G, T = batch.completions_PGT.shape
     m = self._rule.micro_batch or P
     sizes = sizes_of(batch, self._platform)
@@ -232,11 +232,11 @@ class Update:
       seen = self._look((base, state.params), batch)
     begun = self._begin(state.coefs, batch, seen)
     given = Given(state.params, base, reference, begun)
-    sums = None if m == P else self._zeros(given)
+    sums = None if m == P else self._zeros(given)  # one micro-batch needs no sums
     found = segments(np.asarray(begun.parts.needed_M), sizes)
     if sums is None and not found:
-      found = [PackedSegment(sizes[0], 0, 1)]  # a gradient of 0, which moves momentum
-    computed = 0
+      found = [PackedSegment(sizes[0], 0, 1)]  # computes a gradient of 0, which moves momentum
+    computed = 0  # tokens, padding included
     for slots, first, end in found:
       sums = self._add(given, sums, first, end, slots=slots)
       rows = G * row_slots(T, self._platform)
@@ -246,14 +246,14 @@ class Update:
   def compile_ahead(
     self, compiler: Compiler, state: TrainState, base: Any, reference: Any, batch: Batch
   ) -> None:
-    """Has compiled what every call needs, and what calls may need if these are few programs.
+    """Starts to compile what every call needs and, on accelerators, what a call may need.
 
     Args:
       compiler: Compiles the programs in the background.
-      state: The shapes and places of the state.
-      base: The shapes and places of the frozen parameters.
-      reference: The shapes and places of the reference's parameters.
-      batch: The shapes and places of the batch.
+      state: The shapes and shardings of the state.
+      base: The shapes and shardings of the frozen parameters.
+      reference: The shapes and shardings of the reference's parameters.
+      batch: The shapes and shardings of the batch.
     """
     sizes, P = sizes_of(batch, self._platform), len(batch.prompts_PS)
     if len(sizes) == 1:
@@ -262,7 +262,7 @@ class Update:
     m = self._rule.micro_batch or P
     if self._rule.objective.looks_at(P // m):
       self._look.compile_ahead(compiler, (base, state.params), batch)
-      return  # what it sees has no places yet
+      return  # `_begin` reads the results of `_look`, whose shardings are not known yet
     begin = state.coefs, batch, None
     self._begin.compile_ahead(compiler, *begin)
     begun = with_places(self._begin.eval_shape(*begin), self._begun_places)
@@ -289,13 +289,13 @@ class Update:
 
 
 def sizes_of(batch: Batch, platform: str) -> list[int]:
-  """The numbers of slots that the completions of a batch can be computed in, ascending."""
+  """The numbers of slots in which the completions of a batch can be computed (`slot_sizes`)."""
   _, G, T = batch.completions_PGT.shape
   return slot_sizes(G, T, platform)
 
 
 def with_places(shapes: Any, places: Any) -> Any:
-  """Shapes with places, which are those of the arrays or of whole parts of the tree. None: any."""
+  """Adds shardings to shapes. Each leaf of `places` applies to a whole subtree. None adds none."""
   if places is None:
     return shapes
 
@@ -312,14 +312,14 @@ def _slots_of_call(*args: Any, slots: int) -> int:
 
 
 def _sizes_compiled_ahead(sizes: list[int], platform: str) -> list[int]:
-  """The sizes that are compiled before anybody knows which will occur, the largest first.
+  """The sizes to compile before any batch needs them, the largest first: all, or none on a CPU.
 
-  Beside an accelerator, the cores of the host have nothing else to do. On a CPU they sample, and
-  programs that may never be called would take their time.
+  With an accelerator, the host's cores are idle. On a CPU, the cores sample, and the compilation of
+  programs that may never be called would slow that down.
   """
   return [] if platform == "cpu" else sizes[::-1]
 
 
 def _in_batch_order(found: Any, order_P: jax.Array) -> Any:
-  """The results of micro-batches as those of the batch."""
+  """Joins the results of micro-batches, in the order of the batch before it was sorted."""
   return jax.tree.map(lambda x: joined(x)[jnp.argsort(order_P)], found)

@@ -19,30 +19,29 @@ def completion_features(
 ) -> tuple[jax.Array, Routing | None]:
   """The hidden states from which completion tokens are predicted.
 
-  The prompt is computed once per group. This is the one place that shifts by a token: token 0 is
-  predicted at the prompt's last token, token t at completion token t - 1.
+  The prompt is computed once per group. Only this function shifts by a token: token 0 is predicted
+  at the prompt's last token, and token t at completion token t - 1.
 
   Args:
     params: All parameters of the model.
     config: The model.
-    batch: Prompts with what they see, completions and the loss mask.
-    remat: Which activations of a layer are saved for the backward pass: a name in
-      jax.checkpoint_policies, or "" for all.
-    replays: Tokens go through the experts that the batch has of the sampler. False only compares
-      them with those that the routers choose.
+    batch: Prompts with images, completions and the loss mask.
+    remat: Which activations of a layer are saved for the backward pass (see `apply_layers`).
+    replays: Tokens go through the sampler's experts, if the batch has these. False: the routers
+      choose, and the statistics compare both.
 
   Returns:
-    Hidden states [P, W, D] of the tokens that are predicted, W = G * T, or as `targets_of` says
-    where it says something; and the routing of each group, [P, ...], or None for a model without
-    experts. The routing counts a group's prompt once, if any of the group's tokens is in the loss,
-    and a completion's tokens of the loss except the last one, which predicts nothing.
+    The hidden states [P, W, D] that predict the targets, and the routing of each group [P, ...], or
+    None for a model without experts. Targets are in rows, W = G * T, or in the layout that
+    `targets_of` returns. The routing counts a group's prompt once, if any of the group's tokens is
+    in the loss, and a completion's loss tokens except its last token, which predicts nothing.
   """
   P, G, T = batch.completions_PGT.shape
   length = batch.prompts_PS.shape[1] + T
   batch = pad_to_split_evenly(batch, config)
   S = batch.prompts_PS.shape[1]
-  # Scalings of rope depend on the longest text, so padding must not change it. But there must be an
-  # angle for each slot of a prompt, and padded prompts may have more slots than texts have tokens.
+  # Scalings of rope depend on the longest text, so padding should not change it. But each slot of a
+  # prompt needs an angle, and padded prompts may have more slots than the longest text has tokens.
   config = dataclasses.replace(config, length=max(length, S))
   in_row, inputs, targets = row_slots(T, config.platform), None, None
   if batch.slots:
@@ -58,7 +57,7 @@ def completion_features(
   hidden_PND, routing = model.group_features(
     params, config, tokens_PN, groups, routes, remat, visual=visual
   )
-  if config.context > 1:  # no hidden state may move to another device
+  if config.context > 1:  # hidden states stay on their devices
     return _first_in_place(hidden_PND, batch.prompt_lengths_P, G), routing
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
@@ -78,11 +77,11 @@ def _prompts_then_completions(
   Args:
     of_prompts: [P, S, ...].
     of_completions: [P, G, T, ...].
-    in_row: The slots in which the layers compute a completion: its tokens after these are left out.
-    inputs: Where the tokens of completions lie when they are packed. None: in G rows.
+    in_row: How many slots of a completion the layers compute. Tokens after these are left out.
+    inputs: The packing of the completions. None means G rows.
 
   Returns:
-    [P, N, ...]: the S slots of the prompt, then those of its completions.
+    [P, N, ...]: the S slots of the prompt, then the slots of its completions.
   """
   P, G, _, *rest = of_completions.shape
   in_rows = of_completions[:, :, :in_row].reshape(P, G * in_row, *rest)
@@ -92,14 +91,9 @@ def _prompts_then_completions(
 
 
 def _routes(batch: Batch, in_row: int, inputs: model.Packing | None, replays: bool) -> model.Routes:
-  """Tells routers which tokens to count, and which experts the sampler's tokens went through.
+  """The instructions to routers: which tokens to count, and the experts that the sampler used.
 
-  Args:
-    batch: The batch.
-    in_row: The slots in which the layers compute a completion.
-    inputs: Where the tokens of completions lie when they are packed. None: in G rows.
-    replays: Tokens go through the experts that the sampler's tokens went through. False only
-      compares these with those that the routers choose.
+  `replays` is as in `completion_features`, the other arguments as in `_prompts_then_completions`.
   """
   (_, S), T = batch.prompts_PS.shape, batch.completions_PGT.shape[2]
   learns_P = (batch.mask_PGT != 0).any((1, 2))
@@ -111,24 +105,24 @@ def _routes(batch: Batch, in_row: int, inputs: model.Packing | None, replays: bo
     is_prompt_PS & learns_P[:, None], counts_PGT, in_row, inputs
   )
   if inputs is not None:
-    # Free slots of the packing hold copies of other tokens, which are counted where they belong.
+    # Free slots of the packing hold copies of other tokens, which are counted in their own slots.
     counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
   if batch.experts_PGTY is None:
     return model.Routes(counted_PN)
   given = _prompts_then_completions(batch.prompt_experts_PSY, batch.experts_PGTY, in_row, inputs)
-  # Statistics compare the experts of completions alone, though the sampler keeps a prompt's, too.
+  # Statistics compare only the experts of completions, though the sampler keeps a prompt's, too.
   of_completions_PN = counted_PN.at[:, :S].set(False)
   return model.Routes(counted_PN, given, of_completions_PN, replays)
 
 
 def input_packing(batch: Batch, in_row: int) -> model.Packing:
-  """Where the completion tokens lie that the layers compute, of rows of `in_row` slots."""
+  """The packing of the completion tokens that the layers compute, from rows of `in_row` slots."""
   counts_PG = jnp.maximum(lengths(batch.mask_PGT) - 1, 0)
   return model.make_packing(counts_PG, in_row, batch.slots)
 
 
 def targets_of(batch: Batch, config: model.ModelConfig) -> model.Packing | None:
-  """Where the tokens lie that are predicted. None means in rows of T."""
+  """The packing of the targets, the tokens to predict. None means rows of T."""
   if config.context > 1:
     in_row = row_slots(batch.completions_PGT.shape[2], config.platform)
     return _targets_in_place(pad_to_split_evenly(batch, config), in_row)
@@ -136,9 +130,9 @@ def targets_of(batch: Batch, config: model.ModelConfig) -> model.Packing | None:
 
 
 def target_packing(batch: Batch) -> model.Packing:
-  """Where the tokens lie that are predicted, of rows of T."""
+  """The packing of the targets, the tokens to predict, from rows of T."""
   _, G, T = batch.completions_PGT.shape
-  # A group predicts at most G tokens more than it computes: the first one of each completion.
+  # A group has at most G more targets than inputs: the first token of each completion.
   return model.make_packing(lengths(batch.mask_PGT), T, batch.slots + G)
 
 
@@ -149,12 +143,14 @@ def _shifted(
   targets: model.Packing,
   sizes: tuple[int, int],
 ) -> jax.Array:
-  """The hidden state that predicts each target [P, W, D].
+  """The hidden state that predicts each of the W targets, [P, W, D].
+
+  Target t > 0 of a row is predicted by input t - 1 of the row, and target 0 by the prompt.
 
   Args:
-    hidden_PND: The hidden states of the N inputs.
+    hidden_PND: The hidden states of the N packed inputs.
     last_P1D: The hidden states of the prompts' last tokens.
-    inputs: The packing of the inputs.
+    inputs: The packing of the inputs: each row's tokens except its last.
     targets: The packing of the targets.
     sizes: The slots of a row of inputs, and those of a row of targets.
   """
@@ -162,6 +158,8 @@ def _shifted(
   row_PW, time_PW = jnp.divmod(jnp.maximum(targets.token_PN, 0), of_targets)
   before_PW = row_PW * of_inputs + jnp.maximum(time_PW - 1, 0)
   source_PW = jnp.take_along_axis(inputs.slot_PC, before_PW, 1)
+  # The inverse of `source_PW`, for the gradient: the target that each input predicts, if any. As a
+  # row's last token is no input, time_PN + 1 stays within the row.
   row_PN, time_PN = jnp.divmod(jnp.maximum(inputs.token_PN, 0), of_inputs)
   target_PN = jnp.take_along_axis(targets.slot_PC, row_PN * of_targets + time_PN + 1, 1)
   target_PN = jnp.where(inputs.token_PN >= 0, target_PN, -1)
@@ -172,9 +170,8 @@ def _shifted(
 def pad_to_split_evenly(batch: Batch, config: model.ModelConfig) -> Batch:
   """Pads the prompts, so that devices which share the tokens of a group have equally many each.
 
-  The prompts get at least G slots: the first token of each completion is predicted in one of the
-  first G (`_first_in_place`). Where each device has all tokens of its groups, the batch stays as it
-  is.
+  The prompts get at least G slots, because the first tokens of completions are predicted in the
+  first G slots (`_first_in_place`). Without a split of tokens, the batch stays as it is.
   """
   if config.context == 1:
     return batch
@@ -182,7 +179,7 @@ def pad_to_split_evenly(batch: Batch, config: model.ModelConfig) -> Batch:
   S = batch.prompts_PS.shape[1]
   # Completions that are not packed have G rows.
   completion_slots = batch.slots or G * row_slots(T, config.platform)
-  pieces = 2 * config.context  # a ring gives each device an early piece of a group and a late one
+  pieces = 2 * config.context  # in a ring, each device has an early and a late piece of a group
   prompt_slots = max(S, G)
   missing = -(prompt_slots + completion_slots) % pieces  # to the next multiple of `pieces`
   prompt_slots += missing
@@ -199,10 +196,10 @@ def pad_to_split_evenly(batch: Batch, config: model.ModelConfig) -> Batch:
 
 
 def _first_in_place(hidden_PND: jax.Array, prompt_lengths_P: jax.Array, G: int) -> jax.Array:
-  """The hidden states, with that of the prompt's last token in the first G slots.
+  """The hidden states [P, N, D], but in the first G slots that of the prompt's last token.
 
-  The first token of each completion is predicted there. Every other one is predicted in the slot of
-  the token before it, so that no hidden state moves to another device.
+  There, the first token of each completion is predicted. Every other token is predicted in the slot
+  of the token before it, so that no other hidden state moves between devices.
   """
   slots_N1 = jnp.arange(hidden_PND.shape[1])[:, None]
   is_last_PN1 = slots_N1 == (prompt_lengths_P - 1)[:, None, None]
@@ -211,7 +208,7 @@ def _first_in_place(hidden_PND: jax.Array, prompt_lengths_P: jax.Array, G: int) 
 
 
 def _targets_in_place(batch: Batch, in_row: int) -> model.Packing:
-  """Where the tokens lie that are predicted, in the slots of `_first_in_place`."""
+  """The packing of the targets in the slots of `_first_in_place`."""
   P, G, T = batch.completions_PGT.shape
   S = batch.prompts_PS.shape[1]
   before = jnp.broadcast_to(jnp.arange(G * in_row), (P, G * in_row))

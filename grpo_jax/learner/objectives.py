@@ -1,4 +1,4 @@
-"""The objectives of updates: GRPO's, and the warm start's, which is the mean of -log pi."""
+"""The objectives of updates: that of GRPO, and that of the warm start, the mean of -log pi."""
 
 from collections.abc import Callable
 import dataclasses
@@ -38,16 +38,16 @@ class Objective:
   """The function that `train_step` minimises, in the steps that micro-batches need.
 
   Attributes:
-    totals: (whole batch, coefficients) -> what the parts of the batch share: the divisors of means
-      and the coefficients.
-    part_loss: (policy, reference, part, totals) -> the part's summand of the loss, and its report.
+    totals: (whole batch, coefficients) -> the values that all parts of the batch share: the
+      divisors of means and the coefficients.
+    part_loss: (policy, reference, part, totals) -> the part's summand of the loss, and a report.
     adapt: (coefficients, metrics, completions in the batch) -> the next update's coefficients.
     drop: (whole batch) -> the batch with a mask of 0 for the groups that have no gradient.
-    look: (policy, part) -> what `prepare` must know of each part, as arrays [P, ...] without a
-      gradient. None where it needs nothing.
-    looks_at_one_part: Whether it also needs that where the batch is a single part.
-    prepare: (whole batch, what was seen of it) -> the batch with what its parts need to know of the
-      whole.
+    look: (policy, part) -> the statistics of each part that `prepare` needs, as arrays [P, ...]
+      without a gradient. None if `prepare` needs none.
+    looks_at_one_part: Whether `look` also runs if the batch is a single part.
+    prepare: (whole batch, the results of `look` or None) -> the batch with the fields that parts
+      need but that depend on the whole batch.
   """
 
   totals: Callable[[Batch, Coefficients], Any]
@@ -61,12 +61,12 @@ class Objective:
   prepare: Callable[[Batch, Any], Batch] = lambda batch, seen: batch
 
   def looks_at(self, parts: int) -> bool:
-    """Whether it looks at a batch of so many parts before the update."""
+    """Whether `look` runs before the update of a batch with this number of parts."""
     return self.look is not None and (parts > 1 or self.looks_at_one_part)
 
 
 def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
-  """The objective that `algo` describes, plus the routers' balance loss where that is on."""
+  """The objective that `algo` describes, plus the routers' balance loss (`with_balance_loss`)."""
   options = StatsOptions(config, learner, algo.has_entropy_bonus, algo.needs_full_kl)
   plain = StatsOptions(config, learner)
 
@@ -74,6 +74,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     return batch_stats(params, None, part, plain)
 
   def prepare(batch: Batch, stats: TokenStats | None) -> Batch:
+    """Selects tokens by statistics of the whole batch, if the algorithm selects tokens."""
     if stats is None:
       return batch
     old_PGT = stats.logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
@@ -85,6 +86,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
       batch.mask_PGT,
       algo,
     )
+    # `with_balance_loss` reads the routing.
     return batch.replace(selection=selected, routing=jax.lax.stop_gradient(stats.routing))
 
   def totals_of(batch: Batch, coefs: Coefficients) -> Totals:
@@ -99,7 +101,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     stats = batch_stats(params, reference, part, options)
     loss, measured = objective(stats, part, of_batch, algo)
     measured |= _router_gap(stats.routing)
-    if not algo.has_rejection:  # else it is measured before tokens are rejected for it
+    if not algo.has_rejection:  # with rejection, the gap is measured before tokens are rejected
       measured |= sampler_gap(stats.logprobs_PGT, part.sampler_logprobs_PGT, part.mask_PGT)
     return loss, PartReport(measured, stats.routing)
 
@@ -115,7 +117,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
 
 
 def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
-  """The mean of -log pi over the tokens of given completions, for the warm start."""
+  """The objective of the warm start: the mean of -log pi over the completions' tokens."""
   options = StatsOptions(config, learner)
 
   def token_count(batch: Batch, coefs: Coefficients) -> jax.Array:
@@ -137,8 +139,8 @@ def with_balance_loss(
 ) -> Objective:
   """The objective plus learner.router_aux_coef times the routers' `balance_loss`.
 
-  The balance loss is a product of two means over the whole batch. One of them has no gradient, so
-  it is computed in a forward pass before the batch is split.
+  The balance loss is a product of two means over the whole batch. The mean of the loads has no
+  gradient, so a forward pass computes it before the batch is split.
   """
   if not learner.router_aux_coef:
     return objective
@@ -147,7 +149,7 @@ def with_balance_loss(
     return completion_features(params, config, part, learner.saved_activations)[1]
 
   def prepare(batch: Batch, routing: Routing | None) -> Batch:
-    # It gives the loads. The gradient goes through the probabilities of each part's own pass.
+    # The routing has the loads. The gradient goes through the probabilities of each part's pass.
     return batch.replace(routing=jax.lax.stop_gradient(routing))
 
   def totals_and_routing(batch: Batch, coefs: Coefficients) -> tuple[Any, Routing | None]:
@@ -159,12 +161,12 @@ def with_balance_loss(
     own_totals, whole = of_batch
     loss, report = objective.part_loss(params, reference, part, own_totals)
     own = sum_rows(report.routing)
-    whole = own if whole is None else whole
+    whole = own if whole is None else whole  # a single part is the whole batch
     assigned_X, probs_X = whole.assigned_BLX.sum((0, 1)), own.probs_BLX.sum((0, 1))
     balance = balance_loss(assigned_X, probs_X, whole.tokens_BL.sum())
     return loss + learner.router_aux_coef * balance, report
 
-  if objective.look is None:  # otherwise `prepare` has the routing of that pass
+  if objective.look is None:  # otherwise the objective's `prepare` already stores the routing
     objective = dataclasses.replace(objective, look=route, looks_at_one_part=False, prepare=prepare)
   # No group is dropped, because the balance loss has a gradient for every token.
   return dataclasses.replace(
@@ -173,17 +175,17 @@ def with_balance_loss(
 
 
 def sum_rows(routing: Routing | None) -> Routing | None:
-  """The routing of all rows together, as one row."""
+  """The sums of a routing over all rows, as one row."""
   return jax.tree.map(lambda x: x.sum(0, keepdims=True), routing)
 
 
 def sampler_gap(
   logprobs_PGT: jax.Array, sampler_logprobs_PGT: jax.Array, mask_PGT: jax.Array
 ) -> Metrics:
-  """How far the sampler's log-probs are from the learner's, for the policy that sampled."""
+  """Metrics of how far the sampler's log-probs are from the learner's, for the same policy."""
   gap_PGT = jnp.abs(jax.lax.stop_gradient(logprobs_PGT) - sampler_logprobs_PGT)
   gap_PGT = masked.masked(gap_PGT, mask_PGT)
-  # Padding, where the gap is 0, counts in the maximum: without a token it is 0 and not -inf.
+  # Padding, where the gap is 0, counts in the maximum, which is then 0 without tokens, not -inf.
   gaps = {
     "sampler/logprob_gap_mean": metrics.mean(gap_PGT, mask_PGT),
     "sampler/logprob_gap_max": metrics.largest(gap_PGT, jnp.ones_like(gap_PGT)),
@@ -192,7 +194,7 @@ def sampler_gap(
 
 
 def _router_gap(routing: Routing | None) -> Metrics:
-  """How often the routers would choose other experts than the sampler used, if these are known."""
+  """How often routers would choose other experts than the sampler. Empty if that is not known."""
   if routing is None or routing.compared_BL is None:
     return {}
   share = masked.divide(routing.differs_BL.sum(), routing.compared_BL.sum())

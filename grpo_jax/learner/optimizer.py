@@ -12,27 +12,27 @@ from grpo_jax.config import Optimizer
 from grpo_jax.registry import register
 from grpo_jax.settings import ConfigError
 
-# optimizer.schedule: (learning rate, steps of the decay) -> the rate of an update.
+# By optimizer.schedule: (learning rate, steps of the decay) -> a schedule of optax.
 LEARNING_RATES: dict[str, Callable[[float, int], optax.Schedule]] = {
   "constant": lambda rate, steps: optax.constant_schedule(rate),
   "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
   "cosine": optax.cosine_decay_schedule,
 }
-# optax's own decays of the second moment, for optimizer.b2=-1.
+# The defaults of optax for the decay of the second moment, for optimizer.b2=-1.
 _B2 = {"lion": 0.99}
 _B2_OF_OTHERS = 0.999
 MATRIX_RMS = 0.2  # Muon's updates then have the size of AdamW's (2502.16982, section 2.2)
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
-  """The optimizer of a run: clip the gradient's norm, then the named optimizer.
+  """The optimizer of a run: clips the gradient's norm, then applies the named optimizer.
 
   Args:
-    config: Its settings. Norms and biases are never decayed.
-    steps: How many updates the run makes: a decaying schedule ends there.
+    config: The settings of the optimizer. Norms and biases are never decayed.
+    steps: How many updates the run makes. A decaying schedule ends there.
 
   Raises:
-    ConfigError: For a name that is not in OPTIMIZERS, or a moments_dtype that it does not have.
+    ConfigError: The name is not in OPTIMIZERS, or the optimizer does not support moments_dtype.
   """
   if config.name not in OPTIMIZERS:
     names = ", ".join(repr(name) for name in OPTIMIZERS)
@@ -51,8 +51,8 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
 def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
   """A function from the number of updates so far to the learning rate.
 
-  A linear warmup, then constant, or a linear or cosine decay to 0 at update number `steps`. The
-  warmup does not start at 0, because an update with a rate of 0 would change nothing.
+  After a linear warmup, the rate is constant, or decays linearly or as a cosine to 0 at update
+  `steps`. The warmup does not start at 0, because an update with a rate of 0 would change nothing.
   """
   decay_steps = max(1, steps - config.warmup_steps)
   after_warmup = LEARNING_RATES[config.schedule](config.learning_rate, decay_steps)
@@ -91,7 +91,7 @@ def lion(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformatio
 
 
 def sgd(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
-  """Gradient descent with momentum b1, and weight decay apart from the gradient."""
+  """Gradient descent with momentum b1 and decoupled weight decay."""
   momentum = optax.identity()
   if config.b1:
     momentum = optax.trace(config.b1, accumulator_dtype=config.moments_dtype)
@@ -105,10 +105,10 @@ def sgd(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation
 
 
 def adafactor(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
-  """Adafactor (Shazeer 1804.04235): the second moment of a matrix is kept as rows and columns.
+  """Adafactor (Shazeer 1804.04235): factors a matrix's second moment into rows and columns.
 
-  Updates are clipped to an RMS of 1, and are not scaled by the parameters' own size, so that the
-  learning rate means what it means for AdamW.
+  Updates are clipped to an RMS of 1, and are not scaled by the size of the parameters, so that the
+  learning rate means the same as for AdamW.
   """
   _refuse_moments_dtype(config, "adafactor has no first moment")
   return optax.chain(
@@ -122,7 +122,7 @@ def adafactor(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransfor
 def muon(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
   """Muon (Jordan 2024; Liu 2502.16982) for the layers' matrices, AdamW for all else.
 
-  optax decays the matrices of Muon alone: the embedding and the head have no weight decay.
+  optax decays only the matrices of Muon, so the embedding and the head have no weight decay.
   """
   return optax.contrib.muon(
     rate,
@@ -147,22 +147,22 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def register_optimizer(make: Make) -> Make:
-  """Gives an optimizer of this program a name in configs: that of its function.
+  """Registers a user's optimizer under its function's name, which `optimizer.name` can then select.
 
-  It can be used as a decorator. `optimizer.name` then finds the name. A program that goes on with a
-  run registers the function first, because the run saves the name alone.
+  It can be used as a decorator. A program that resumes a run must register the function first,
+  because the run saves only the name.
 
   Args:
     make: (settings of the section `optimizer`, schedule of the learning rate) -> a transformation
       of optax. It need not clip, because `optimizer.max_grad_norm` does. `decayed` is the mask that
-      keeps weight decay from norms and biases. Its state may hold arrays of the shapes of
-      parameters, which lie as these do, and scalars.
+      keeps weight decay from norms and biases. The optimizer state may hold scalars and arrays with
+      the shapes of parameters, which are sharded like the parameters.
 
   Returns:
     The function.
 
   Raises:
-    ConfigError: An optimizer of grpo_jax has this name, or it has none.
+    ConfigError: An optimizer of grpo_jax has this name, or the function has no name.
   """
   register("optimizer", OPTIMIZERS, make, make)
   return make
@@ -176,7 +176,7 @@ def _refuse_moments_dtype(config: Optimizer, why: str) -> None:
 
 
 def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
-  """optax.clip_by_block_rms, with each layer of a stack as a block of its own."""
+  """optax.clip_by_block_rms, with each layer of a stack as a separate block."""
   clip = optax.clip_by_block_rms(threshold)
 
   def clip_parameter(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
@@ -200,9 +200,9 @@ def _name(path: tuple[Any, ...]) -> str:
 def decayed(params: Any) -> Any:
   """True for the parameters that weight decay applies to: all but scales of norms and biases.
 
-  `balance`, the biases that even out the loads of experts, `layer_scale` and the limits by which
-  projections are clipped have no gradient.
-  Of the delta rule, `decay` is the logarithm of how fast a head forgets, and 0 is like any other.
+  `balance` (the biases that even out the loads of experts), `layer_scale` and the limits to which
+  projections are clipped are excluded, too, because they have no gradient. `decay` of the delta
+  rule is excluded, because it is the logarithm of a rate, for which 0 is no neutral value.
   """
 
   def is_decayed(path: tuple[Any, ...], leaf: jax.Array) -> bool:
@@ -214,7 +214,7 @@ def decayed(params: Any) -> Any:
 
 
 def _matrix_axes(params: Any) -> Any:
-  """Which axes of each parameter are a matrix's inputs and outputs; None leaves it to AdamW."""
+  """Each parameter's input and output axes as a matrix, or None where AdamW updates it."""
 
   def axes(path: tuple[Any, ...], leaf: jax.Array) -> Any:
     keys = [part.key for part in path if hasattr(part, "key")]

@@ -11,14 +11,14 @@ from grpo_jax.types import Routing
 def moved_biases(params: Any, routing: Routing, config: model.ModelConfig, rate: float) -> Any:
   """The parameters with b_x + rate sign(mean load - load of x) for each expert x of each layer.
 
-  Loss-free balancing (2408.15664, algorithm 1), as DeepSeek-V3 was trained with (2412.19437,
+  Loss-free balancing (2408.15664, algorithm 1), with which DeepSeek-V3 was trained (2412.19437,
   section 2.1.2). The load is the number of tokens that went through the expert.
 
   Args:
-    params: All parameters of a model whose routers are sigmoids.
-    routing: The sums for the update's whole batch, over any rows.
+    params: All parameters of a model with "sigmoid" routers.
+    routing: The routers' sums for the update's whole batch, in any number of rows.
     config: The model.
-    rate: The speed.
+    rate: By how much an update changes each bias.
   """
   load_LX = routing.assigned_BLX.sum(0)
   step_LX = rate * jnp.sign(load_LX.mean(-1, keepdims=True) - load_LX)

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and KL of completion tokens, without ever holding all their logits."""
+"""Log-probs, entropies and KL of completion tokens, without holding all their logits at once."""
 
 from collections.abc import Callable
 import dataclasses
@@ -25,11 +25,11 @@ _KEPT = "sums over the vocabulary"
 
 @dataclasses.dataclass(frozen=True)
 class StatsOptions:
-  """The choice of statistics, and of the pieces in which to compute them.
+  """Which statistics to compute, and how.
 
   Attributes:
     model: The policy's model.
-    learner: Chunk size and rematerialisation.
+    learner: The chunk size and the rematerialisation.
     entropy_gradient: Whether entropies have a gradient.
     full_kl: Whether to compute KL(policy || reference) over the whole vocabulary.
   """
@@ -57,16 +57,18 @@ class TokenInputs(struct.PyTreeNode):
 def batch_stats(
   params: model.Params, reference: model.Params | None, batch: Batch, options: StatsOptions
 ) -> TokenStats:
-  """Stats of a batch's completion tokens under softmax(logits / temperature), 0 at padding.
+  """Statistics of a batch's completion tokens under softmax(logits / temperature).
+
+  They are 0 outside of the loss mask.
 
   Args:
     params: All parameters of the policy.
     reference: All parameters of the reference. Read only with `options.full_kl`.
     batch: Prompts, completions, the loss mask and temperatures.
-    options: Which statistics to compute, and in which pieces.
+    options: Which statistics to compute, and how.
   """
   P, G, T = batch.completions_PGT.shape
-  targets = targets_of(batch, options.model)
+  targets = targets_of(batch, options.model)  # the packing of the W targets, or None for rows
 
   def features(params: model.Params, batch: Batch) -> tuple[jax.Array, Any]:
     return completion_features(params, options.model, batch, options.learner.saved_activations)
@@ -100,12 +102,18 @@ def token_stats(
   temperature_B: jax.Array,
   options: StatsOptions,
 ) -> Stats:
-  """Stats of rows of tokens.
+  """Statistics of rows of tokens, computed in chunks.
 
-  A device holds the logits of about `logprob_chunk` tokens at a time, in the backward pass too, and
-  of one position of its rows at least. Chunks are slices of T, so that rows stay on the device
-  where they are. The backward pass computes the logits of several chunks again, and keeps those of
-  a single one.
+  A device holds the logits of about `logprob_chunk` tokens at a time, in the backward pass too, but
+  at least those of one position in all its rows. Chunks are slices of T, so that rows stay on their
+  devices. The backward pass recomputes the logits of each chunk, unless there is only one chunk.
+
+  Args:
+    params: All parameters of the policy.
+    reference: All parameters of the reference. Read only with `options.full_kl`.
+    inputs: Rows of tokens and the hidden states that predict them.
+    temperature_B: float32, the sampling temperature of each row.
+    options: Which statistics to compute, and how.
   """
   B, T = inputs.tokens_BT.shape
   shape = options.model
@@ -125,12 +133,13 @@ def token_stats(
     return jnp.moveaxis(jnp.pad(x, padding).reshape(B, chunks, width, *x.shape[2:]), 1, 0)
 
   def join(x: jax.Array) -> jax.Array:
+    """[chunks, B, width] -> [B, T]"""
     if shards > 1:
       by_device = jnp.moveaxis(x.reshape(chunks, B, shards, -1), 0, 2)
       return by_device.reshape(B, shards, -1)[:, :, : T // shards].reshape(B, T)
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
 
-  # The maxima and sums are kept, so that the backward pass reads the logits once.
+  # Maxima and sums are saved, so that the backward pass reads the logits only once.
   keep_sums = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
   @functools.partial(jax.checkpoint, policy=keep_sums)
@@ -143,7 +152,7 @@ def token_stats(
 def _split_on_each(x: jax.Array, chunks: int, config: model.ModelConfig) -> jax.Array:
   """[B, T, ...] -> [chunks, B, width, ...], where a chunk has equally many tokens of each device.
 
-  Slices of T would lie on a few devices each, and the others would wait.
+  A slice of T would have only tokens of a few devices, while the others would wait.
   """
   (B, T, *rest), shards = x.shape, config.context
   own = T // shards
@@ -157,9 +166,9 @@ def _split_on_each(x: jax.Array, chunks: int, config: model.ModelConfig) -> jax.
 
 
 def default_chunk(vocabulary: int, platform: str) -> int:
-  """How many tokens' logits a device holds at once, so that they take less than 1 GiB.
+  """For how many tokens a device holds logits at once, so that they take less than 1 GiB.
 
-  There are about two arrays of that size in float32: the logits and, in the backward pass, their
+  There are about two float32 arrays of that size: the logits and, in the backward pass, their
   gradient. Each chunk also adds to the gradient of the head, an array as large as the head. GPUs
   have memory for twice as many tokens, and a CPU is no slower with an eighth.
   """
@@ -182,8 +191,8 @@ def _stats_of_chunk(
   weights = jnp.exp(logits - largest_BT[..., None])
   total_BT = checkpoint_name(weights.sum(-1), _KEPT)
   log_total_BT = largest_BT + jnp.log(total_BT)
-  # A sum of products instead of a gather: its gradient is elementwise, and a vocabulary that is
-  # sharded over devices needs no exchange.
+  # A sum of products instead of a gather: its gradient is elementwise, and the logits of a
+  # vocabulary that is sharded over devices are not exchanged.
   is_token = jnp.arange(logits.shape[-1]) == chunk.tokens_BT[..., None]
   logprobs_BT = (logits * is_token).sum(-1) - log_total_BT
   full_kl_BT = None
@@ -193,21 +202,21 @@ def _stats_of_chunk(
   if not options.entropy_gradient:
     stopped = jax.lax.stop_gradient((logits, weights, total_BT, log_total_BT))
     logits, weights, total_BT, log_total_BT = stopped
-  # As a product. XLA's CPU compiler takes five times as long for the sum of an expression with exp.
+  # As an einsum: XLA's CPU code takes five times as long for the sum of an expression with exp.
   means_BT = jnp.einsum("btv,btv->bt", weights, logits, precision=jax.lax.Precision.HIGHEST)
   entropies_BT = log_total_BT - means_BT / total_BT
   return logprobs_BT, entropies_BT, full_kl_BT
 
 
 def in_micro_batches(function: Callable[[Batch], Any], batch: Batch, size: int) -> Any:
-  """function(batch), a tree of arrays [P, ...], computed one micro-batch at a time.
+  """Computes function(batch), a tree of arrays [P, ...], one micro-batch of `size` at a time.
 
-  It is for results without a gradient.
+  The results are meant to be used without a gradient.
   """
   return joined(jax.lax.map(function, split_batch(batch, size)))
 
 
 def encoded(params: Any, config: model.ModelConfig, images: Images, micro_batch: int) -> Visual:
-  """The visual tokens of a batch's images, computed in micro-batches and without gradients."""
+  """Computes the visual tokens of a batch's images in micro-batches, without gradients."""
   encode = functools.partial(model.encode, params, config)
   return joined(jax.lax.map(encode, split_batch(images, micro_batch)))

@@ -1,9 +1,9 @@
 """One update: how gradients are accumulated, checked and applied.
 
-A batch is computed in micro-batches. Whatever depends on the whole batch is computed before it is
-split, so that the losses of the parts, and their gradients, add up to those of the whole.
+A batch is computed in micro-batches. Values that depend on the whole batch are computed before it
+is split, so that the losses and gradients of the parts add up to those of the whole batch.
 
-The functions are pure. The caller compiles `train_step`, or with by_slots.py its three pieces:
+The functions are pure. The caller compiles `train_step` or, with by_slots.py, the three steps
 `begin`, `add_gradients` and `finish`.
 """
 
@@ -36,8 +36,8 @@ class UpdateRule:
     objective: The function to minimise.
     optimizer: An optimizer of optax.
     micro_batch: Prompts per forward and backward pass. 0 means all. It does not change the update.
-    move: (trained parameters after the optimizer, routing of the batch) -> what follows no
-      gradient, moved. None moves nothing.
+    move: (trained parameters after the optimizer's step, routing of the batch) -> the parameters,
+      with changes that follow no gradient, such as those of router biases. None changes nothing.
   """
 
   objective: Objective
@@ -63,21 +63,21 @@ def train_step(
   batch: Batch,
   rule: UpdateRule,
 ) -> tuple[TrainState, Metrics]:
-  """One update.
+  """Makes one update.
 
   Args:
     state: The state before the update.
-    base: The frozen parameters that are joined with those that are trained: those under adapters,
-      or a vision tower. None if all are trained.
+    base: The frozen parameters, which are joined with the trained ones: those under adapters, or a
+      vision tower. None if all are trained.
     reference: All parameters of the reference policy, or None where the objective does not read
       them.
     batch: Prompts and completions to learn from.
     rule: Objective, optimizer and micro-batch size.
 
   Returns:
-    The state after the update, and metrics that are not reduced yet. A batch without a token in the
-    loss, or a gradient that is not finite, changes only the step. The metric `skipped_updates` is 1
-    where the gradient was not finite.
+    The state after the update, and metrics that are not reduced yet. If no token is in the loss, or
+    the gradient is not finite, only the step number changes. The metric `skipped_updates` is 1 if
+    the gradient is not finite.
   """
   policy = model.join(base, state.params)
   batch = prepared(rule.objective, policy, batch, rule.micro_batch)
@@ -86,7 +86,7 @@ def train_step(
   M, m, G, T = begun.parts.batch.completions_PGT.shape
   sums = no_gradients(given, rule) if M > 1 else None
   sums = add_gradients(given, sums, PackedSegment(0, 0, M), rule)
-  in_part = m * (batch.prompts_PS.shape[1] + G * (T - 1))
+  in_part = m * (batch.prompts_PS.shape[1] + G * (T - 1))  # the tokens computed, with padding
   return finish(state, begun, sums, in_part * (begun.parts.needed_M >= 0).sum(), rule)
 
 
@@ -94,9 +94,9 @@ class Begun(struct.PyTreeNode):
   """A batch whose gradient is about to be computed.
 
   Attributes:
-    parts: Its micro-batches.
-    of_batch: The values that its micro-batches share: the divisors of means and the coefficients.
-    tokens: int32 scalar, how many tokens there are in the loss.
+    parts: The micro-batches.
+    of_batch: `Objective.totals`: the values that all micro-batches share.
+    tokens: int32 scalar, how many tokens are in the loss mask of the whole batch.
   """
 
   parts: Parts
@@ -109,7 +109,7 @@ class Given(NamedTuple):
 
   Attributes:
     params: The trained parameters.
-    base: The frozen parameters that are joined with those that are trained, or None.
+    base: The frozen parameters, which are joined with the trained ones, or None.
     reference: All parameters of the reference policy, or None where the objective reads none.
     begun: The batch.
   """
@@ -124,7 +124,7 @@ class Sums(struct.PyTreeNode):
   """The sums over the micro-batches of an update.
 
   Attributes:
-    grads: The gradient.
+    grads: The gradient of the loss.
     loss: The loss.
     report: The merged metrics, and the sum of the routing.
   """
@@ -135,7 +135,7 @@ class Sums(struct.PyTreeNode):
 
 
 def prepared(objective: Objective, policy: model.Params, batch: Batch, micro_batch: int) -> Batch:
-  """The batch with what its micro-batches need to know of the whole."""
+  """Runs `Objective.look` where needed, and `Objective.prepare`: the batch, ready to be split."""
   P, seen = len(batch.prompts_PS), None
   if objective.looks_at(P // (micro_batch or P)):
     look = functools.partial(objective.look, policy)
@@ -144,7 +144,7 @@ def prepared(objective: Objective, policy: model.Params, batch: Batch, micro_bat
 
 
 def begin(coefs: Coefficients, batch: Batch, rule: UpdateRule) -> Begun:
-  """Splits a batch that is `prepared` into micro-batches, without the groups that teach nothing."""
+  """Splits a `prepared` batch into micro-batches, and drops the groups that have no gradient."""
   of_batch, tokens = rule.objective.totals(batch, coefs), masked.count(batch.mask_PGT)
   return Begun(in_parts(rule.objective.drop(batch), rule.micro_batch), of_batch, tokens)
 
@@ -165,10 +165,10 @@ def add_gradients(
 
   Args:
     given: The parameters and the batch.
-    sums: The sums over earlier micro-batches. None where there is one micro-batch: then no second
-      array of gradients is needed.
-    segment: Its `slots` is static. The numbers may be arrays. It ends early before the first
-      micro-batch without a token in the loss.
+    sums: The sums over earlier micro-batches. None if there is only one micro-batch, which saves a
+      second copy of the gradients.
+    segment: The micro-batches. `slots` is static, `first` and `end` may be arrays. Those without a
+      token in the loss are skipped: the loop ends at the first of them.
     rule: Objective and micro-batch size.
   """
   begun = given.begun
@@ -201,17 +201,18 @@ def finish(
   Args:
     state: The state before the update.
     begun: The batch.
-    sums: The sums over all its micro-batches.
-    computed: How many tokens the layers computed for them, padding included.
+    sums: The sums over all micro-batches.
+    computed: How many tokens, padding included, the layers computed.
     rule: Objective, optimizer and micro-batch size.
   """
   tokens, batch = begun.tokens, begun.parts.batch
   grad_norm = optax.tree.norm(sums.grads)
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
   next_state = _apply_gradient(state, sums, batch, rule)
-  # Without tokens or with a gradient that is not finite, all but the number of the step stays.
+  # Without tokens, or with a gradient that is not finite, only the step number changes.
   next_state = _select(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
   measured = _metrics(sums, grad_norm, is_finite, tokens)
+  # `begin` dropped groups that have no gradient: `kept` counts the loss tokens that remain.
   kept, real = masked.count(batch.mask_PGT), jax.vmap(real_tokens)(batch).sum()
   measured["update/token_share"] = metrics.weighted(masked.divide(kept, tokens), tokens)
   measured["perf/padding"] = metrics.weighted(masked.divide(computed, real), real)
@@ -219,10 +220,9 @@ def finish(
 
 
 def sync_reference(reference: Any, params: Any, mixup: float) -> Any:
-  """Moves the reference: (1 - mixup) reference + mixup params.
+  """Moves the reference to (1 - mixup) reference + mixup params, in the reference's dtype.
 
-  TR-DPO 2404.09656, equations 6 and 7. With mixup 1 it is the iterative GRPO of DeepSeekMath. The
-  reference keeps its dtype.
+  TR-DPO 2404.09656, equations 6 and 7. With mixup 1 it is the iterative GRPO of DeepSeekMath.
   """
 
   def moved(ref: jax.Array, param: jax.Array) -> jax.Array:
@@ -234,7 +234,7 @@ def sync_reference(reference: Any, params: Any, mixup: float) -> Any:
 def _loss_of(
   given: Given, rule: UpdateRule
 ) -> Callable[[Any, Batch], tuple[jax.Array, PartReport]]:
-  """(trained parameters, part) -> the part's summand of the loss, and its report."""
+  """Makes (trained parameters, part) -> (the part's summand of the loss, its report)."""
   base, reference, of_batch = given.base, given.reference, given.begun.of_batch
 
   def loss_of(trained: Any, part: Batch) -> tuple[jax.Array, PartReport]:
@@ -249,7 +249,7 @@ def _micro_batch(begun: Begun, number: jax.Array | int) -> Batch:
 
 
 def _add_sums(before: Sums, of_part: Sums) -> Sums:
-  """The sums with those of one more micro-batch."""
+  """Adds the sums of one more micro-batch."""
   own, new = ((x.grads, x.loss, x.report.routing) for x in (before, of_part))
   grads, loss, routing = jax.tree.map(jnp.add, own, new)
   merged = metrics.merge(before.report.metrics, of_part.report.metrics)
@@ -257,7 +257,7 @@ def _add_sums(before: Sums, of_part: Sums) -> Sums:
 
 
 def _apply_gradient(state: TrainState, sums: Sums, parts: Batch, rule: UpdateRule) -> TrainState:
-  """The state after the optimizer's step, whatever the gradient is."""
+  """The state after the optimizer's step, even if the gradient is not finite."""
   M, m, G, _ = parts.completions_PGT.shape
   updates, opt_state = rule.optimizer.update(sums.grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)

@@ -1,11 +1,11 @@
-"""The decoder and its weights: everything that the rest of the program uses of a model.
+"""The decoder and its weights: the interface that the rest of the program uses.
 
 `forward` computes logits. Its two halves are `features` (hidden states) and `unembed` (logits from
-hidden states). `score` takes the place of `unembed` in a reward model. `load` and `save` read and
-write Hugging Face folders. `init_adapters`, `join` and their neighbours add LoRA adapters.
+hidden states). A reward model calls `score` instead of `unembed`. `load` and `save` read and write
+Hugging Face folders. `init_adapters` and `join` add LoRA adapters.
 
-Besides this list, other rooms import `huggingface.hub` (names on huggingface.co) and
-`huggingface.folders`. The decoder does not import huggingface/: only this file and that folder do.
+Besides these names, other packages import `huggingface.hub` (names on huggingface.co) and
+`huggingface.folders`. Only this file and huggingface/ import huggingface/. The decoder does not.
 """
 
 from grpo_jax.model.attention import (
@@ -104,7 +104,7 @@ __all__ = [
   "OFFLOAD",
   "attention_of",
   "exchanges_in_words",
-  # Where tokens lie.
+  # The layout of tokens.
   "Groups",
   "Packing",
   "make_packing",
@@ -127,7 +127,7 @@ __all__ = [
   "with_slots",
   "within_windows",
   "as_prefix",
-  # Where the parameters of layers lie.
+  # The layout of the layers' parameters.
   "is_stacked",
   "layer_names",
   "per_layer",

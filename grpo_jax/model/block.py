@@ -21,8 +21,8 @@ from grpo_jax.model.rope import Rotation
 class Block(nn.Module):
   """A mixer such as attention, then an MLP or experts, each added to the residual stream.
 
-  With `config.pre_norms` their inputs are normalised, and with `config.post_norms` their outputs.
-  With `config.per_layer_dim`, embeddings for this layer are added, too.
+  With `config.pre_norms` the inputs of both are normalised, and with `config.post_norms` the
+  outputs. With `config.per_layer_dim`, the layer also adds the token's embedding for this layer.
   """
 
   config: ModelConfig
@@ -40,13 +40,13 @@ class Block(nn.Module):
 
     Args:
       x_BTD: The residual stream.
-      routes: The tokens that this layer's router counts, and the experts given to it (see
-        `Routes`).
-      seen: The rotary angles, and how tokens attend to earlier ones or recur from them.
+      routes: The tokens that this layer's router counts, and the experts that replace its choice.
+      seen: The rotary angles, and the attention or recurrence that reads earlier tokens.
       embeddings_BTN: The tokens' embeddings for this layer, or None (see `layer_embeddings.py`).
 
     Returns:
-      The residual stream, the arrays that the mixer keeps, and the router's results or None.
+      The residual stream, the keys and values or states that the mixer keeps for later tokens (see
+      `apply_layer`), and the router's results or None.
     """
     c = self.config.of_layer(self.kind)
 
@@ -64,14 +64,14 @@ class Block(nn.Module):
     x_BTD = added(x_BTD, "attention_post_norm", mixed_BTD)
     normed_BTD = norm("mlp_norm", x_BTD, c.pre_norms)
     mlp = MLPS[self.kind.mlp](c, name=self.kind.mlp)
-    # Routers and experts of some families read the stream itself, through norms of their own.
+    # In some families, router and experts read the residual stream, each through its own norm.
     out_BTD, routed = mlp(normed_BTD, routes, x_BTD)
     x_BTD = added(x_BTD, "mlp_post_norm", out_BTD)
     if c.per_layer_dim:
       x_BTD = x_BTD + PerLayer(c, name="per_layer")(x_BTD, embeddings_BTN)
     if c.layer_scale:
       scale: jax.Array = self.param("layer_scale", nn.initializers.ones, ())
-      # The factors of a checkpoint stay as they are. No optimizer moves them.
+      # The factor is a constant of the checkpoint: it is not trained.
       x_BTD = x_BTD * jax.lax.stop_gradient(scale).astype(c.dtype)
     return x_BTD, kept, routed
 
@@ -80,11 +80,11 @@ class LayerMemory(NamedTuple):
   """The keys and values, or states, of earlier tokens that the mixer of one layer reads and writes.
 
   Attributes:
-    stack: The memory of the layer's whole stack, as in `Cache`, or None without a cache. A layer
-      that borrows keys and values has the stack of the layer that lends them or, without a cache,
-      the lender's keys and values of the tokens.
-    place: int32 scalar, the number of the layer in its stack.
-    prefix: The layer's memory of the prompts, such as keys and values [P, K, S, E], or None.
+    stack: The keys and values, or states, of all layers of the layer's stack, as in `Cache`, or
+      None without a cache. A layer that borrows keys and values has the lending layer's stack or,
+      without a cache, the keys and values that the lending layer computed.
+    place: int32 scalar, the index of the layer in its stack.
+    prefix: The prompts' keys and values [P, K, S, E] in this layer, or None.
   """
 
   stack: Any
@@ -93,15 +93,16 @@ class LayerMemory(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-  """The arrays that belong to one layer. Those of a stack have an axis of layers in front.
+  """The arrays of one layer or, with a leading axis of layers, of a whole stack.
 
   Attributes:
-    params: The parameters of its `Block`.
-    place: int32 scalar, the number of the layer in its stack.
+    params: The parameters of the layer's `Block`.
+    place: int32 scalar, the index of the layer in its stack.
     prefix: `LayerMemory.prefix`.
     embeddings_BTN: The tokens' embeddings for this layer, or None.
-    experts_BTU: The experts that tokens go through, or None (see `Routes.given`).
-    number: int32 scalar, the number of the layer in the model, or None where no level is added.
+    experts_BTU: `Routes.given` for this layer, or None.
+    number: int32 scalar, the index of the layer in the model, or None where no visual features are
+      added (see `Shared.levels_KBSD`).
   """
 
   params: Any
@@ -118,15 +119,15 @@ class Shared(NamedTuple):
   Attributes:
     rope: The rotary angles of the layers without a window.
     local_rope: The rotary angles of the layers with a window.
-    attend: The window of a layer and its memory -> its attention.
-    recur: The memory of a layer -> its recurrence.
-    routes: The tokens that routers count, and the experts given to them (see `Routes`).
+    attend: (window, memory) -> the attention of a layer with this window and memory.
+    recur: (memory) -> the recurrence of a layer with this memory.
+    routes: The tokens that routers count, and the experts that replace their choices.
     cache: For each stack, the memory of earlier tokens that its layers read and write, as in
       `Cache`. Empty without a cache.
     prefix: For each stack, the memory of the prompts, which its layers only read: [L, ...].
     embeddings_LBTN: The tokens' embeddings for each layer, or None.
-    levels_KBSD: The numbers added to the residual stream of the first S tokens after each of the
-      first K layers, or None.
+    levels_KBSD: Visual features that are added to the residual stream of the first S tokens after
+      each of the first K layers (DeepStack), or None.
   """
 
   rope: Rotation
@@ -154,14 +155,14 @@ def apply_layer(
     config: The model.
     shared: The inputs that all layers share.
     kind: The kind of the layer.
-    layer: Its own inputs.
+    layer: The arrays of this layer.
     x_BTD: The residual stream before the layer.
-    memory: Its memory of earlier tokens.
+    memory: The earlier tokens' keys and values, or states, in this layer.
 
   Returns:
     The residual stream, the arrays that the mixer keeps, and the router's results or None. With a
     cache, the mixer keeps `memory.stack` with the new tokens in it. Without one, it keeps the keys
-    and values of the tokens or the states after them, or None in an update.
+    and values of the tokens or the states after them, or None where nobody reads them later.
   """
   rope = (shared.local_rope if kind.window else shared.rope) if kind.rotated else None
   attend, recur = shared.attend(kind.window, memory), shared.recur(memory)
@@ -178,16 +179,16 @@ def apply_layer(
 
 
 def _level(levels_KBSD: jax.Array, number: jax.Array) -> jax.Array:
-  """The level that is added after the layer of this number, or 0 after the first K layers."""
+  """The visual features that are added after layer `number`, or 0 after the first K layers."""
   last = len(levels_KBSD) - 1
   level_BSD = levels_KBSD[jnp.minimum(number, last)]
   return jnp.where(number <= last, level_BSD, 0)
 
 
 def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-  """Fixes the sharding of an activation.
+  """Constrains an activation to a sharding. With None, XLA chooses.
 
-  If XLA may choose, it splits activations along D, as fsdp splits the weights, and gathers all
-  their rows on every device.
+  Left to choose on a mesh, XLA splits activations along D, as fsdp splits the weights, and gathers
+  all rows on every device.
   """
   return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)

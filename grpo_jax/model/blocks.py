@@ -1,8 +1,8 @@
 """The layers of the decoder, one after another.
 
-`apply_in_turn` is the definition: a plain loop over layers. `apply_layers` computes the same with
-less to compile. Where a pattern of layers repeats (see stacks.py), XLA loops over its repetitions,
-and the body of that loop is `apply_in_turn` over the layers of one pattern.
+`apply_in_turn` is the definition: a plain loop over layers. `apply_layers` computes the same, but
+compiles less code. Where a pattern of layers repeats (see stacks.py), XLA loops over the
+repetitions, and the loop body is `apply_in_turn` over the layers of one pattern.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,17 +20,18 @@ from grpo_jax.model.mlps.router import Routed
 from grpo_jax.model.remat import policy_of
 from grpo_jax.model.stacks import Segment, segments, sparse_stacks
 
-# The most layers that are compiled without a loop, by platform. TPUs keep the loop.
+# The largest number of layers that is compiled without a loop, by platform. TPUs always loop.
 _MOST_UNROLLED_LAYERS = {"cpu": 4, "gpu": 32}
 
 
 class State(NamedTuple):
-  """The results of a layer that the layers after it read.
+  """The state that each layer passes to the next one.
 
   Attributes:
     x_BTD: The residual stream.
-    cache: `Shared.cache`, with the new tokens in the stacks of the layers so far.
-    lent: For each window, the memory of the layer that lends its keys and values to later ones.
+    cache: `Shared.cache`, into which the layers so far have written the new tokens.
+    lent: Window -> the memory of the layer that lends keys and values to later layers with this
+      window.
   """
 
   x_BTD: jax.Array
@@ -38,9 +39,9 @@ class State(NamedTuple):
   lent: dict[int, LayerMemory]
 
 
-# apply(kind, layer, x_BTD, memory): `apply_layer` of a model and a pass.
+# apply(kind, layer, x_BTD, memory): `apply_layer` with `config` and `shared` bound.
 ApplyLayer = Callable[..., tuple[jax.Array, Any, Routed | None]]
-# For each layer, the arrays that its mixer keeps where there is no cache, and its router's results.
+# Name of a stack -> (the arrays that the mixer keeps, None with a cache; the router's results).
 LayerOutputs = dict[str, tuple[Any, Routed | None]]
 
 
@@ -50,13 +51,16 @@ def apply_in_turn(
   layers: Mapping[str, LayerInputs],
   state: State,
 ) -> tuple[State, LayerOutputs]:
-  """Applies layers one after another. This is the definition of what all loops here compute.
+  """Applies layers one after another. This defines what all loops of this file compute.
 
   Args:
     apply: `apply_layer` of this model and pass.
-    kinds: The kinds of the layers in their order, by the names of their stacks.
-    layers: The inputs of the layers, by the names of their stacks in any order.
-    state: The results of the layers before them.
+    kinds: Name of a layer's stack -> the kind of the layer, in the order of the layers.
+    layers: Name of a layer's stack -> the inputs of the layer, in any order.
+    state: The state after the previous layer.
+
+  Returns:
+    The state after the last layer, and each layer's outputs.
   """
   (x_BTD, cache, lent), outputs = state, {}
   for name, kind in kinds.items():
@@ -69,7 +73,7 @@ def apply_in_turn(
     if kind.keys == "lent":
       lent = lent | {kind.window: memory._replace(stack=kept)}
     if name in cache:
-      # The mixer kept its stack, with the new tokens in it.
+      # `kept` is the whole stack with the new tokens, which belongs in the cache, not the outputs.
       cache, kept = cache | {name: kept}, None
     outputs[name] = kept, routed
   return State(x_BTD, cache, lent), outputs
@@ -81,7 +85,7 @@ class Outputs(NamedTuple):
   Attributes:
     x_BTD: The residual stream.
     cache: `Shared.cache` with the new tokens in it.
-    kept: For each stack, the arrays that its mixers keep where there is no cache: [L, ...].
+    kept: Without a cache: for each stack, the arrays [L, ...] that the mixers keep.
     routed: The experts and statistics of the sparse layers' routers, [B, L, ...], or None.
   """
 
@@ -101,8 +105,8 @@ def apply_layers(
     config: The model.
     x_BTD: The residual stream before the first layer.
     shared: The inputs that all layers share.
-    remat: Which activations of a layer are saved for the backward pass: a name in
-      jax.checkpoint_policies. The others are computed again. "" saves all.
+    remat: Which activations of a layer are saved for the backward pass, which recomputes the
+      others: a name in jax.checkpoint_policies, or "offload". "" saves all.
   """
   state, kept, routed = State(x_BTD, shared.cache, lent={}), {}, []
   for segment in segments(config):
@@ -118,39 +122,41 @@ def apply_layers(
 def _apply_segment(
   params: Any, config: ModelConfig, segment: Segment, state: State, shared: Shared, remat: str
 ) -> tuple[State, LayerOutputs]:
-  """Applies the layers of a segment: a layer by itself, or a loop of XLA over patterns of layers.
+  """Applies the layers of a segment: a single layer, or an XLA loop over repetitions of a pattern.
 
-  The loop slices the inputs of each layer from those of its stack, and stacks its outputs. From one
-  pattern to the next it carries the residual stream and the segment's part of the cache, but not
-  the memories that are lent: a layer that lends is the only one of its kind, so by itself.
+  The loop slices each layer's inputs from its stack, and stacks the outputs of the layers. It
+  carries the residual stream and the segment's entries of the cache from one repetition to the
+  next. It does not carry lent memories: a lending layer is always a segment of its own, because no
+  other layer has the same kind. `remat` is as in `apply_layers`.
   """
   kinds, stacks = {}, {}
   for number, name in enumerate(segment.names, segment.first):
     kinds[name] = config.kind(number)
     stacks[name] = _stack(params, config, segment, number, shared)
-  unrolls = _unrolls(config, segment)  # where a loop would copy weights and activations
+  unrolls = _unrolls(config, segment)
   apply = functools.partial(apply_layer, config, shared)
   if remat:
     policy = policy_of(remat)
-    # A loop keeps XLA from sharing the recomputed values with the first ones. Without a loop,
-    # something else must.
+    # XLA must not replace recomputed values by the original ones, or those would stay in memory.
+    # A loop prevents that. Without a loop, `prevent_cse` must.
     is_loop = segment.count > 1 and not unrolls
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=not is_loop, static_argnums=0)
 
   def apply_pattern(
     state: State, layers: dict[str, LayerInputs], place: jax.Array
   ) -> tuple[State, LayerOutputs]:
+    """Applies the layers of repetition `place` of the pattern."""
     layers = {name: layer._replace(place=place) for name, layer in layers.items()}
-    if shared.cache:  # a TPU's kernel may read experts in their stack, without a copy
+    if shared.cache:  # when decoding, a TPU's kernel may read experts from the stack without a copy
       for name, layer in layers.items():
         params_of_layer = in_stacks(config, layer.params, stacks[name].params, place)
         layers[name] = layer._replace(params=params_of_layer)
-    # A loop copies the weights of its layers. That is little beside an update, and much beside the
-    # few tokens that are decoded with a cache.
+    # A loop over a run copies the weights of the run. The copy is cheap beside an update, but
+    # expensive beside the few tokens of a decoding step, which has a cache.
     if shared.cache or segment.count == 1 or not _loops_over_runs(config):
       return apply_in_turn(apply, kinds, layers, state)
     outputs: LayerOutputs = {}
-    # A run is layers of one kind that follow each other in the pattern.
+    # A run is a sequence of layers of one kind within the pattern.
     for _, names in itertools.groupby(kinds, kinds.get):
       run = {name: kinds[name] for name in names}
       state, of_run = _apply_run(apply, run, layers, state)
@@ -176,7 +182,7 @@ def _apply_segment(
 def _stack(
   params: Any, config: ModelConfig, segment: Segment, number: int, shared: Shared
 ) -> LayerInputs:
-  """The inputs of all layers of the stack whose first layer has this number, except `place`."""
+  """The inputs, except `place`, of all layers of the stack whose first layer is layer `number`."""
   name, in_model = f"layers_{number}", slice(number, segment.end, segment.period)
   levels, embeddings_LBTN, experts_LBTU = shared.levels_KBSD, shared.embeddings_LBTN, None
   sparse = sparse_stacks(config)
@@ -184,7 +190,7 @@ def _stack(
     experts_BTY = shared.routes.given
     experts_BTLU = experts_BTY.reshape(*experts_BTY.shape[:2], -1, config.experts_per_token)
     experts_LBTU = jnp.moveaxis(experts_BTLU[:, :, jnp.array(sparse[name])], 2, 0)
-  # Only the first layers have a level. The segments after them do not look for one.
+  # Only the first layers add visual features. Later segments skip the lookup.
   has_levels = levels is not None and segment.first < len(levels)
   return LayerInputs(
     params=params[name],
@@ -196,24 +202,25 @@ def _stack(
 
 
 def _unrolls(config: ModelConfig, segment: Segment) -> bool:
-  """Whether the loop over a segment is compiled as straight code.
+  """Whether the loop over a segment is unrolled at compile time.
 
-  On a CPU, a loop copies the weights of each layer out of their stacks, and activations and
-  gradients into and out of others. With 4 layers of D = 128, an update took a sixth longer. With 8
-  of D = 512, no difference was clear, and straight code took more than twice as long to compile.
-  A GPU copies them, too, and first fills the stacks of activations with zeros: a quarter of the
-  bytes of an update (experiments/LOG.md, 2026-11-26). Hence the limits, which bound compilation.
+  On a CPU, a loop copies each layer's weights out of the stacks, and copies activations and
+  gradients into and out of other stacks. With 4 layers of D = 128, an update took a sixth longer
+  than unrolled. With 8 layers of D = 512, no difference was clear, and unrolled code took more than
+  twice as long to compile. A GPU copies them, too, and first fills the stacks of activations with
+  zeros: a quarter of the bytes of an update (experiments/LOG.md, 2026-11-26).
+  `_MOST_UNROLLED_LAYERS` bounds the compilation time.
   """
   platform = config.platform or jax.default_backend()
   return segment.period * segment.count <= _MOST_UNROLLED_LAYERS.get(platform, 0)
 
 
 def _loops_over_runs(config: ModelConfig) -> bool:
-  """Whether a run, equal layers that follow each other in a pattern, is a loop in the pattern's.
+  """Whether each run of equal layers in a pattern becomes an inner loop.
 
-  Of four layers of Qwen3.5, three follow each other: as a loop, the TPU compiler takes a fifth less
-  time for an update (experiments/LOG.md, 2026-11-25). Their weights are copied for the loop, so not
-  while tokens are decoded, nor on a CPU.
+  In Qwen3.5, three of every four layers are such a run. With an inner loop, the TPU compiler takes
+  a fifth less time for an update (experiments/LOG.md, 2026-11-25). The loop copies the weights of
+  the run, so it is not used while tokens are decoded, nor on a CPU.
   """
   return (config.platform or jax.default_backend()) != "cpu"
 
@@ -224,7 +231,7 @@ def _apply_run(
   layers: Mapping[str, LayerInputs],
   state: State,
 ) -> tuple[State, LayerOutputs]:
-  """Applies a run: equal layers that follow each other, without a cache. Several are a loop."""
+  """Applies a run of equal layers, without a cache. Several layers are an XLA loop."""
   if len(kinds) == 1:
     return apply_in_turn(apply, kinds, layers, state)
   first, kind = next(iter(kinds.items()))
@@ -241,6 +248,6 @@ def _apply_run(
 
 
 def _alternating(*of_stacks: jax.Array) -> jax.Array:
-  """The arrays [layers of a stack, B, ...] of a pattern's stacks as [B, layers, ...], in order."""
+  """Joins a pattern's arrays [layers of a stack, B, ...] to [B, layers, ...] in layer order."""
   together = jnp.stack(of_stacks, 1)
   return jnp.moveaxis(together.reshape(-1, *together.shape[2:]), 0, 1)

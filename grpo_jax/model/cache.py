@@ -1,24 +1,24 @@
-"""The memory that rows have of their tokens: a struct that `features` takes and returns updated.
+"""The KV cache: keys, values and recurrent states of the rows' tokens. `features` updates it.
 
-Layers with attention keep keys and values of every token. Layers that recur keep a state of fixed
-size for each row, which begins as a copy of its prompt's.
+Attention layers keep the keys and values of every token. Recurrent layers keep a state of fixed
+size for each row, which starts as a copy of its prompt's state.
 
-The keys and values that a row attends to lie in two parts. The prompt's part is held once for the
-whole group, in `Prefix`. The other part holds the row's own tokens. Arrays are [L, P, K, G, C, E]
-with the layers of a stack (see stacks.py) on the first axis. The slots C lie next to E, because the
-einsums of decoding read this order several times faster than an order with the slots first.
+A row attends to its prompt and to its own tokens. `Prefix` holds the prompt's keys and values once
+for the whole group. `Cache` holds the rows' own tokens, [L, P, K, G, C, E], with the layers of a
+stack (see stacks.py) on the first axis. The slots C are next to E, because the einsums of decoding
+read this order several times faster than an order with the slots first.
 
-Rows come and go, so each has a length of its own. Yet all rows write their next token into the same
-slot, one further with every pass and back to the first after the last. What a slot holds then
-depends on its age alone: a row sees the slots that are younger than its own length. A slot for each
-row would need a scatter, where this needs one slice.
+Rows start and end at different times, so each has its own length. Yet all rows write their next
+token into the same slot, which advances by one with every pass and wraps around after the last.
+The age of a slot thus tells whose it is: a row attends to the slots that are younger than its own
+length. One slot per row would need a scatter, while a common slot needs one slice update.
 
-Layers with a window need few slots, whatever the length of a row: their slots are a ring that holds
-the newest tokens alone (see `ring_slots`). Of the prompts, they keep the last tokens.
+Layers with a window need few slots, whatever the length of a row: their slots are a ring buffer of
+the newest tokens (see `ring_slots`). Of the prompts, they keep the last tokens.
 
-The row's own part has no axis L where a stack has one layer. On one device it also has no axis P, K
-or G of length 1. On a CPU, XLA would compute the write of a new token a second time to drop such an
-axis, and copy the cache for that (experiments/LOG.md, 2026-11-25).
+The arrays of `Cache` have no axis L where a stack has one layer. On one device they also have no
+axis P, K or G of length 1. To drop such an axis, XLA on a CPU would compute the write of a new
+token twice, and copy the cache for that (experiments/LOG.md, 2026-11-25).
 """
 
 import functools
@@ -37,15 +37,15 @@ PerStack = dict[str, Any]  # one array for each stack of layers, or one `Int8`
 
 
 class Prefix(struct.PyTreeNode):
-  """The memory that layers have of the prompts, which the G rows of a group share.
+  """The keys, values and states of the prompts, which the G rows of a group share.
 
   Attributes:
-    keys: [L, P, K, S, E] for each stack with attention. A stack with fewer slots than S has those
-      of each prompt's last tokens (see `within_windows`).
-    values: The same for each of them, except where the keys are the values, too.
-    lengths_P: int32, how many tokens each prompt has. Slots after them are not attended to.
-    states: Arrays [L, P, ...] for each stack that recurs, after the prompts' last tokens.
-    slots: S, the most tokens that a prompt may have.
+    keys: [L, P, K, S, E] for each stack with attention. A stack with fewer slots than S has the
+      keys of each prompt's last tokens (see `within_windows`).
+    values: The values, in the form of `keys`. Stacks whose keys are also the values have none.
+    lengths_P: int32, how many tokens each prompt has. Attention masks the slots after them.
+    states: Arrays [L, P, ...] for each recurrent stack: the states after the prompts' last tokens.
+    slots: S, the largest number of tokens of a prompt.
   """
 
   keys: PerStack
@@ -59,17 +59,18 @@ class Cache(struct.PyTreeNode):
   """The cache of all layers. Rows are ordered by group: number p * G + g is row g of prompt p.
 
   Attributes:
-    keys: [L, P, K, G, C, E] for each stack, without the axis L if it is 1 and without those of P, K
-      and G that are not in `axes`. With `config.cache_dtype`, each is an `Int8`. Each stack has a C
-      of its own: `slots`, or less with a window.
-    values: The values, in arrays like those of the keys.
-    time: int32 scalar, how many tokens were written. Token number n lies in slot n modulo C.
-    lengths_PG: int32, how many of the tokens written last are a row's own. At most `slots`.
+    keys: [L, P, K, G, C, E] for each stack, without the axis L if it is 1 and without the axes P, K
+      and G that `axes` does not name. With `config.cache_dtype`, each is an `Int8`. C is `slots`,
+      or less for a stack with a window.
+    values: The values, in the form of `keys`.
+    time: int32 scalar, how many tokens were written. Token number n is in slot n modulo C.
+    lengths_PG: int32, how many of the most recently written tokens belong to the row. At most
+      `slots`.
     prefix: The prompts of the groups, or None where the rows share no prompt.
-    states: Arrays [L, P, G, ...] for each stack that recurs, after the rows' last tokens.
-    slots: The most own tokens that a row may have.
-    rewind: The most slots by which `roll_rows` moves a row's tokens. None means any number, and
-      that passes may have several tokens: then layers with a window have all slots, too.
+    states: Arrays [L, P, G, ...] for each recurrent stack: the states after the rows' last tokens.
+    slots: The largest number of tokens of a row, its prompt not included.
+    rewind: The largest number of slots by which `roll_rows` may move a row's tokens. None allows
+      any number, and passes of several tokens: then layers with a window have all slots, too.
     axes: Which of P, K and G are axes of the keys and values, in this order.
   """
 
@@ -85,19 +86,19 @@ class Cache(struct.PyTreeNode):
 
 
 def ring_slots(config: ModelConfig, window: int, slots: int, rewind: int | None) -> int:
-  """C of the layers with a window.
+  """Returns C, the number of slots, for the layers with this window.
 
-  A pass writes a token and then reads it and the window - 1 before it, so a window of slots is
-  enough for a row that goes on. One that ends stays while others go on. Each pass then writes a
-  slot that is not its own, until it is rolled back by as many slots, and by those of the tokens
-  that it drops. Before its next pass, the window - 1 tokens that it will read lie behind `rewind`
-  slots. Together these are window - 1 + rewind.
+  A pass writes a token and then reads it and the window - 1 tokens before it, so `window` slots are
+  enough for a row that never pauses. A row may pause while other rows go on: each pass then writes
+  a slot that is not the row's. It may also drop its last tokens. `roll_rows` later moves the row's
+  tokens over these slots, which are at most `rewind`. Until then, the cache must hold them and the
+  window - 1 older tokens that the row's next pass reads: window - 1 + rewind slots.
 
   Args:
     config: The model.
     window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
-    slots: The most own tokens that a row may have.
-    rewind: The most slots by which a row's tokens are moved. None means any number.
+    slots: As in `Cache`.
+    rewind: As in `Cache`.
   """
   if not window or rewind is None:
     return slots
@@ -106,7 +107,7 @@ def ring_slots(config: ModelConfig, window: int, slots: int, rewind: int | None)
 
 
 def _slots_of_stacks(config: ModelConfig, slots: int, rewind: int | None) -> dict[str, int]:
-  """C of each stack."""
+  """Name of each stack -> C, the number of its slots."""
   return {
     name: ring_slots(config, config.kind(numbers[0]).window, slots, rewind)
     for name, numbers in stacks(config).items()
@@ -116,14 +117,14 @@ def _slots_of_stacks(config: ModelConfig, slots: int, rewind: int | None) -> dic
 def empty_cache(
   config: ModelConfig, prefix: Prefix, group_size: int, slots: int, rewind: int | None = None
 ) -> Cache:
-  """A cache for G rows per prompt of `prefix`, without any tokens of their own yet.
+  """Creates a cache for G rows of each prompt in `prefix`. The rows have no tokens of their own.
 
   Args:
     config: The model.
     prefix: The prompts, as `as_prefix` returns them.
     group_size: G, the rows of each prompt.
-    slots: The most own tokens that a row may have.
-    rewind: The most slots by which a row's tokens are moved. None means any number.
+    slots: As in `Cache`.
+    rewind: As in `Cache`.
   """
   P = prefix.lengths_P.shape[0]
   has_heads = any(keys.shape[2] > 1 for keys in prefix.keys.values())
@@ -138,7 +139,7 @@ def empty_cache(
     stack = without_axes(whole, axes)
     if not config.cache_dtype:
       return stack
-    # Not as_int8: the compiler would round all the zeros itself, which took it seconds a stack.
+    # Not as_int8: the compiler would evaluate it for all the zeros, which took seconds per stack.
     scales = jnp.zeros((*stack.shape[:-1], 1), jnp.float32)
     return Int8(stack.astype(jnp.int8), scales)
 
@@ -159,7 +160,10 @@ def empty_cache(
 
 
 def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
-  """The cache with the prompts' states in the rows that begin. Their keys and values are hidden."""
+  """Copies the prompts' states into the rows that begin, where `begins_PG` is True.
+
+  Old keys and values of these rows may stay: attention masks them by `Cache.lengths_PG`.
+  """
 
   def begun(own: jax.Array, of_prompt: jax.Array) -> jax.Array:
     begins = begins_PG.reshape(*begins_PG.shape, *[1] * (own.ndim - 3))
@@ -171,19 +175,19 @@ def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
   def begin(states: PerStack) -> PerStack:
     return jax.tree.map(begun, states, cache.prefix.states)
 
-  # Most chunks have no new rows. The states alone go through the condition: keys and values would
-  # be copied.
+  # Most calls begin no rows, hence the condition. Only the states go through it, because it would
+  # copy keys and values.
   states = jax.lax.cond(begins_PG.any(), begin, lambda states: states, cache.states)
   return cache.replace(states=states)
 
 
 def slots_step(config: ModelConfig) -> int:
-  """The slots of a cache are to be a multiple of this, so that decoding reads them by a kernel."""
+  """The number of which `Cache.slots` should be a multiple, so that the decoding kernel fits."""
   return decode_choice.SLOTS if decode_choice.fits(config) else 1
 
 
 def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
-  """Makes the cache of a forward pass over prompts [P, S] the prefix of their groups."""
+  """Turns the cache of a forward pass over prompts [P, S] into the prefix of their groups."""
 
   def first_row(x: jax.Array) -> jax.Array:
     return x[:, :, :, 0]
@@ -194,9 +198,10 @@ def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 
 
 def within_windows(config: ModelConfig, prefix: Prefix) -> Prefix:
-  """The prefix with the tokens that completions see: with a window, the last ones of each prompt.
+  """Cuts the prefix of layers with a window to the last tokens of each prompt.
 
-  A stack of n slots has token max(length - n, 0) of each prompt in its first slot.
+  Completions see no earlier ones. The first of a stack's n slots then holds token
+  max(length - n, 0) of the prompt.
   """
 
   def last(name: str, x_LPKSE: jax.Array) -> jax.Array:
@@ -214,11 +219,11 @@ def within_windows(config: ModelConfig, prefix: Prefix) -> Prefix:
 
 
 def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
-  """Makes the rows of a cache the prompts of groups: what they share, and their own tokens.
+  """Turns the rows of a cache into prompts: the prompt that all rows share, then the row's tokens.
 
   Args:
     cache: A cache of one prompt and P rows that have filled their slots.
-    lengths_P: int32, how many tokens each prompt has with those that all share.
+    lengths_P: int32, how many tokens each new prompt has, including the shared ones.
   """
 
   def whole(shared: jax.Array, own: jax.Array) -> jax.Array:
@@ -235,31 +240,33 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 
 
 def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Prefix:
-  """Joins each prompt and the tokens of its row to one longer prompt, which has as many slots.
+  """Appends the tokens of each prompt's row to the prompt. The number of slots S stays.
 
-  A stack with fewer slots than the longer prompt has tokens gets the last ones, as in
+  A stack with fewer slots than the longer prompt has tokens keeps the last tokens, as in
   `within_windows`.
 
   Args:
     cache: A cache of P prompts with one row each, not rounded to int8.
-    own_P: int32, how many tokens of each row are taken. States are those after all of its tokens.
-    passes_P: int32, how many tokens were written after the last one that is taken.
+    own_P: int32, how many tokens of each row to append. States cannot drop tokens: they are those
+      after all tokens of the row.
+    passes_P: int32, how many tokens were written to the cache after the last appended one.
   """
   prefix = cache.prefix
   lengths_P = prefix.lengths_P + own_P
 
   def joined(prompt_LPKSE: jax.Array, row: jax.Array) -> jax.Array:
+    """Joins a stack of the prompts and that of the rows to [L, P, K, S, E]."""
     row = with_axes(row, cache.axes)
     row_LPKCE = (row if row.ndim == 6 else row[None])[:, :, :, 0]
     S, C = prompt_LPKSE.shape[3], row_LPKCE.shape[3]
     # Slot s of the result has token number token_PS[p, s] of the longer prompt: one of its last S.
     token_PS = jnp.maximum(lengths_P - S, 0)[:, None] + jnp.arange(S)
     is_of_row_PS = token_PS >= prefix.lengths_P[:, None]
-    # Where that token lies now: the shorter prompt has its own last S tokens here, and the last
-    # token that is taken of a row was written `passes_P` passes before the newest.
+    # The slots that hold this token now: the old prompt has its own last S tokens in its slots, and
+    # the last appended token of a row was written `passes_P` passes before the newest one.
     slot_of_prompt_PS = token_PS - jnp.maximum(prefix.lengths_P - S, 0)[:, None]
     slot_of_row_PS = ((cache.time - passes_P - lengths_P)[:, None] + token_PS) % C
-    # A slot of the prompt may be out of range where the token is of the row. It is not used there.
+    # A slot of the prompt may be out of range where the token is the row's: `where` ignores it.
     take = jax.vmap(functools.partial(jnp.take, axis=2, mode="clip"), (1, 0), 1)
     return jnp.where(
       is_of_row_PS[None, :, None, :, None],
@@ -273,16 +280,16 @@ def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Pref
 
 
 def with_slots(config: ModelConfig, cache: Cache, slots: int) -> Cache:
-  """The cache with another number of slots, at least as many as the longest row has tokens.
+  """Changes the number of slots, to at least as many as the longest row has tokens.
 
-  It counts as if fewer tokens had been written (`Cache.time`): as many as fit both numbers of
-  slots. So the next token comes right after the rows' tokens, in all stacks.
+  `Cache.time` becomes at most the old and the new number of slots, as if no more tokens had been
+  written. So the next token comes right after the rows' tokens, in all stacks.
   """
   time = jnp.minimum(cache.time, min(cache.slots, slots))
   slots_of = _slots_of_stacks(config, slots, cache.rewind)
 
   def resized(old_stack: jax.Array, C: int) -> jax.Array:
-    # How many tokens ago each new slot was written, by the new count, and the old slot of that age.
+    # How many tokens ago each new slot was written by the new `time`, and the old slot of that age.
     age_C = (time - 1 - jnp.arange(C)) % C
     old_slot_C = (cache.time - 1 - age_C) % old_stack.shape[-2]
     # New slots that are older than all old ones get any token, because no row sees them.
@@ -301,13 +308,13 @@ def with_slots(config: ModelConfig, cache: Cache, slots: int) -> Cache:
 
 
 def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: jax.Array) -> Cache:
-  """A cache of chosen rows.
+  """Selects rows of a cache, and arranges them in new groups.
 
   Args:
     config: The model.
     cache: A cache with a prefix.
     rows_PG: int32 [P', G'], the numbers p * G + g of the rows to take.
-    prompts_P: int32 [P'], which prompt of the prefix each new group has.
+    prompts_P: int32 [P'], the prompt of the prefix that each new group has.
   """
   rows_N, (P, G) = rows_PG.reshape(-1), rows_PG.shape
   axes = _axes(config, P, G, "K" in cache.axes)
@@ -333,10 +340,10 @@ def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: 
 
 
 def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
-  """The cache with each row's tokens as many slots further, round the end: at most `cache.rewind`.
+  """Moves each row's tokens forward by `by_PG` slots, at most `cache.rewind`, wrapping around.
 
-  A row that paused, or that drops its last tokens, has its own tokens in the slots written last
-  again. A state cannot drop tokens: it stays.
+  A row that paused, or that drops its last tokens, then has its tokens in the most recently written
+  slots again. Recurrent states stay, because a state cannot drop tokens.
   """
   P, G = by_PG.shape
 
@@ -352,7 +359,7 @@ def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
 
 
 def take_prompts(prefix: Prefix, from_P: jax.Array) -> Prefix:
-  """The prefix with prompt from_P[p] at each place p."""
+  """Selects prompts: prompt p of the result is prompt from_P[p]."""
 
   def take(x: jax.Array) -> jax.Array:
     return jnp.take(x, from_P, axis=1)
@@ -363,12 +370,13 @@ def take_prompts(prefix: Prefix, from_P: jax.Array) -> Prefix:
 
 
 def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
-  """The prefix with other prompts in some places.
+  """Replaces some prompts of a prefix.
 
   Args:
     prefix: P prompts.
-    places_N: int32, the place of each new prompt. One that is P or more is left out.
-    prompts: N prompts, padded to at most S tokens. What lies in the slots after them is not read.
+    places_N: int32, which prompt each new one replaces. A new prompt with P or more is left out.
+    prompts: N prompts, padded to at most S tokens. Slots after these keep old keys and values,
+      which are masked.
   """
 
   def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -384,13 +392,13 @@ def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
 
 
 def _axes(config: ModelConfig, prompts: int, group_size: int, has_heads: bool) -> str:
-  """`Cache.axes` of so many rows. `has_heads`: some stack has several heads of keys."""
+  """`Cache.axes` for these numbers of prompts and rows. `has_heads`: a stack has several K."""
   needed = {"P": prompts > 1, "K": has_heads, "G": group_size > 1}
   return "".join(axis for axis in needed if needed[axis] or not config.on_one_device)
 
 
 def with_axes(stack: jax.Array, axes: str) -> jax.Array:
-  """A stack [..., P, K, G, C, E] from one that has only some of P, K and G."""
+  """Expands a stack that has only `axes` of P, K and G to [..., P, K, G, C, E]."""
   return jnp.expand_dims(stack, _dropped(axes))
 
 
@@ -400,5 +408,5 @@ def without_axes(whole: jax.Array, axes: str) -> jax.Array:
 
 
 def _dropped(axes: str) -> tuple[int, ...]:
-  """Which axes of [..., P, K, G, C, E] are not in `axes`, counted from the last."""
+  """The axes of [..., P, K, G, C, E] that are not in `axes`, as negative indices."""
   return tuple(place - 5 for place, axis in enumerate("PKG") if axis not in axes)

@@ -1,4 +1,4 @@
-"""The bytes of a cache, from what each layer keeps."""
+"""The bytes of a cache, from what each layer keeps of a token and of a row."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ class CacheBytes(NamedTuple):
   """The bytes of a cache on a device that holds a share of the heads and all rows.
 
   Attributes:
-    place: The bytes of a prompt.
-    row: The bytes of a row, without its prompt.
+    place: The bytes of each prompt.
+    row: The bytes of each row, without its prompt.
   """
 
   place: float
@@ -24,13 +24,13 @@ class CacheBytes(NamedTuple):
 def cache_bytes(
   config: ModelConfig, prompt_slots: int, slots: int, rewind: int | None = None
 ) -> CacheBytes:
-  """The bytes of a cache.
+  """Computes the bytes of each prompt and of each row in a cache.
 
   Args:
     config: The model. The axis `tensor` of its mesh splits heads, where it divides them.
     prompt_slots: S.
-    slots: The most own tokens that a row may have.
-    rewind: The most slots by which a row's tokens are moved. None means any number.
+    slots: As in `Cache`.
+    rewind: As in `Cache`.
   """
   item = jnp.dtype(config.dtype).itemsize
   place = row = 0.0
@@ -50,5 +50,5 @@ def cache_bytes(
 
 
 def _share(config: ModelConfig, heads: int) -> float:
-  """The share of so many heads that a device holds. Those that nothing divides lie whole."""
+  """The share of `heads` that a device holds: all of them where `tensor` does not divide them."""
   return 1 / config.rows.mesh.shape["tensor"] if config.axis_of(heads) else 1.0

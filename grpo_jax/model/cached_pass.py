@@ -1,4 +1,4 @@
-"""A pass over new tokens that reads a cache and writes them into it."""
+"""A pass over new tokens that reads a cache and writes the tokens into it."""
 
 from collections.abc import Mapping
 import functools
@@ -20,10 +20,11 @@ from grpo_jax.model.rope import Rotation
 
 
 def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemory) -> Attend:
-  """Attention of new tokens [B, T] to themselves and to the rows' earlier tokens in `cache`.
+  """Makes a layer's attention of new tokens [B, T] to themselves and the rows' tokens in `cache`.
 
-  Beside its output, it returns the stack's keys and values with the new ones in their slots. It
-  returns None where the layer borrows keys and values: then they are in their slots already.
+  Besides its output, the attention returns the keys and values of the layer's stack with the new
+  ones in their slots. For a layer that borrows keys and values it returns None, because the lending
+  layer has already written them. `window` is as in `View`, and `memory` is the layer's.
   """
 
   def attend_with_cache(
@@ -37,16 +38,18 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
 
     def put(stack: jax.Array, new: jax.Array) -> jax.Array:
+      """Writes the T new tokens of this layer into the slots that follow the last written one."""
       layer = [memory.place][: stack.ndim - new.ndim]
       new = new.reshape((1,) * len(layer) + new.shape)
       start = [*layer, *[0] * len(cache.axes), cache.time % C, 0]
       return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config, cache.axes)
 
     def by_kernel(q_PKGRTE: jax.Array, own: KeysAndValues, prefix_mask: Any) -> jax.Array:
+      """Attention [P, K, G, R, E] by the decoding kernel, for T = 1."""
       whole = jax.tree.map(lambda x: with_axes(x, cache.axes), own)
       whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)
       decode, visible_PG = _kernel(), cache.lengths_PG + 1
-      # The row's own tokens, this one included, but none from before the window.
+      # A row sees its own tokens, the new one included, as far back as the window reaches.
       visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
       tokens = decode.OwnTokens(whole, memory.place, cache.time, visible_PG)
       mask = None if prefix_mask is None else prefix_mask[..., 0, :]
@@ -59,7 +62,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       return jax.tree.map(put, stack, new)
 
     def read(stack: jax.Array) -> jax.Array:
-      if stack.ndim == len(cache.axes) + 2:
+      if stack.ndim == len(cache.axes) + 2:  # a stack of one layer has no axis L
         return stack
       return jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
 
@@ -82,25 +85,26 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
 
 
 def _both(pair: tuple[Any, Any]) -> tuple[Any, Any]:
-  """Keys and values, of which the keys may be the values, too."""
+  """Keys and values. In `pair`, values of None mean that the keys are the values, too."""
   keys, values = pair
   return keys, keys if values is None else values
 
 
 def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) -> Recur:
-  """The recurrence of new tokens [B, T] from the rows' states in `cache`.
+  """Makes a layer's recurrence of new tokens [B, T] that starts from the rows' states in `cache`.
 
-  Beside its output, it returns the stack's states with those after the new tokens.
+  Besides its output, the recurrence returns the states of the layer's stack, in which those of this
+  layer are the states after the new tokens.
 
   Args:
     cache: The cache.
-    lengths_B: int32, how many of the T tokens each row has.
-    memory: The states.
+    lengths_B: int32, how many of the T tokens each row has. Padding follows.
+    memory: The states of the layer's stack.
   """
   P, G = cache.lengths_PG.shape
 
   def recur(scan: Scan, weights: Any, inputs_BT: Any, empty: Any) -> tuple[Any, Any]:
-    del empty
+    del empty  # every row has a state in the cache
     T = jax.tree.leaves(inputs_BT)[0].shape[1]
 
     def read(stack: jax.Array) -> jax.Array:
@@ -121,7 +125,7 @@ def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) ->
 def shared_inputs(
   config: ModelConfig, cache: Cache, lengths_B: jax.Array, rope: Rotation, local_rope: Rotation
 ) -> Shared:
-  """The inputs of the layers for new tokens that attend to themselves and to those in the cache.
+  """Builds the inputs of all layers for new tokens that also read the tokens in the cache.
 
   Args:
     config: The model.
@@ -145,7 +149,7 @@ def shared_inputs(
 
 
 def updated(cache: Cache, stacks: Mapping[str, Any], tokens: int) -> Cache:
-  """The cache after a pass of rows of `tokens` new tokens, whose `Outputs.cache` are `stacks`."""
+  """The cache after a pass over `tokens` new tokens per row, which returned `stacks`."""
   keys = {name: stacks[name][0] for name in cache.keys}
   values = {name: stacks[name][1] for name in cache.values}
   states = {name: stacks[name] for name in cache.states}
@@ -154,38 +158,40 @@ def updated(cache: Cache, stacks: Mapping[str, Any], tokens: int) -> Cache:
 
 
 def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
-  """The cache after a pass over rows of `tokens` tokens without one.
+  """Builds a cache from a pass that ran without one. Each row becomes a prompt's only row.
 
   Args:
     kept: For each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
-    tokens: T.
+    tokens: T, the tokens of each row, padding included.
   """
 
   def ordered(x_LBTKE: jax.Array) -> jax.Array:
+    """[L, B, T, K, E] -> [L, P, K, G, C, E] with P = B, G = 1 and C = T."""
     return x_LBTKE.transpose(0, 1, 3, 2, 4)[:, :, :, None]
 
-  # Attention keeps a pair, and a layer that recurs a struct.
+  # Attention layers keep a pair (keys, values). Recurrent layers keep a struct.
   pairs = {name: pair for name, pair in kept.items() if isinstance(pair, tuple)}
   keys = {name: ordered(keys) for name, (keys, _) in pairs.items()}
   values = {name: ordered(values) for name, (_, values) in pairs.items() if values is not None}
   recurring = {name: state for name, state in kept.items() if name not in pairs}
-  states = jax.tree.map(lambda x: x[:, :, None], recurring)
+  states = jax.tree.map(lambda x: x[:, :, None], recurring)  # [L, P, G = 1, ...]
   B = jax.tree.leaves(kept)[0].shape[1]
   lengths_PG = jnp.full((B, 1), tokens, jnp.int32)
   return Cache(keys, values, jnp.int32(tokens), lengths_PG, states=states, slots=tokens)
 
 
 def _own_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Array:
-  """[P, 1, G, 1, T, C]: which slots the rows' new tokens see. They are written before.
+  """[P, 1, G, 1, T, C]: which slots the new tokens see. They are in their slots already.
 
   Args:
-    cache: Before the pass. A pass of several tokens must not go past the last slot.
+    cache: The cache before the pass. A pass of several tokens must not wrap around.
     tokens: T.
     slots: C.
     window: As in `View`.
   """
   place_T1 = jnp.arange(tokens)[:, None]
-  # How many tokens ago each slot was written. Older slots than the row has tokens are not its own.
+  # How many tokens ago each slot was written. Slots older than the row's first token are not the
+  # row's.
   age_TC = (cache.time + place_T1 - jnp.arange(slots)) % slots
   mask = age_TC <= cache.lengths_PG[:, None, :, None, None, None] + place_T1
   return mask & (age_TC < window) if window else mask
@@ -203,11 +209,11 @@ def _prefix_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Arra
 
 
 def _slots_last(stack: jax.Array, config: ModelConfig, axes: str) -> jax.Array:
-  """Fixes the order of a stack [..., C, E] in the memory of a TPU: the slots vary fastest.
+  """Constrains the memory layout of a stack [..., C, E] on a TPU: the slots vary fastest.
 
-  A TPU pads the axis that varies fastest to 128. If XLA may choose, it takes E, which is 64 in
-  small models, and a second order for the other stack, and keeps copies in both. `axes` are those
-  of `Cache.axes`.
+  A TPU pads the axis that varies fastest to 128. Left to choose, XLA takes E, which is 64 in small
+  models, and another layout for the other stack, and keeps copies in both layouts. `axes` is
+  `Cache.axes`.
   """
   if config.platform != "tpu" or stack.shape[-1] % 128 == 0:
     return stack
@@ -222,7 +228,7 @@ def _slots_last(stack: jax.Array, config: ModelConfig, axes: str) -> jax.Array:
 
 
 def _kernel() -> ModuleType:
-  """decode.py. It is imported where the kernel fits, because other platforms cannot use it."""
+  """Imports decode.py, only where its kernel fits, because other platforms cannot use it."""
   from grpo_jax.model.attention import decode
 
   return decode

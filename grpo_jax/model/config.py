@@ -42,7 +42,7 @@ class DeltaShape:
     value_heads: I, a multiple of J.
     key_dim: A, the size of a key and of a query.
     value_dim: B, the size of a value.
-    width: How many tokens the convolution sees, the token itself included.
+    width: How many tokens the convolution spans, the token itself included.
   """
 
   key_heads: int
@@ -53,7 +53,7 @@ class DeltaShape:
 
   @property
   def channels(self) -> int:
-    """The numbers of a token that go through the convolution: queries, keys and values."""
+    """How many numbers of a token go through the convolution: its queries, keys and values."""
     return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
@@ -62,13 +62,13 @@ class LatentShape:
   """The shape of multi-head latent attention (see `mixers/latent.py`).
 
   Attributes:
-    rank: The numbers of a latent.
-    query_rank: The numbers of the vector from which queries come. 0: they come from the token.
-    key_dim: The numbers of a key that come from the latent.
-    rope_dim: The numbers of a key that are rotated, the same for all heads. With `key_dim`, they
-      make up E.
-    value_dim: The numbers of a value.
-    interleaved: Neighbouring numbers are rotated together, instead of those half a head apart.
+    rank: The size of a latent.
+    query_rank: The size of the vector from which queries are computed. 0: from the token itself.
+    key_dim: How many numbers of a key are computed from the latent.
+    rope_dim: How many numbers of a key are rotated. All heads share them. E is their number plus
+      `key_dim`.
+    value_dim: The size of a value.
+    interleaved: Neighbouring numbers are rotated as a pair, instead of numbers half a head apart.
   """
 
   rank: int
@@ -83,13 +83,13 @@ class LayerKind(NamedTuple):
   """The properties by which layers of a model differ. Layers of one kind can be scanned.
 
   Attributes:
-    mixer: How tokens learn of those before them: a name in `mixers.MIXERS`.
+    mixer: How tokens read earlier tokens: a name in `mixers.MIXERS`.
     window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
-    rotated: Its queries and keys are rotated.
-    mlp: How it computes each token by itself: a name in `mlps.MLPS`.
-    keys: Whose keys and values its queries meet: "own", or "lent" where later layers borrow them
-      too, or "borrowed": those of the layer with the same window that lends.
-    keys_as_values: Its keys, before they are normalised and rotated, are its values too.
+    rotated: Queries and keys are rotated.
+    mlp: How each token is computed by itself: a name in `mlps.MLPS`.
+    keys: The keys and values that queries attend to: "own", "lent" (own, which later layers
+      borrow), or "borrowed" (those of the lending layer with the same window).
+    keys_as_values: The keys, before they are normalised and rotated, are also the values.
     num_kv_heads: K.
     head_dim: E.
     mlp_dim: F.
@@ -107,7 +107,7 @@ class LayerKind(NamedTuple):
 
   @property
   def parts(self) -> tuple[str, ...]:
-    """The parts that some layers lack and this one has, by the names in `TensorSpec.layers`."""
+    """The names in `TensorSpec.layers` that include this layer. They say which tensors it has."""
     has_keys = self.mixer == "attention" and self.keys != "borrowed"
     keys = ("keys",) if has_keys else ()
     values = ("values",) if has_keys and not self.keys_as_values else ()
@@ -133,10 +133,10 @@ class ModelConfig:
 
     family: The `model_type` of Hugging Face whose tensor names `save` writes.
     qkv_bias: The query, key and value projections have a bias.
-    o_bias: The output projection of attention has one.
+    o_bias: The output projection of attention has a bias.
     output_gate: The output of attention is multiplied by sigmoid(gate), which the query projection
       computes beside each query.
-    mlp_bias: The projections of the MLP have one.
+    mlp_bias: The projections of the MLP have a bias.
     qk_norm: How queries and keys are normalised before they are rotated: "head" each head by
       itself, "all" all heads together, "" not at all.
     activation: A name in `layers.ACTIVATIONS`.
@@ -144,14 +144,14 @@ class ModelConfig:
     post_norms: The outputs of attention and MLP are normalised before they are added to the
       residual stream.
     scale_embeddings: Embeddings are multiplied by sqrt(D).
-    embedding_multiplier: Embeddings are multiplied by it.
-    residual_multiplier: The outputs of attention and MLP are multiplied by it.
+    embedding_multiplier: A factor of the embeddings.
+    residual_multiplier: A factor of the outputs of attention and MLP.
     query_scalar: Queries are divided by the square root of this number. 0 stands for E.
-    query_multiplier: Queries are multiplied by it instead. 0 means that they are not.
+    query_multiplier: If not 0, queries are multiplied by this number instead.
     attention_cap: Attention scores become cap * tanh(score / cap). 0 leaves them as they are.
     attention_sinks: Each query head has a score that takes part in its softmax and brings no value.
     logit_cap: The same as `attention_cap` for logits.
-    logit_divisor: Logits are divided by it.
+    logit_divisor: The number by which logits are divided.
     rope_scaling: How the rotary frequencies are scaled for long texts, or None.
     windows: For each layer, how many tokens a token attends to, itself included. 0 means all
       earlier tokens. The empty tuple means 0 for every layer.
@@ -160,57 +160,58 @@ class ModelConfig:
     local_rope_scaling: How these frequencies are scaled, or None.
     query_growth: Queries are multiplied by 1 + query_growth * log(1 + floor(position / original)),
       with the original positions of `rope_scaling`. 0 means that they are not.
-    rotary_dim: How many numbers of a head are rotated, the first ones. 0 stands for E.
+    rotary_dim: How many numbers of a head, the first ones, are rotated. 0 stands for E.
     unrotated_layers: The layers whose queries and keys are not rotated.
     global_head_dim: E of the layers without a window. 0 stands for `head_dim`.
-    global_kv_heads: K of these layers. 0 stands for `num_kv_heads`.
-    keys_as_values: In these layers, the keys before they are normalised are the values too.
+    global_kv_heads: K of the layers without a window. 0 stands for `num_kv_heads`.
+    keys_as_values: In the layers without a window, the keys before their norm are also the values.
     value_norm: Each head of the values is normalised, without a scale.
-    borrowing_layers: The last so many layers have no keys and values. They borrow those of the last
-      layer before them that has the same window.
+    borrowing_layers: How many layers at the end of the model compute no keys and values. They
+      borrow those of the last layer before them that has the same window.
     wide_borrowers: The MLPs of the layers that borrow have twice as many hidden units.
-    layer_scale: The output of each layer is multiplied by a number of its own, which is not
-      trained.
-    per_layer_dim: The numbers that each layer gets of a token's embedding for that layer (see
-      `layer_embeddings.py`). 0 means that there are none.
+    layer_scale: The output of each layer is multiplied by a factor that is not trained.
+    per_layer_dim: N, the size of a token's embedding for each layer (see `layer_embeddings.py`). 0
+      means that there are none.
     mixers: For each layer, how it mixes tokens: a name in `mixers.MIXERS`. The empty tuple means
       attention in every layer.
     delta: The shape of the layers with the gated delta rule, or None.
     latent: The shape of the layers with latent attention, or None.
     labels: N, the outputs of a reward model's head: 1 is the score of a text, 2 are the logits of
       "this step is wrong" and "this step is right". 0 means a language model.
-    num_experts: X. In the layers of `sparse_layers`, experts take the place of the MLP.
+    num_experts: X. In the layers of `sparse_layers`, experts replace the MLP.
     experts_per_token: U.
     expert_dim: M.
     normalise_shares: The weights of a token's U experts are divided by their sum. Otherwise they
       are the router's scores.
-    share_scale: These weights are then multiplied by it.
+    share_scale: A factor by which these weights are then multiplied.
     router: How logits become scores: "softmax" over all experts, or "sigmoid", which also adds a
-      number of each expert that balances their loads (see `mlps.router.route`).
-    router_bias: The router has one.
+      bias of each expert that balances the loads (see `mlps.router.route`).
+    router_bias: The logits of the router have a bias.
     router_groups: The number of groups that the experts are divided into.
-    router_groups_used: The number of groups, a token's best ones, that its experts come from.
+    router_groups_used: In how many of the groups, each token's best ones, experts are chosen.
     expert_bias: The projections of experts have a bias.
-    shared_dim: The hidden units of an MLP beside the experts, through which every token goes.
-    shared_gate: Its output is multiplied by sigmoid(gate), one number for each token.
-    expert_norms: Experts and router read the residual stream through norms of their own, and both
-      outputs are normalised. The router scales its inputs, and the shares of each expert.
+    shared_dim: The hidden units of an MLP that every token goes through beside the experts. 0
+      means that there is none.
+    shared_gate: The output of this MLP is multiplied by sigmoid(gate), one number for each token.
+    expert_norms: Experts and router read the residual stream through separate norms, and the
+      outputs of experts and shared MLP are normalised. Factors scale the router's inputs, and the
+      shares of each expert.
     sparse_layers: The layers that have experts.
     vision: The shape of the vision tower, or None for a model of text alone.
     stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
 
     dtype: The dtype of the computation. Master weights are float32.
     cache_dtype: "int8" keeps the keys and values of decoded tokens as int8, "" in `dtype`.
-    attention: A name in `attention.ATTENTION`, or "auto" for the best one of the platform.
+    attention: A name in `attention.ATTENTION`, or "auto" for the platform's best implementation.
     length: An upper bound on the tokens of a text in this computation, or 0 if it is not known. If
       it is known, the angles of the rotary embedding come from a table.
     keeps_experts: `routed_features` also returns the experts of each token.
-    unrolled: The arrays of each layer are apart, instead of stacked with those of other layers.
+    unrolled: Each layer has separate arrays, instead of being stacked with other layers.
     lora: The adapters of the policy on top of frozen parameters. None means that all parameters are
       trained.
 
-    rows: The sharding of activations [B, T, ...] on the mesh: that of their rows and, with an axis
-      `context`, of their tokens. In this and the two fields below, None lets XLA choose.
+    rows: The sharding of activations [B, T, ...]: over their rows and, if the mesh has an axis
+      `context`, over their tokens. In this and the two fields below, None lets XLA choose.
     table: The sharding of the embedding while tokens are looked up in it.
     experts: The sharding of the [X, D, M] weights while tokens go through the experts.
   """
@@ -294,7 +295,7 @@ class ModelConfig:
 
   @property
   def has_axes(self) -> bool:
-    """Whether the tokens of images have positions on several axes."""
+    """Whether tokens have a position on each of several axes, such as time, height and width."""
     return self.vision is not None and bool(self.vision.rope_sections)
 
   @property
@@ -303,7 +304,7 @@ class ModelConfig:
     return self.vision is not None and not self.vision.trained
 
   def sees_both_ways(self, window: int) -> bool:
-    """Whether tokens of a picture see those after them in layers of this window, 0 for none."""
+    """Whether a picture's tokens also see its later tokens, in layers of this window (0: none)."""
     both_ways = self.vision.both_ways if self.vision else ""
     return both_ways == "all" or (both_ways == "windows" and window > 0)
 
@@ -322,7 +323,7 @@ class ModelConfig:
     return self.rows.mesh.shape[self.rows.spec[1]] if has_tokens else 1
 
   def axis_of(self, heads: int) -> str | None:
-    """The axis of the mesh over which so many heads are split, or None."""
+    """The mesh axis over which this number of heads is split, or None if heads are not split."""
     if self.on_one_device or heads % self.rows.mesh.shape["tensor"]:
       return None
     return "tensor"
@@ -339,7 +340,7 @@ class ModelConfig:
 
   @property
   def experts_dtype(self) -> str:
-    """The smallest dtype that holds the number of an expert, and -1."""
+    """The smallest integer dtype that holds the numbers of all experts, and -1."""
     return "int8" if self.num_experts <= 2**7 else "int16"
 
   @property
@@ -367,14 +368,14 @@ class ModelConfig:
     )
 
   def _lends(self, layer: int) -> bool:
-    """Whether a layer is the last one with its window before those that borrow."""
+    """Whether a layer is the last one with its window before the borrowing layers."""
     if not self.borrowing_layers:
       return False
     windows = self.windows or (0,) * self.num_layers
     return windows[layer] not in windows[layer + 1 : self.num_layers - self.borrowing_layers]
 
   def of_layer(self, kind: LayerKind) -> "ModelConfig":
-    """The config as a layer reads it, whose sizes are those of the layer."""
+    """This config with the sizes of one kind of layer."""
     return dataclasses.replace(
       self,
       keys_as_values=kind.keys_as_values,

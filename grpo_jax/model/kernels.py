@@ -10,9 +10,9 @@ class Target(NamedTuple):
   """A projection that can have a LoRA adapter (see `lora.py`).
 
   Attributes:
-    modules: The modules of Hugging Face that hold its kernel, in one family or another. The first
-      holds no other kernel, where there is such a module.
-    inputs: How many axes of the kernel are inputs. The other ones are outputs.
+    modules: The Hugging Face modules that hold this kernel, in some family each. The first module
+      holds only this kernel, if there is such a module.
+    inputs: How many axes of the kernel, the first ones, are inputs. The others are outputs.
   """
 
   modules: tuple[str, ...]
@@ -20,7 +20,7 @@ class Target(NamedTuple):
 
 
 def is_quantised(kernel: Any) -> bool:
-  """Whether a kernel is a qwix.QArray. It has to be asked without qwix, which is slow to import."""
+  """Whether a kernel is a qwix.QArray. The check avoids qwix, which is slow to import."""
   return hasattr(kernel, "qvalue")
 
 
@@ -36,7 +36,7 @@ def dequantised(kernel: Any, dtype: Any) -> jax.Array:
 def factors(kernel: Any, dtype: Any, outputs: int) -> tuple[jax.Array, jax.Array | None]:
   """A kernel as a matrix [I, O] in the dtype of the computation, and a scale [O] of the product.
 
-  The scale is None except for int8 with one scale for each output, as of `lora.rounded`.
+  The scale is None except for int8 kernels with one scale for each output (`lora.rounded`).
   """
   is_int8 = is_quantised(kernel) and kernel.qvalue.dtype == jnp.int8
   if is_int8 and kernel.scale.size == outputs:

@@ -1,7 +1,7 @@
-"""Embeddings that each token has for each layer, which the layer adds in its own way (Gemma 4).
+"""Embeddings of each token for each layer, besides those of the first layer's input (Gemma 4).
 
-They come from a table of their own and from the token's embedding. A layer gates N of these numbers
-by what it knows, and adds them to the residual stream.
+They are the sum of a row of a separate table and a projection of the token's embedding. Each layer
+gates its N numbers by the residual stream, and adds a projection of them to the residual stream.
 """
 
 from flax import linen as nn
@@ -31,11 +31,11 @@ class PerLayerInputs(nn.Module):
 
   @nn.compact
   def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
-    """Returns [L, B, T, N].
+    """Returns the embeddings of all layers, [L, B, T, N].
 
     Args:
       tokens_BT: int32.
-      x_BTD: The tokens' embeddings, as the first layer gets them.
+      x_BTD: The tokens' embeddings, as the first layer reads them.
     """
     c = self.config
     L, N = c.num_layers, c.per_layer_dim
@@ -51,7 +51,7 @@ class PerLayerInputs(nn.Module):
 
 
 class PerLayer(nn.Module):
-  """The term that a layer adds to its output: norm(W (activation(V x) * its inputs))."""
+  """The term that a layer adds to the residual stream: norm(W (activation(V x) * inputs))."""
 
   config: ModelConfig
 
@@ -61,7 +61,7 @@ class PerLayer(nn.Module):
 
     Args:
       x_BTD: The residual stream.
-      inputs_BTN: The layer's part of `PerLayerInputs`.
+      inputs_BTN: The embeddings of `PerLayerInputs` for this layer.
     """
     c = self.config
     gate_BTN = Dense(c, (c.per_layer_dim,), name="in_proj")(x_BTD)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.kernels import factors
 
-_LIMIT, _SLOPE = 7.0, 1.702  # of clamped_silu, as gpt-oss has them
+_LIMIT, _SLOPE = 7.0, 1.702  # the constants of clamped_silu in gpt-oss
 
 
 def clamped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """gate sigmoid(1.702 gate) (up + 1), both clamped at 7: the SwiGLU of gpt-oss (2508.10925)."""
+  """gate sigmoid(1.702 gate) (up + 1), gate <= 7, |up| <= 7: the SwiGLU of gpt-oss (2508.10925)."""
   gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
   return gate * nn.sigmoid(_SLOPE * gate) * (up + 1)
 
@@ -41,14 +41,14 @@ def einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def _einsum_forward(
   equation: str, x: jax.Array, y: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  # Not einsum itself, in which no policy of learner.remat_policy would see the product.
+  # Not `einsum`: a policy of learner.remat_policy cannot see the product inside a custom_vjp.
   return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32), (x, y)
 
 
 def _einsum_backward(
   equation: str, operands: tuple[jax.Array, jax.Array], dz: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The products of the gradient with each operand, which keep the other one's letters."""
+  """The gradient of each operand: the product of dz with the other operand."""
   x, y = operands
   inputs, of_z = equation.split("->")
   of_x, of_y = inputs.split(",")
@@ -63,19 +63,21 @@ einsum.defvjp(_einsum_forward, _einsum_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(on_cpu: bool, x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-  """x [..., I] @ kernel, with O outputs and a gradient that transposes the smaller operand of two.
+  """x [..., I] @ kernel. The gradient of the kernel transposes the smaller of its two operands.
 
   By default, XLA's CPU compiler fuses the transposition of the larger operand with the elementwise
-  code that made it, and reads that with a stride (experiments/LOG.md, 2026-11-21).
+  code that computes it, and reads that with a stride (experiments/LOG.md, 2026-11-21). `on_cpu`
+  says whether the program is compiled for a CPU (see `_product`).
   """
   return _product(on_cpu, x, kernel_IO)
 
 
 def _product(on_cpu: bool, x: jax.Array, y: jax.Array) -> jax.Array:
-  """x @ y in their dtype, from sums in float32.
+  """x @ y in the operands' dtype, from sums in float32.
 
-  XLA's CPU compiler uses the processor's instructions for bfloat16 only for a float32 result. They
-  are several times as fast (experiments/LOG.md, 2026-11-24). Accelerators round as they write.
+  XLA's CPU compiler uses the processor's instructions for bfloat16, which are several times as
+  fast, only for a float32 result (experiments/LOG.md, 2026-11-24). Accelerators sum in float32 and
+  round when they write.
   """
   return jnp.matmul(x, y, preferred_element_type=jnp.float32 if on_cpu else None).astype(x.dtype)
 
@@ -89,8 +91,9 @@ def _matmul_forward(
 def _matmul_backward(
   on_cpu: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+  """The gradients of x and of the kernel."""
   x, kernel_IO = saved
-  dy = jax.lax.optimization_barrier(dy)
+  dy = jax.lax.optimization_barrier(dy)  # or XLA would fuse transpositions with the code of dy
   if x.ndim > 2:
     dkernel_IO = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=jnp.float32)
     return _product(on_cpu, dy, kernel_IO.T), dkernel_IO.astype(x.dtype)
@@ -106,10 +109,10 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def merged(config: ModelConfig, x: jax.Array, axes: int = 1) -> jax.Array:
-  """x as rows [N, I] of the I numbers on its last `axes` axes.
+  """Reshapes x to rows [N, I], where I is the product of the last `axes` axes.
 
-  Where tokens are split over devices, x keeps its axes of rows and of tokens, [B, T, I]: one axis
-  of both could not stay split by both.
+  Where tokens are split over devices, the result is [B, T, I] instead: one axis B * T could not
+  stay split over both mesh axes.
   """
   I = math.prod(x.shape[-axes:])
   return x.reshape(*x.shape[:-axes], I) if config.context > 1 else x.reshape(-1, I)
@@ -118,7 +121,8 @@ def merged(config: ModelConfig, x: jax.Array, axes: int = 1) -> jax.Array:
 class Dense(nn.Module):
   """Multiplies the last `axes` axes of x with a kernel, in config.dtype.
 
-  Adds the product of the LoRA adapter if the parameters hold one, and a bias if `use_bias` is set.
+  `features` are the sizes of the output axes. Adds the product of the LoRA adapter if the
+  parameters hold one, and a bias if `use_bias` is set.
   """
 
   config: ModelConfig
@@ -128,7 +132,7 @@ class Dense(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """x W, plus the adapter and the bias if there are any. The last axes of x are the inputs."""
+    """Returns x W, plus the adapter's product and the bias if there are any."""
     c = self.config
     batch_shape = x.shape[: x.ndim - self.axes]
     inputs = x.shape[x.ndim - self.axes :]
@@ -157,15 +161,18 @@ class Dense(nn.Module):
     return out + bias.astype(c.dtype)
 
 
-# The backward pass computes the norm again from its inputs. Flax's own would keep three float32
-# arrays of their shape, each of which takes twice the bytes of bfloat16 inputs.
+# The backward pass recomputes the norm from its inputs. Otherwise Flax would keep three float32
+# arrays of the inputs' shape, each of which takes twice the bytes of bfloat16 inputs.
 RMSNorm = nn.remat(nn.RMSNorm)
 
 
 def head_product(
   config: ModelConfig, equation: str, hidden: jax.Array, weights: jax.Array
 ) -> jax.Array:
-  """`einsum` of hidden states [..., D] as rows [N, D] with weights, float32 [..., outputs]."""
+  """`einsum` of hidden states [..., D] with weights: float32 [..., outputs].
+
+  In the equation, n is the axis of rows. Where tokens are split over devices, n becomes b and t.
+  """
   if config.context > 1:
     return einsum(equation.replace("n", "bt"), hidden, weights)
   out_NV = einsum(equation, hidden.reshape(-1, hidden.shape[-1]), weights)
@@ -173,7 +180,7 @@ def head_product(
 
 
 class Head(nn.Module):
-  """Float32 numbers [..., outputs] from hidden states [..., D], plus a bias if `use_bias`."""
+  """A linear map of hidden states [..., D] to float32 [..., outputs], with a bias if `use_bias`."""
 
   config: ModelConfig
   outputs: int

@@ -1,4 +1,4 @@
-"""The order in which axes of an array lie in the memory of a TPU."""
+"""The layout of an array in the memory of a TPU: the order of its axes."""
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -8,16 +8,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 def in_order(
   x: jax.Array, order: tuple[int, ...], rows: NamedSharding | None, spec: PartitionSpec
 ) -> jax.Array:
-  """The array with its axes in this order in memory, the one that varies fastest last.
+  """Constrains the order of an array's axes in memory.
 
-  The compiler cannot split the operation that fixes an order: on a mesh, each device would get the
-  whole array from all others first. So each device fixes the order of its own part.
+  The compiler cannot partition a layout constraint: on a mesh, each device would first gather the
+  whole array. So each device constrains its shard, within a shard_map.
 
   Args:
     x: The array.
-    order: The numbers of its axes.
-    rows: The sharding of rows, whose mesh the array lies on. None means one device.
-    spec: How the array lies on the mesh.
+    order: The numbers of the axes. The last axis varies fastest.
+    rows: A sharding on the array's mesh. None means one device.
+    spec: The sharding of the array on this mesh.
   """
 
   def here(x: jax.Array) -> jax.Array:

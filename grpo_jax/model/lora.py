@@ -21,15 +21,16 @@ from grpo_jax.model.stacks import TOWER, layer_names, stacked
 from grpo_jax.settings import ConfigError
 
 QUANTISED_DTYPES = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
-TILE = 64  # how many weights along an input axis have a scale in common
+TILE = 64  # how many weights along an input axis share a scale
 # Path of a kernel in a layer, such as "attention/q" -> the projection.
 TARGETS = mixers.TARGETS | mlps.TARGETS
-# The same for those of vision towers.
+# The same for the projections of vision towers.
 _OF_TOWER = {TOWER + path: target for path, target in towers.TARGETS.items()}
 _ALL = TARGETS | _OF_TOWER
 
 
 def _adaptable() -> dict[str, tuple[str, ...]]:
+  """Computes ADAPTABLE from the targets of all projections."""
   kernels: dict[str, set[str]] = {}
   for path, target in _ALL.items():
     for module in target.modules:
@@ -47,7 +48,7 @@ _MODULES = {_last(path): target.modules[0] for path, target in (_OF_TOWER | TARG
 
 
 def kernels_of(modules: Iterable[str]) -> tuple[str, ...]:
-  """The kernels that these keys of ADAPTABLE hold, as `AdapterShape.targets` has them."""
+  """The kernels that these keys of ADAPTABLE hold, sorted, for `AdapterShape.targets`."""
   return tuple(sorted({kernel for module in modules for kernel in ADAPTABLE[module]}))
 
 
@@ -57,21 +58,20 @@ def modules_of(kernels: Iterable[str]) -> tuple[str, ...]:
 
 
 def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
-  """New adapters for the projections that `config.lora` names, float32.
+  """Creates float32 adapters for the projections that `config.lora` names.
 
   A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)) and B = 0, as in PEFT. With B = 0 the policy computes the
-  same as the base.
+  same as the base. The adapters are stacked like the base.
 
   Args:
-    key: For A.
+    key: The random key from which A is drawn.
     config: The model, with `config.lora`.
-    base: The frozen tree, or its shapes.
+    base: The frozen parameters, or their shapes.
 
   Raises:
-    ConfigError: The model does not have one of the projections.
+    ConfigError: The model lacks one of the projections, or the projection cannot have an adapter.
   """
-  # The kernels of single layers, so that what a seed draws does not depend on how layers lie
-  # stacked.
+  # One kernel per layer, so that what a seed draws does not depend on how layers are stacked.
   kernel_shapes = {
     name: leaf.shape[1:]
     for stack, leaf in flatten_dict(base, sep="/").items()
@@ -91,9 +91,9 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
     inputs, outputs = _split_shape(name, kernel_shapes[name])
     shape_a, shape_b = (*inputs, config.lora.rank), (config.lora.rank, *outputs)
     bound = 1 / math.sqrt(math.prod(inputs))
-    module = name.removesuffix("kernel")
-    leaves[module + "lora_a"] = jax.random.uniform(kernel_key, shape_a, jnp.float32, -bound, bound)
-    leaves[module + "lora_b"] = jnp.zeros(shape_b, jnp.float32)
+    prefix = name.removesuffix("kernel")
+    leaves[prefix + "lora_a"] = jax.random.uniform(kernel_key, shape_a, jnp.float32, -bound, bound)
+    leaves[prefix + "lora_b"] = jnp.zeros(shape_b, jnp.float32)
   return stacked(unflatten_dict(leaves, sep="/"), config)
 
 
@@ -105,20 +105,20 @@ def join(base: Any, trained: Any) -> Any:
 
 
 def merged(kernel: Any, a: jax.Array | None, b: jax.Array | None, scale: float) -> jax.Array:
-  """W + scale A B for one layer: what W with its adapter computes. W if `a` is None.
+  """W + scale A B for one layer: a kernel equal to W with its adapter. W if `a` is None.
 
-  Always returns a new float32 array.
+  The result is always a new float32 array.
   """
   weights = jnp.array(dequantised(kernel, jnp.float32))
   return weights if a is None else weights + scale * jnp.tensordot(a, b, 1)
 
 
 def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
-  """A leaf of the frozen tree, for one layer, in the dtype of the frozen base.
+  """Converts a leaf of the frozen parameters, for one layer, to the dtype of the frozen base.
 
   With a dtype in QUANTISED_DTYPES, only the kernels of TARGETS are quantised, and other leaves
-  become bfloat16. Every TILE weights along an input axis have their own scale, separately for each
-  output. The scales of norms stay float32 in every case, because Gemma's are 1 + w.
+  become bfloat16. Every TILE weights along an input axis share a scale, separately for each output.
+  Vectors always stay float32, because the scales of Gemma's norms are 1 + w.
 
   Args:
     name: The path of the leaf, such as "layers_0/attention/q/kernel".
@@ -135,7 +135,7 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   import qwix  # here, because models that are not quantised do not need it
 
   inputs, _ = _split_shape(name, leaf.shape)
-  tiled = len(inputs) - 1
+  tiled = len(inputs) - 1  # the last input axis
   tile = math.gcd(inputs[tiled], TILE)
   other_axes = [axis for axis in range(leaf.ndim) if axis != tiled]
   return qwix.quantize(
@@ -144,9 +144,9 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
 
 
 def rounded(name: str, kernel: jax.Array) -> Any:
-  """A kernel of TARGETS, for one layer, in int8 with one scale for each output.
+  """Quantises a kernel of TARGETS, for one layer, to int8 with one scale for each output.
 
-  The product with it needs no other copy of the kernel: see `kernels.factors`.
+  These scales can multiply the product, so the kernel is never dequantised (`kernels.factors`).
   """
   import qwix  # as in `quantised`
 
@@ -161,7 +161,7 @@ def is_projection(name: str) -> bool:
 
 
 def can_adapt(name: str, config: ModelConfig) -> bool:
-  """Whether this leaf is a kernel that can have an adapter: in a tower, only if that is trained."""
+  """Whether this leaf is a kernel that can have an adapter. A tower's must be trained."""
   if is_projection(name):
     return True
   is_trained = config.vision is not None and config.vision.trained
@@ -169,7 +169,7 @@ def can_adapt(name: str, config: ModelConfig) -> bool:
 
 
 def adaptable_modules(base: Any, config: ModelConfig) -> tuple[str, ...]:
-  """Keys of ADAPTABLE that this part of the frozen tree has, sorted."""
+  """The keys of ADAPTABLE for the adaptable kernels in `base`, frozen parameters, sorted."""
   names = [name for name in flatten_dict(base, sep="/") if can_adapt(name, config)]
   return tuple(sorted(modules_of(_last(_path(name)) for name in names)))
 

@@ -18,8 +18,8 @@ def named_input(x_BTD: jax.Array) -> jax.Array:
 def policy_of(remat: str) -> Callable[..., Any]:
   """The policy of `jax.checkpoint` for a name in jax.checkpoint_policies, or for "offload".
 
-  With "offload", the input of each layer lies in the host's memory until the backward pass has come
-  to that layer, and nothing else is kept.
+  With "offload", the input of each layer is in the host's memory until the backward pass reaches
+  the layer, and nothing else is kept.
   """
   if remat == OFFLOAD:
     return jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -16,7 +16,7 @@ class Rotation(NamedTuple):
   Attributes:
     cos: The cosines of the angles, float32 [B, T, pairs].
     sin: The sines of the angles, float32 [B, T, pairs].
-    query_scale_BT: float32, a factor for each token's queries besides, or None.
+    query_scale_BT: float32, an additional factor of each token's queries, or None.
   """
 
   cos: jax.Array
@@ -30,17 +30,17 @@ class RopeScaling:
 
   Attributes:
     kind: A name in SCALINGS.
-    factor: By how much texts may be longer than the original ones.
+    factor: How many times as long as the original texts a text may be.
     original_positions: The length of the texts that the model was first trained on.
     low: `low_freq_factor` of llama3, `beta_slow` of yarn.
     high: `high_freq_factor` of llama3, `beta_fast` of yarn.
     attention_factor: yarn and longrope multiply cos and sin by it.
     mscale_all_dim: Latent attention multiplies scores by (0.1 mscale_all_dim log(factor) + 1)^2.
     truncate: yarn rounds the range of dimensions outwards.
-    short_factors: longrope divides each frequency by its own factor: one of these while no text is
+    short_factors: The factors by which longrope divides the frequencies, one each, if no text is
       longer than the original ones.
     long_factors: The factors of longrope for longer texts.
-    share: proportional rotates this share of the pairs.
+    share: The share of the pairs that `proportional` rotates.
   """
 
   kind: str
@@ -57,7 +57,7 @@ class RopeScaling:
 
 
 def linear(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int) -> np.ndarray:
-  """Divides positions by `factor` (Chen et al. 2306.15595)."""
+  """Divides frequencies, and thereby positions, by `factor` (Chen et al. 2306.15595)."""
   del theta, length
   return frequencies / scaling.factor
 
@@ -111,7 +111,7 @@ def longrope(
 def proportional(
   frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int
 ) -> np.ndarray:
-  """Rotates the first pairs alone, with the frequencies that they have among all (Gemma 4)."""
+  """Rotates only the first pairs. Their frequencies are as if all pairs were rotated (Gemma 4)."""
   del theta, length
   rotated = np.arange(len(frequencies)) < int(scaling.share * 2 * len(frequencies) // 2)
   return np.where(rotated, frequencies / scaling.factor, 0)
@@ -135,16 +135,16 @@ def angles(
   length: int,
   table: bool,
 ) -> Rotation:
-  """The rotation of tokens.
+  """Computes the rotation of tokens at the given positions.
 
   Args:
     positions_BT: int32, all below `length`.
     head_dim: E.
     theta: The base of the frequencies.
     scaling: How the frequencies are scaled, or None.
-    length: The number of positions.
-    table: Look the values up in a table of `length` rows. Otherwise they are computed, and XLA
-      computes them again for every head of every layer.
+    length: The number of positions, on which some scalings depend.
+    table: Look the cosines and sines up in a table of `length` rows. Otherwise they are computed,
+      and XLA computes them again for every head of every layer.
   """
   frequencies, attention_factor = _frequencies(theta, head_dim), 1.0
   if scaling is not None:
@@ -162,11 +162,11 @@ def angles(
 
 
 def by_axis(rope: Rotation, axes: tuple[int, ...]) -> Rotation:
-  """The rotation of tokens with several positions, of which each pair of numbers has one.
+  """Selects, for each pair of numbers, the rotation by one of a token's several positions.
 
   Args:
-    rope: cos and sin [B, T, axes, pairs], as of `angles` for positions [B, T, axes].
-    axes: The axis whose position rotates each pair.
+    rope: cos and sin [B, T, axes, pairs], for positions [B, T, axes].
+    axes: For each pair, the number of the axis whose position rotates it.
   """
 
   def chosen(x: jax.Array) -> jax.Array:
@@ -176,9 +176,10 @@ def by_axis(rope: Rotation, axes: tuple[int, ...]) -> Rotation:
 
 
 def axes_of_pairs(sections: tuple[int, ...], interleaved: bool, pairs: int) -> tuple[int, ...]:
-  """The axis of each pair: time, height and width one after another, or in turns (2502.13923).
+  """The axis that rotates each pair: 0 is time, 1 height, 2 width (2502.13923).
 
-  In turns, a pair is of height or width as long as these have pairs left, and else of time.
+  `sections` are the numbers of pairs of each axis. The axes follow one after another or, if
+  `interleaved`, take turns: time takes the turns of axes that have no pairs left.
   """
   if not interleaved:
     return tuple(np.repeat(np.arange(len(sections)), sections)[:pairs].tolist())
@@ -194,7 +195,7 @@ def query_scale(positions_BT: jax.Array, growth: float, original: int) -> jax.Ar
 def rotate(x_BTHE: jax.Array, rope: Rotation) -> jax.Array:
   """Rotates the pairs (i, i + E/2) of every head, the order of Hugging Face checkpoints.
 
-  With angles for fewer than E/2 pairs, these lie in the first numbers of a head. The rest stays.
+  With angles for only n < E/2 pairs, it rotates the pairs (i, i + n) of a head's first 2n numbers.
   """
   cos, sin = rope.cos[:, :, None, :], rope.sin[:, :, None, :]
   pairs = cos.shape[-1]

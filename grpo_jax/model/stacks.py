@@ -1,9 +1,9 @@
-"""Which layers lie stacked in one array, and how to go from single layers to stacks and back.
+"""Which layers are stacked in one array, and conversions between single layers and stacks.
 
-The tree of parameters has no entry for each layer. `layers_0` holds layer 0 and all later layers
-that are scanned together with it, on a first axis. In a model whose layers alternate, such as Gemma
-2 with a window in every other layer, `layers_0` holds layers 0, 2, 4, ... and `layers_1` holds
-layers 1, 3, 5, ... A `Segment` is a stretch of layers in which one pattern repeats.
+The tree of parameters has an entry for each stack, not for each layer. `layers_0` holds layer 0 and
+all later layers that are scanned together with it, on a first axis. In a model whose layers
+alternate, such as Gemma 2 with a window in every other layer, `layers_0` holds layers 0, 2, 4, ...
+and `layers_1` holds layers 1, 3, 5, ... A `Segment` is a sequence of layers that repeats a pattern.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.model.config import ModelConfig
 
-_LONGEST_PERIOD = 16
+_LONGEST_PERIOD = 16  # the longest pattern that `segments` tries, in layers
 TOWER = "vision/"  # the beginning of the paths of the vision tower
 
 
@@ -46,8 +46,8 @@ class Segment:
 def segments(config: ModelConfig) -> list[Segment]:
   """The segments of a model, in the order of its layers.
 
-  From the first layer on, each segment is the pattern that covers the most layers by repeating. An
-  unrolled model has a segment for each layer.
+  Starting at the first layer, each segment takes the pattern whose repetitions cover the most
+  layers. An unrolled model has a segment for each layer.
   """
   L = config.num_layers
   if config.unrolled:
@@ -90,7 +90,7 @@ def _all_stacks(config: ModelConfig) -> dict[str, list[int]]:
 
 
 def sparse_stacks(config: ModelConfig) -> dict[str, list[int]]:
-  """For each stack with experts, where its layers lie among the L sparse layers of the model."""
+  """For each stack with experts, the indices of its layers among the model's sparse layers."""
   place = {layer: i for i, layer in enumerate(sorted(config.sparse_layers))}
   return {
     name: [place[number] for number in numbers]
@@ -105,17 +105,17 @@ def is_stacked(name: str) -> bool:
 
 
 def per_layer(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-  """A function of a layer's arrays as a function of the arrays of parameter `name`."""
+  """Maps a function of one layer's arrays over the layers of parameter `name`, if it is stacked."""
   return jax.vmap(function) if is_stacked(name) else function
 
 
 def stacked(
   layers: Mapping[str, Any], config: ModelConfig, stack: Callable[..., Any] = jnp.stack
 ) -> dict[str, Any]:
-  """The tree of parameters whose `layers_{i}` hold single layers, as one with stacks.
+  """Stacks a tree of parameters whose `layers_{i}` hold single layers.
 
-  `stack` joins the arrays of several layers. It is np.stack for arrays that stay on the host.
-  Adapters may lack all layers of a stack.
+  `stack` joins a list of the arrays of several layers. It is np.stack for arrays that stay on the
+  host. Adapters may lack all layers of a stack: then the result lacks the stack.
   """
   tree = {name: entry for name, entry in layers.items() if not is_stacked(name)}
   for name, numbers in stacks(config).items():
@@ -139,7 +139,7 @@ def _stacked_tower(layers: Mapping[str, Any], stack: Callable[..., Any]) -> dict
 
 
 def unrolled(params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-  """The parameters of `config` as those of the same model with `unrolled` set."""
+  """Converts the parameters of `config` to stacks of one layer each, as with `config.unrolled`."""
   tree = {name: entry for name, entry in params.items() if not is_stacked(name)}
   for name, numbers in stacks(config).items():
     if name not in params:  # no layer of the stack has an adapter
@@ -150,7 +150,7 @@ def unrolled(params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
 
 
 class Places:
-  """Where the arrays of single layers lie in the stacks of a model."""
+  """Finds the arrays of single layers in the stacks of a model."""
 
   def __init__(self, config: ModelConfig) -> None:
     self._places = {
@@ -161,9 +161,9 @@ class Places:
     self._sizes = {stack: len(numbers) for stack, numbers in _all_stacks(config).items()}
 
   def find(self, name: str) -> tuple[str, int | None]:
-    """The name of the parameter that holds the array `name` of a single layer, and its number.
+    """The parameter that holds the array `name` of a single layer: its name, and an index.
 
-    The number is None for a parameter outside of the layers.
+    This is the layer's index on the parameter's first axis, or None outside of the layers.
     """
     if not is_stacked(name):
       return name, None
@@ -172,7 +172,7 @@ class Places:
     return f"{stack}/{rest}", place
 
   def take(self, leaves: Mapping[str, Any], name: str) -> Any:
-    """The array `name` of a single layer, from the parameters by their names."""
+    """The array `name` of a single layer, from a mapping of names to parameters."""
     stack, place = self.find(name)
     return leaves[stack] if place is None else leaves[stack][place]
 
@@ -195,7 +195,7 @@ def of_layer(sharding: NamedSharding) -> NamedSharding:
 def layer_names(name: str, config: ModelConfig) -> list[str]:
   """The paths of the single layers whose arrays the parameter `name` holds, in their order.
 
-  The separator of the path may be any character. A parameter outside of the layers has none.
+  The separator of the path may be any character. The list is empty for other parameters.
   """
   found = re.search(r"\blayers_\d+", name)
   if found is None:

@@ -32,7 +32,7 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
 
 
 class _Parts(nn.Module):
-  """The parts of a decoder, by the names of their parameters. Each layer has a name of its own."""
+  """The modules of a decoder, named as their parameters. Each layer has its own name."""
 
   config: ModelConfig
 
@@ -51,9 +51,9 @@ class _Parts(nn.Module):
       self.head = Head(c, c.vocab_size)
 
   def __call__(self) -> None:
-    """Makes the parameters: calls each part once on a token of zeros, so that Flax creates them.
+    """Creates the parameters by calling each module once on a token of zeros.
 
-    `_hidden` connects the parts to a pass.
+    `_hidden` combines the modules to a pass.
     """
     c = self.config
     x_11D, token_11 = jnp.zeros((1, 1, c.embed_dim), c.dtype), jnp.zeros((1, 1), jnp.int32)
@@ -67,7 +67,7 @@ class _Parts(nn.Module):
       rope = rope_lib.angles(
         token_11, rotated, theta=c.rope_theta, scaling=None, length=1, table=False
       )
-      # A layer that borrows the keys and values of another one needs some to be called with.
+      # A borrowing layer reads the keys and values of another layer: here, zeros.
       borrowed_11KE = jnp.zeros((1, 1, kind.num_kv_heads, kind.head_dim), c.dtype)
       memory = LayerMemory(stack=(borrowed_11KE, borrowed_11KE))
       no_window = 0
@@ -84,7 +84,7 @@ class _Parts(nn.Module):
 
 
 def _parts(params: Params, config: ModelConfig) -> Any:
-  """The parts of a decoder with their parameters, except for the layers, which lie stacked."""
+  """The modules of a decoder with their parameters, except for the layers, which are stacked."""
   return _Parts(config).bind({"params": params})
 
 
@@ -98,7 +98,7 @@ def features(
   *,
   visual: Visual | None = None,
 ) -> tuple[jax.Array, Cache]:
-  """Hidden states of a batch of token rows, without a gradient.
+  """Hidden states of a batch of token rows, for inference: no caller differentiates this.
 
   Each token attends to the tokens before it in its row and to those in the cache. Rows are
   right-padded, so no token has padding before it to attend to.
@@ -109,10 +109,10 @@ def features(
     tokens_BT: int32.
     positions_BT: int32, the position of each token in its text.
     cache: Earlier tokens of the rows, with free slots for these, or None.
-    lengths_B: int32, how many of the T tokens each row has. What follows is padding. Only layers
-      that recur need to know. None means that there is none.
-    visual: The visual tokens that take the place of the first tokens of each row, one row for each
-      prompt, or None. Its positions take the place of the tokens' own.
+    lengths_B: int32, how many of the T tokens each row has. The rest is padding, which recurrent
+      layers must skip. None means no padding.
+    visual: Image features that replace the embeddings of image tokens among each row's first
+      tokens, or None. If it has positions, they replace those of these tokens.
 
   Returns:
     Final hidden states [B, T, D], and the cache with these tokens in it.
@@ -141,8 +141,8 @@ def routed_features(
   lengths_B = jnp.full(B, T, jnp.int32) if lengths_B is None else lengths_B
   if cache is not None:
     _refuse_pictures(c, visual)
-    # Angles for the longest text there can be, so that a computation with the cache and one without
-    # it agree.
+    # Some scalings depend on the longest text. With that of the longest possible text, passes with
+    # and without a cache agree.
     angles = _angles(c, vision.positions(visual, positions_BT), c.length or c.max_positions)
     shared = cached_pass.shared_inputs(c, cache, lengths_B, *angles)
     out = _hidden(params, c, tokens_BT, shared, visual=visual)
@@ -180,15 +180,15 @@ def group_features(
     params: The parameters, with or without adapters.
     config: The model.
     tokens_PN: int32, a prompt and its completions one after another, as `groups` describes.
-    groups: Where prompts and completions lie.
-    routes: The tokens that routers count, and the experts given to them. None, or no `counted_BT`,
-      skips the statistics.
+    groups: The layout of prompts and completions.
+    routes: The tokens that routers count, and the experts that replace their choices. None, or no
+      `counted_BT`, skips the statistics.
     remat: Which activations are saved for the backward pass (see `apply_layers`).
-    visual: The visual tokens that take the place of tokens of the prompts, or None.
+    visual: Image features that replace the embeddings of image tokens in the prompts, or None.
 
   Returns:
-    Final hidden states [P, N, D], and sums over the counted tokens of each group, or None for a
-    model without experts.
+    Final hidden states [P, N, D], and the routers' sums over the counted tokens of each group, or
+    None without experts or statistics.
   """
   c, routes = config, routes or Routes()
   longest = c.length or groups.prompt_slots + groups.slots
@@ -212,7 +212,7 @@ def _hidden(
   *,
   visual: Visual | None = None,
 ) -> Outputs:
-  """Embedding, layers and final norm. `x_BTD` of the outputs are the hidden states."""
+  """Runs embedding, layers and final norm. `x_BTD` of the result are the final hidden states."""
   c, parts = config, _parts(params, config)
   table_VD = parts.embed.embedding.astype(c.dtype)
   x_BTD = constrain(constrain(table_VD, c.table)[tokens_BT], c.rows)
@@ -221,11 +221,11 @@ def _hidden(
   if c.embedding_multiplier != 1:
     x_BTD = x_BTD * c.embedding_multiplier
   if visual is not None:
-    # The embeddings are multiplied by now, and what the tower makes of images is not.
+    # Only text embeddings are scaled, so visual tokens are inserted after the scaling.
     x_BTD = constrain(vision.put(x_BTD, visual), c.rows)
     shared = shared._replace(levels_KBSD=vision.further_levels(visual, c.dtype))
   if c.per_layer_dim:
-    if visual is not None:
+    if visual is not None:  # visual tokens have the layer embeddings of padding
       tokens_BT = vision.as_padding(tokens_BT, visual, c.vision.pad_id)
     shared = shared._replace(embeddings_LBTN=parts.per_layer(tokens_BT, x_BTD))
   out = apply_layers(params, c, x_BTD, shared, remat)
@@ -233,8 +233,12 @@ def _hidden(
 
 
 def _refuse_pictures(config: ModelConfig, visual: Visual | None) -> None:
+  """Raises ValueError for pictures that need attention in both directions: a cache is causal."""
   if visual is not None and config.vision.both_ways:
-    raise ValueError("tokens of a picture that see each other cannot join a cache: begin with them")
+    raise ValueError(
+      "images whose tokens attend in both directions cannot be added to a cache:"
+      " put them into its first pass"
+    )
 
 
 def _angles(
@@ -242,23 +246,22 @@ def _angles(
 ) -> tuple[rope_lib.Rotation, rope_lib.Rotation]:
   """The rotary angles of the layers without a window, and of those with one.
 
-  Both are the same unless the layers with a window have a base of their own
+  Both are the same unless the layers with a window have a separate base
   (`ModelConfig.local_rope_theta`).
 
   Args:
     config: The shape of the model.
-    positions_BT: The positions of the tokens. They may be [B, T, 3], those of three axes.
-    longest: The most positions of a row. The scaling of some models depends on it.
+    positions_BT: int32, the positions of the tokens, or [B, T, 3] with positions on three axes.
+    longest: The largest number of positions of a row. Some scalings depend on it.
   """
   if positions_BT.ndim == 3:
     return _angles_of_axes(config, positions_BT, longest)
   c = config
-  # Where the longest text is known, the angles come from a table.
   from_table = bool(c.length)
   rotated = c.rotary_dim or c.head_dim
   of_global = c.global_head_dim or rotated
   rope = rope_lib.angles(positions_BT, of_global, c.rope_theta, c.rope_scaling, longest, from_table)
-  if c.query_growth:  # queries far behind the length of pretraining are scaled up
+  if c.query_growth:  # scales up queries beyond the length of pretraining
     original = c.rope_scaling.original_positions
     scale_BT = rope_lib.query_scale(positions_BT, c.query_growth, original)
     rope = rope._replace(query_scale_BT=scale_BT)
@@ -273,7 +276,7 @@ def _angles(
 def _angles_of_axes(
   config: ModelConfig, positions_BT3: jax.Array, longest: int
 ) -> tuple[rope_lib.Rotation, rope_lib.Rotation]:
-  """`_angles` for tokens with a position on each of three axes. Each rotates some pairs."""
+  """`_angles` for tokens with positions on three axes. Each pair is rotated by one of the axes."""
   B, T, axes = positions_BT3.shape
   v, (rope, _) = config.vision, _angles(config, positions_BT3.reshape(B, T * axes), longest)
   rope = jax.tree.map(lambda x: x.reshape(B, T, axes, -1), rope)
@@ -296,7 +299,7 @@ def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.A
 
 
 def score(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
-  """The score [...], float32, that a reward model gives at each token of hidden states [..., D].
+  """A reward model's score at each token, float32 [...], from hidden states [..., D].
 
   With one label, the score is its value. With two, it is the probability of the second.
   """
@@ -323,7 +326,7 @@ def forward(
     positions_BT: int32, the position of each token in its text.
     cache: Earlier tokens of the rows, with free slots for these, or None.
     lengths_B: int32, how many of the T tokens each row has. None means all.
-    visual: The visual tokens that take the place of the first tokens of each row, or None.
+    visual: As in `features`.
   """
   arguments = tokens_BT, positions_BT, cache, lengths_B
   hidden_BTD, cache = features(params, config, *arguments, visual=visual)

@@ -1,4 +1,4 @@
-"""Images in the model: the tower makes visual tokens of them, which the decoder reads as tokens."""
+"""Images in the model: a tower turns them into visual tokens, which the decoder reads as tokens."""
 
 from collections.abc import Callable
 import itertools
@@ -16,11 +16,11 @@ from grpo_jax.model.towers import TOWERS
 from grpo_jax.model.towers.layers import place_rotation
 from grpo_jax.types import Images, Visual
 
-_MOST_COLUMNS = 2**15  # more than any picture has windows side by side
+_MOST_COLUMNS = 2**15  # more columns of windows than any picture has
 
 
 class TowerParts(nn.Module):
-  """The parts of a vision tower, by the names of their parameters. Each layer has its own name."""
+  """The modules of a vision tower, named as their parameters. Each layer has its own name."""
 
   config: ModelConfig
 
@@ -32,9 +32,9 @@ class TowerParts(nn.Module):
     self.levels = [tower.level(c) for _ in c.vision.level_layers]
 
   def __call__(self) -> None:
-    """Makes the parameters: calls each part once on zeros, so that Flax creates them.
+    """Creates the parameters by calling each module once on zeros.
 
-    `encode` connects the parts to a pass.
+    `encode` combines the modules to a pass.
     """
     v = self.config.vision
     side = v.merge
@@ -49,12 +49,12 @@ class TowerParts(nn.Module):
 
 
 def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") -> Visual:
-  """The visual tokens that the decoder reads in the place of images.
+  """Runs the vision tower: returns the visual tokens that the decoder reads in place of images.
 
   Gradients reach the tower if `config.vision.trained` is set.
 
   Args:
-    params: The parameters, of which those of the tower are read.
+    params: The parameters. Only those of the tower are read.
     config: The model, with `config.vision`.
     images: The images of P prompts.
     remat: Which activations of a layer are saved for the backward pass (see `apply_layers`).
@@ -81,10 +81,10 @@ def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") ->
 def _levels(
   tower: Any, config: ModelConfig, patches_BNC: jax.Array, places_BN2: jax.Array, remat: str
 ) -> list[jax.Array]:
-  """The visual tokens [B, M, D] of all pictures: those of the last layer, then further levels.
+  """The levels of visual tokens, [B, M, D] each: that of the last layer, then further levels.
 
-  A level is made of the output of an earlier layer of the tower. The decoder adds it to the tokens
-  after one of its first layers (DeepStack, 2406.04334).
+  A further level is computed from the output of an earlier layer of the tower. The decoder adds it
+  to the tokens after one of the decoder's first layers (DeepStack, 2406.04334).
   """
   v, parts = config.vision, TowerParts(config).bind({"params": tower})
   x_BNW = parts.embed(patches_BNC, places_BN2)
@@ -103,11 +103,11 @@ def _levels(
 def _layer(
   config: ModelConfig, places_BN2: jax.Array, remat: str
 ) -> Callable[[jax.Array, tuple[Any, jax.Array]], tuple[jax.Array, None]]:
-  """A step of the loop over layers, which takes the layer's parameters and whether it is full."""
+  """The loop body over layers: (x_BNW, (parameters, whether it sees whole pictures)) -> x_BNW."""
   v = config.vision
   module, rope = TOWERS[v.tower].layer(config), _rotation(config, places_BN2)
   is_patch_BN = places_BN2[..., 0] >= 0
-  # A patch sees those with its number: its whole picture, or its window. Padding has -1.
+  # A patch sees the patches with the same number: its whole picture, or its window. Padding has -1.
   picture_BN = jnp.where(is_patch_BN, 0, -1)
   window_BN = picture_BN
   if v.window:
@@ -130,7 +130,7 @@ def _rotation(config: ModelConfig, places_BN2: jax.Array) -> Rotation | None:
 
 
 def put(x_BTD: jax.Array, visual: Visual) -> jax.Array:
-  """The embeddings of tokens, with visual tokens in their places."""
+  """Replaces the embeddings of image tokens by the visual tokens of level 0."""
   S = visual.seen_PS.shape[1]
   own_BSD = at_tokens(visual, 0).astype(x_BTD.dtype)
   is_seen_BS1 = visual.is_seen_PS[..., None]
@@ -138,15 +138,15 @@ def put(x_BTD: jax.Array, visual: Visual) -> jax.Array:
 
 
 def as_padding(tokens_BT: jax.Array, visual: Visual, pad_id: int) -> jax.Array:
-  """The tokens, with this one in the places of visual tokens."""
+  """The tokens, with `pad_id` in place of visual tokens."""
   S = visual.seen_PS.shape[1]
   prompt_BS = jnp.where(visual.is_seen_PS, pad_id, tokens_BT[:, :S])
   return jnp.concatenate([prompt_BS, tokens_BT[:, S:]], 1)
 
 
 def at_tokens(visual: Visual, level: int) -> jax.Array:
-  """[P, S, D]: the visual token of this level that each token of a prompt sees, or 0."""
-  index_PS1 = jnp.maximum(visual.seen_PS, 0)[..., None]  # text reads number 0, and becomes 0
+  """[P, S, D]: the visual token of this level that replaces each token of a prompt, or 0."""
+  index_PS1 = jnp.maximum(visual.seen_PS, 0)[..., None]  # text reads number 0, masked below
   own_PSD = jnp.take_along_axis(visual.features_PKND[:, level], index_PS1, axis=1)
   return jnp.where(visual.is_seen_PS[..., None], own_PSD, 0)
 
@@ -155,8 +155,8 @@ def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:
   """The positions of tokens: [B, T], or [B, T, 3] where those of the prompt have three axes.
 
   Args:
-    visual: The visual tokens of the rows, with their positions, or None.
-    positions_BT: int32. Those after the slots of the prompt are the same on all axes.
+    visual: The visual tokens of the rows, which may have positions on three axes, or None.
+    positions_BT: int32. After the prompt's slots, all three axes have these positions.
   """
   if visual is None or visual.positions_PS3 is None:
     return positions_BT
@@ -166,7 +166,7 @@ def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:
 
 
 def further_levels(visual: Visual, dtype: str) -> jax.Array | None:
-  """[K - 1, P, S, D]: what the first layers add to the tokens of prompts. None without levels."""
+  """[K - 1, P, S, D]: what the first K - 1 layers add to the prompts' tokens. None if K is 1."""
   K = visual.features_PKND.shape[1]
   if K == 1:
     return None
@@ -174,9 +174,9 @@ def further_levels(visual: Visual, dtype: str) -> jax.Array | None:
 
 
 def pictures(config: ModelConfig, visual: Visual | None, slots: int) -> jax.Array | None:
-  """int32 [P, slots]: tokens with the same number see each other in both directions. -1 is none.
+  """int32 [P, slots]: the number of each token's picture, or -1, for attention in both directions.
 
-  None where no tokens do.
+  Returns None if the tokens of a picture do not see later ones.
   """
   if visual is None or not config.vision.both_ways:
     return None

@@ -1,4 +1,4 @@
-"""The shape of a vision tower as data, beside that of the decoder in config.py."""
+"""The shape of a vision tower as data. config.py has the decoder's."""
 
 import dataclasses
 import math
@@ -7,41 +7,39 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class VisionShape:
-  """The shape of a vision tower, and how the decoder reads what the tower makes of images.
+  """The shape of a vision tower, and how the decoder reads the visual tokens.
 
   Attributes:
     tower: A name in `towers.TOWERS`.
     family: The `model_type` of Hugging Face whose names `save` writes for decoder and tower.
-    patch: The axes of the numbers of a patch, such as channels, frames, height and width. C is
-      their product.
+    patch: The shape of a patch, such as channels, frames, height and width. C is the product.
     dim: The width of the tower.
-    num_layers: Its layers.
-    num_heads: Its heads.
-    mlp_dim: The hidden units of its MLPs.
+    num_layers: The number of layers.
+    num_heads: The number of heads.
+    mlp_dim: The hidden units of the MLPs.
     head_size: The size of a head, or 0 if the heads share `dim`.
-    clipped: The inputs and outputs of its projections are clipped, each to a range of its own.
-    standardised: Numbers that are not trained move and scale its visual tokens (Gemma 4).
-    activation: The activation of its MLPs, a name in `towers.layers.ACTIVATIONS`.
-    norm_eps: The epsilon of its norms.
+    clipped: The inputs and outputs of each projection are clipped to ranges from the checkpoint.
+    standardised: Constants of the checkpoint shift and scale the visual tokens (Gemma 4).
+    activation: The activation of the MLPs, a name in `towers.layers.ACTIVATIONS`.
+    norm_eps: The epsilon of the norms.
     merge: How many patches per side become one visual token.
-    positions: How many learned positions there are: those of a square of places, or in the tower
-      of Gemma 4 those of rows and as many of columns.
+    positions: The number of learned positions: a square grid or, in Gemma 4, this many for rows and
+      this many for columns.
     rope_theta: The base of the frequencies by which rows and columns rotate queries and keys. 0
       means that nothing is rotated.
-    window: The side of the windows in which patches see each other, in patches. 0 means that a
+    window: The side, in patches, of the windows in which patches see each other. 0 means that a
       patch sees all patches of its picture.
     full_layers: The layers without a window, where the others have one.
     level_layers: The layers whose outputs become further levels of visual tokens (DeepStack,
       2406.04334).
-    both_ways: In which layers of the decoder tokens of a picture see those after them, too: "all",
+    both_ways: The decoder layers in which a picture's tokens also see its later tokens: "all",
       "windows" for those with a window, or "" for none.
-    rope_sections: How many frequencies of the decoder are of each axis: time, height and width. The
-      empty tuple means that tokens have one position.
+    rope_sections: How many of the decoder's frequencies belong to each axis: time, height and
+      width. The empty tuple means that a token has one position.
     rope_interleaved: The axes take turns over the frequencies, instead of one after another.
-    others: Fields of config.json that computing does not need but other programs do, such as the
-      ids of tokens, and their values. Those of the tower begin with "vision_config.".
-    pad_id: The token whose embeddings for each layer visual tokens have, in a decoder with such
-      embeddings.
+    others: Fields of config.json that the computation does not need but other programs do, such as
+      token ids, and their values. Names of the tower's fields begin with "vision_config.".
+    pad_id: The token id whose layer embeddings visual tokens get, if `ModelConfig.per_layer_dim`.
     trained: Gradients reach the tower.
   """
 
@@ -82,5 +80,5 @@ class VisionShape:
 
   @property
   def merged_dim(self) -> int:
-    """The numbers of the patches that become one visual token."""
+    """How many numbers the patches of one visual token have in the tower."""
     return self.dim * self.merge**2

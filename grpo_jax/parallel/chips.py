@@ -1,4 +1,4 @@
-"""The peaks of accelerators by their data sheets: one table."""
+"""The peak performance of accelerators according to their data sheets, as a table."""
 
 import dataclasses
 import os
@@ -10,14 +10,14 @@ _GIB = 2.0**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One chip. Numbers are per second, and peaks that no program reaches.
+  """The memory and the peak rates of a chip. No program reaches these rates.
 
   Attributes:
     memory: Bytes of main memory that programs can use.
-    flops: Floating-point operations with bfloat16 inputs, dense.
-    memory_bandwidth: Bytes to and from the main memory.
-    link_bandwidth: Bytes that the chip can send, over all its links to other chips of the same
-      slice or machine together. It can receive as many at the same time.
+    flops: Dense floating-point operations per second with bfloat16 inputs.
+    memory_bandwidth: Bytes per second to and from the main memory.
+    link_bandwidth: Bytes per second that the chip can send over all links to other chips of the
+      same slice or machine together. It can receive as many at the same time.
   """
 
   memory: float
@@ -27,14 +27,14 @@ class Chip:
 
 
 # By `jax.Device.device_kind`. TPU: docs.cloud.google.com/tpu/docs/v4, v5e, v5p and v6e, read in
-# 2026. `memory` is smaller than there: it is what the compiler of libtpu 0.0.42 gives to a program
-# ("exceeds available HBM"). The pages give the links of a chip in both directions together (400
-# GB/s for v5e, 800 for v6e) or in one (4800 Gbit/s for v5p). Those of v4 are from Jouppi et al.
+# 2026. `memory` is smaller than there: it is the limit of the compiler of libtpu 0.0.42 ("exceeds
+# available HBM"). The pages state the bandwidth of a chip's links in both directions together (400
+# GB/s for v5e, 800 for v6e) or in one (4800 Gbit/s for v5p). For v4 it is from Jouppi et al.
 # 2304.01433, table 4: 6 links of 50 GB/s.
-# NVIDIA: the data sheets of A100 (2021), H100 (2023) and H200 (2024), SXM modules. The sheets give
-# NVLink in both directions together (600 and 900 GB/s), and for H100 operations of sparse matrices,
-# twice those of dense ones. `memory` is what CUDA said of an H100 (LOG.md, 2026-11-26), and for the
-# others as much of what they have.
+# NVIDIA: the data sheets of A100 (2021), H100 (2023) and H200 (2024), SXM modules. The sheets state
+# NVLink in both directions together (600 and 900 GB/s), and for H100 the operations with sparse
+# matrices, twice those with dense ones. `memory` is what CUDA reported for an H100 (LOG.md,
+# 2026-11-26), and the same share of the nominal memory for the others.
 CHIPS = {
   "TPU v4": Chip(30.5 * _GIB, 275e12, 1200e9, 300e9),
   "TPU v5 lite": Chip(15.75 * _GIB, 197e12, 819e9, 200e9),
@@ -48,14 +48,14 @@ CHIPS = {
 
 
 def chip_of(device: jax.Device) -> Chip | None:
-  """The chip of a device, or None if the table has none of its kind."""
+  """The entry of CHIPS for a device, or None if there is none."""
   return CHIPS.get(device.device_kind)
 
 
 def reported_memory(device: jax.Device) -> float | None:
-  """The bytes that a device says programs can use, or None if it does not say.
+  """The bytes that programs can use according to the device, or None if it reports nothing.
 
-  One that a program is only compiled for says nothing.
+  A device for which programs are only compiled reports nothing.
   """
   try:
     stats = device.memory_stats()
@@ -65,10 +65,10 @@ def reported_memory(device: jax.Device) -> float | None:
 
 
 def memory_of(device: jax.Device) -> float | None:
-  """The bytes that programs can use on a device.
+  """The bytes that programs can use on a device, or None if they are unknown.
 
-  Its own answer counts most, then the table. The devices of a CPU share the memory of the machine.
-  None if nothing is known.
+  Uses the device's report if there is one, and otherwise CHIPS. The devices of a CPU share the
+  memory of the machine.
   """
   reported = reported_memory(device)
   if reported is not None:
@@ -80,7 +80,7 @@ def memory_of(device: jax.Device) -> float | None:
 
 
 def _gpu_share() -> float:
-  """The share of a GPU's memory that JAX gives to programs. Three quarters, if nobody says more."""
+  """The share of a GPU's memory that JAX gives to programs: by default, three quarters."""
   return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
 
 

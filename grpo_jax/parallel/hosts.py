@@ -1,4 +1,4 @@
-"""Moves arrays between the processes and the mesh, and lets the processes agree on what to do."""
+"""Moves arrays between the processes and the mesh, and lets the processes agree on decisions."""
 
 from collections.abc import Callable, Mapping, Sequence
 import math
@@ -27,25 +27,27 @@ def any_process(here: bool) -> bool:
 class Hosts:
   """The processes of a run and their mesh.
 
-  Every process calls the methods together and in the same order, because most of them communicate.
-  Where devices of each process only sample, exchanges need no devices. Those of the thread
-  `SAMPLER_THREAD` have an order of their own, and none of them waits for a device that samples.
+  All processes call the methods together and in the same order, because most methods communicate.
+  If some devices only sample, the processes exchange data through mailboxes instead of devices, so
+  that no exchange waits for a device that is sampling. The thread `SAMPLER_THREAD` has a separate
+  mailbox, so that its calls need no common order with those of the main thread.
 
   Attributes:
     mesh: The devices that learn.
-    learner_row_shards: The parts that they split rows into.
-    sampler_mailbox: The mailbox through which that thread exchanges.
+    learner_row_shards: The number of shards into which these devices split the rows of a batch.
+    sampler_mailbox: The mailbox of the thread `SAMPLER_THREAD`.
   """
 
   def __init__(
     self, mesh: jax.sharding.Mesh, sampler_shards: int = 1, is_apart: bool = True
   ) -> None:
-    """Makes the exchanges of the processes.
+    """Makes the mailboxes.
 
     Args:
       mesh: The devices that learn.
-      sampler_shards: The parts that the sampler's meshes split rows into.
-      is_apart: Whether these meshes have devices of their own, if they have several parts.
+      sampler_shards: The number of shards into which the sampler's meshes split rows.
+      is_apart: Whether these meshes consist of devices that only sample. If `sampler_shards` is 1,
+        it is ignored.
     """
     self.mesh, self._sampler_shards = mesh, sampler_shards
     self.learner_row_shards = math.prod(mesh.shape[axis] for axis in ROW_AXES)
@@ -64,7 +66,7 @@ class Hosts:
 
   @property
   def row_shards(self) -> int:
-    """The divisor of every number of rows: each mesh then splits their first axis evenly."""
+    """The divisor that a number of rows needs so that each mesh splits the rows evenly."""
     return math.lcm(self.learner_row_shards, self._sampler_shards)
 
   def check_rows(self, sizes: Mapping[str, int], sampled: bool = True) -> None:
@@ -72,7 +74,7 @@ class Hosts:
 
     Args:
       sizes: Batch sizes by config key, such as {"batch.prompts": 64}.
-      sampled: False: the sampler gets none of them, so that they are of `learner_row_shards`.
+      sampled: False checks for multiples of `learner_row_shards`, for rows that are not sampled.
     """
     shards = self.row_shards if sampled else self.learner_row_shards
     for key, size in sizes.items():
@@ -98,34 +100,30 @@ class Hosts:
     return jax.tree.map(put_array, tree)
 
   def fetch(self, tree: Any) -> Any:
-    """Arrays of the mesh as whole numpy arrays on every process."""
+    """Copies arrays of the mesh to every process, as whole numpy arrays."""
     if jax.process_count() > 1:
       tree = multihost_utils.process_allgather(tree, tiled=True)
     return jax.device_get(tree)
 
   def own_rows(self, count: int) -> slice:
-    """Which of `count` rows this process works on: about count / processes of them, in a row."""
+    """The consecutive rows of `count` that this process works on: about count / processes."""
     processes, index = jax.process_count(), jax.process_index()
-    # Rounded up, so that the first process has the first row even if there are few.
+    # Rounded up, so that the first process has the first row even if there are few rows.
     return slice(-(-count * index // processes), -(-count * (index + 1) // processes))
 
   def join_rows(self, tree: Any) -> Any:
-    """The rows of all processes, one after the other, as numpy arrays on every process.
+    """Concatenates the rows of all processes, as numpy arrays on every process.
 
     Args:
-      tree: Arrays of int32, float32 or bool: the rows of this process. Their number may differ from
-        process to process. Everything else is the same on every process.
+      tree: The rows of this process: arrays of int32, float32 or bool. Their number may differ
+        between processes, but dtypes and other axes may not.
     """
     if jax.process_count() == 1:
       return tree
     return jax.tree.map(self._join_rows, tree)
 
   def join_lines(self, lines: Sequence[str]) -> list[str]:
-    """The lines of all processes, one after the other, on every process.
-
-    Args:
-      lines: The lines of this process, in ASCII and without newlines.
-    """
+    """Concatenates the lines of all processes. They must be ASCII and contain no newlines."""
     if jax.process_count() == 1:
       return list(lines)
     text = "".join(f"{line}\n" for line in lines)
@@ -139,14 +137,11 @@ class Hosts:
     return bool(self._gather(np.array(here)).any())
 
   def on_each(self, act: Callable[[], T]) -> T:
-    """Runs act() on every process.
-
-    Returns:
-      The result of act() on this process.
+    """Runs act() on every process, and returns its result on this process.
 
     Raises:
-      Exception: act() failed on some processes. They raise the error of act(). The others raise a
-        RunFailed, so that no process waits for one that has failed.
+      Exception: act() failed on some processes, which raise its error. The others raise RunFailed,
+        so that no process waits for one that has failed.
     """
     result, error = _attempt(act)
     if self.any_process(error is not None):
@@ -154,14 +149,11 @@ class Hosts:
     return cast(T, result)
 
   def on_first(self, act: Callable[[], T]) -> T | None:
-    """Runs act() on the first process alone.
-
-    Returns:
-      The result of act() on the first process, None on the others.
+    """Runs act() on the first process only. Returns its result there, and None elsewhere.
 
     Raises:
-      Exception: act() failed. The first process raises the error of act(). The others raise a
-        ConfigError, so that none of them waits for the first.
+      Exception: act() failed. The first process raises its error. The others raise ConfigError, so
+        that they do not wait for the first process.
     """
     result, error = _attempt(act) if self.is_first else (None, None)
     if self.any_process(error is not None):
@@ -169,7 +161,7 @@ class Hosts:
     return result
 
   def _gather(self, x: np.ndarray) -> np.ndarray:
-    """The arrays of all processes, which have the same shape, stacked."""
+    """Stacks the arrays of all processes, which have the same shape and dtype."""
     if not self._is_apart:
       return multihost_utils.process_allgather(x)
     samples = threading.current_thread().name == SAMPLER_THREAD
@@ -178,6 +170,7 @@ class Hosts:
     return np.stack([np.frombuffer(part, x.dtype).reshape(x.shape) for part in parts])
 
   def _join_rows(self, rows: np.ndarray) -> np.ndarray:
+    # `_gather` needs equal shapes, so the rows are padded to the largest number of a process.
     counts = self._gather(np.array(len(rows)))
     padded = np.zeros((counts.max(), *rows.shape[1:]), rows.dtype)
     padded[: len(rows)] = rows
@@ -186,7 +179,7 @@ class Hosts:
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
-  """(the result of act(), what it raised)."""
+  """Returns (the result of act(), None), or (None, the exception that it raised)."""
   try:
     return act(), None
   except Exception as error:

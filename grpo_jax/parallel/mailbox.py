@@ -1,6 +1,6 @@
-"""Exchanges bytes between the processes of a run through their coordinator, without devices.
+"""Exchanges bytes between the processes of a run through JAX's coordinator, without devices.
 
-Collectives on devices need one order in all processes. Two threads have none.
+Collectives on devices must run in the same order in all processes, which two threads cannot ensure.
 """
 
 import itertools
@@ -13,22 +13,22 @@ from jax._src import distributed  # nothing public has the coordinator's client
 from grpo_jax.settings import RunFailed
 
 _PIECE = 2**20  # bytes in a message
-_LOOK_MS = 1000  # between two looks at whether the mailbox is closed
-_numbers = itertools.count()  # of the mailboxes, which processes make in the same order
+_LOOK_MS = 1000  # how often a waiting process checks whether the mailbox was closed
+_numbers = itertools.count()  # numbers of mailboxes, which all processes create in the same order
 
 
 class Mailbox:
-  """One exchange after another, in which all processes take part."""
+  """Exchanges bytes between all processes, one round after another."""
 
   def __init__(self) -> None:
     self._number, self._round = next(_numbers), 0
     self._is_closed = threading.Event()
 
   def gather(self, mine: bytes) -> list[bytes]:
-    """Returns the bytes that each process gives, in the order of the processes.
+    """Sends `mine` to all processes. Returns the bytes of each process, in the processes' order.
 
     Raises:
-      RunFailed: `close` was called.
+      RunFailed: `close` was called while this waited.
     """
     client, here = distributed.global_state.client, jax.process_index()
     pieces = [mine[i : i + _PIECE] for i in range(0, len(mine), _PIECE)] or [b""]
@@ -38,24 +38,25 @@ class Mailbox:
     found = [
       mine if process == here else self._of(process) for process in range(jax.process_count())
     ]
-    # Who has begun this round has read the one before.
+    # A process that began this round has read all messages of the round before.
     if self._round:
       client.key_value_delete(self._key(self._round - 1, here))
     self._round += 1
     return found
 
   def close(self) -> None:
-    """Ends what waits for others."""
+    """Makes calls that wait for other processes raise RunFailed."""
     self._is_closed.set()
 
   def _of(self, process: int) -> bytes:
-    """The bytes that another process gives."""
+    """Waits for the bytes of another process in this round."""
     first = self._get(self._key(self._round, process, 0))
     (count,) = struct.unpack("<I", first[:4])
     others = [self._get(self._key(self._round, process, number)) for number in range(1, count)]
     return b"".join(piece[4:] for piece in (first, *others))
 
   def _get(self, key: str) -> bytes:
+    """Waits for the value of a key. Raises RunFailed after `close`."""
     while not self._is_closed.is_set():
       try:
         return distributed.global_state.client.blocking_key_value_get_bytes(key, _LOOK_MS)

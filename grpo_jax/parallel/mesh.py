@@ -14,17 +14,19 @@ CONTEXT = "context"  # the axis that splits the tokens of a text. Only meshes th
 
 
 def sizes_of(mesh: jax.sharding.Mesh) -> str:
-  """The axes of a mesh and their sizes, for a reader."""
+  """The axes of a mesh and their sizes as a text, such as "data 1 x fsdp 4"."""
   return " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
 
 
 def split(config: Mesh, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[jax.Device]]:
-  """The devices that learn, and those of this process that only sample.
+  """Splits the devices of a run into those that learn and those that only sample.
 
-  The last mesh.sampler devices of each process sample.
+  Returns:
+    The devices of all processes that learn, and the last mesh.sampler devices of this process,
+    which only sample.
 
   Raises:
-    ConfigError: A process would have none left to learn.
+    ConfigError: A process would have no device left to learn.
   """
   if not config.sampler:
     return list(devices), []
@@ -39,19 +41,19 @@ def split(config: Mesh, devices: Sequence[jax.Device]) -> tuple[list[jax.Device]
       " one must learn"
     )
   learn = [device for own in by_process.values() for device in own[: -config.sampler]]
-  apart = by_process.get(jax.process_index(), next(iter(by_process.values())))
-  return learn, apart[-config.sampler :]
+  local = by_process.get(jax.process_index(), next(iter(by_process.values())))
+  return learn, local[-config.sampler :]
 
 
 def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-  """The mesh of devices that only sample, before `sampling_mesh` says how many share a row.
+  """The mesh of the devices that only sample. `sampling_mesh` then widens its axis `tensor`.
 
   Args:
-    mesh: The mesh of the devices that learn. Its axes `expert` and `tensor` are kept.
-    devices: The devices that sample.
+    mesh: The mesh of the devices that learn, with the sizes of the axes `expert` and `tensor`.
+    devices: The devices that only sample.
 
   Raises:
-    ConfigError: The axes do not divide them.
+    ConfigError: The number of devices is not a multiple of expert x tensor.
   """
   expert, tensor = mesh.shape["expert"], mesh.shape["tensor"]
   if len(devices) % (expert * tensor):
@@ -64,16 +66,16 @@ def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sh
 
 
 def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
-  """The mesh of the sampler, whose `fsdp` is 1: weights lie whole on the devices that share a row.
+  """The mesh of the sampler. Its `fsdp` is 1, so that decoding need not gather weights.
 
-  It has no axis `context`, whose devices have rows of their own.
+  It has no axis `context`: the devices along it sample different rows.
 
   Args:
-    mesh: The mesh of the run, or that of the devices which only sample.
-    tensor: How many devices share a row, a multiple of the mesh's own `tensor`.
+    mesh: The mesh of the run, or of the devices that only sample.
+    tensor: The size of the axis `tensor`, a multiple of its size in `mesh`.
 
   Raises:
-    ConfigError: The devices cannot be shared so.
+    ConfigError: `tensor` is not such a multiple, or does not divide the devices.
   """
   own, experts = mesh.shape["tensor"], mesh.shape["expert"]
   if tensor % own or mesh.size % (experts * tensor):
@@ -88,17 +90,17 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
 
 
 def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-  """All devices as a [data, fsdp, expert, tensor] mesh.
+  """Makes the [data, fsdp, expert, tensor] mesh of a run.
 
-  With mesh.context above 1, it is a [data, fsdp, context, expert, tensor] mesh.
+  If mesh.context exceeds 1, it is a [data, fsdp, context, expert, tensor] mesh.
 
   Args:
-    config: The size of each axis. One of them may be -1: it takes the devices that the others
-      leave.
-    devices: The devices of the mesh. None means all of them.
+    config: The size of each axis. One size may be -1: the number of devices divided by the others.
+    devices: The devices of the mesh. None means all devices.
 
   Raises:
-    ConfigError: The sizes do not multiply to the number of devices.
+    ConfigError: A size is invalid, several are -1, or they do not multiply to the number of
+      devices.
   """
   devices = jax.devices() if devices is None else devices
   count = len(devices)
@@ -118,7 +120,7 @@ def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
   *others, context = sizes
   if context == 1:
     return jax.make_mesh(others, AXES, axis_types=_auto(AXES), devices=devices)
-  # Before `expert`, so that the sampler's mesh has the devices in the same order.
+  # `context` precedes `expert`, so that the sampler's mesh has the devices in the same order.
   axes, sizes = (*AXES[:2], CONTEXT, *AXES[2:]), [*others[:2], context, *others[2:]]
   return jax.make_mesh(sizes, axes, axis_types=_auto(axes), devices=devices)
 

@@ -1,4 +1,4 @@
-"""The start and the end of a run's processes."""
+"""Starts and ends the processes of a run together."""
 
 from collections.abc import Mapping
 import os
@@ -10,23 +10,23 @@ from grpo_jax.settings import ConfigError
 if TYPE_CHECKING:
   from grpo_jax.parallel.watch import Watch
 
-# For a host that vanishes without closing its connections. JAX's own default is 100.
+# Seconds, for a host that vanishes without closing its connections. JAX's default is 100.
 _HEARTBEAT_TIMEOUT = 40
-_watches: "list[Watch]" = []  # of this process: none or one
+_watches: "list[Watch]" = []  # this process's watch, if the run has several processes
 
 
 def initialize_distributed() -> None:
   """Joins the processes of a Slurm step, of a TPU pod or of JAX_COORDINATOR_ADDRESS.
 
-  Does nothing elsewhere, or if the processes have joined already. Call it before any other use of
-  JAX.
+  Otherwise, or if the processes have joined already, it does nothing. Call it before any other use
+  of JAX.
 
-  Under Slurm, JAX gives each task one GPU: start as many tasks per node as the node has GPUs.
+  Under Slurm, JAX assigns one GPU to each task: start as many tasks per node as the node has GPUs.
   Without Slurm or a TPU pod, set three environment variables for each process:
   JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
   Raises:
-    ConfigError: JAX_COORDINATOR_ADDRESS is set, and one of the other two is not a number; or the
+    ConfigError: JAX_COORDINATOR_ADDRESS is set and one of the other two is not a number, or the
       processes do not find each other.
   """
   if jax.distributed.is_initialized():
@@ -41,20 +41,21 @@ def initialize_distributed() -> None:
 
 
 def ended() -> None:
-  """Says that this process has done its work. From here on, the others may end."""
+  """Records that this process has finished its work. From now on, the other processes may end."""
   if _watches:
     _watches[0].stop()
 
 
 def failed_together() -> bool:
-  """Whether all processes of the run fail now. One process alone does.
+  """Whether all processes of the run have failed. True for a run of one process.
 
-  Where another process has ended before, it does not return, but ends this one, too.
+  If another process has ended before, this does not return, but ends this process, too.
   """
   return not _watches or _watches[0].all_failed()
 
 
 def _watch_the_others() -> None:
+  """Connects this process so that it ends when another process ends. See watch.py."""
   from jax._src import distributed  # nothing public has the coordinator's address
   from jax.experimental import multihost_utils
 
@@ -68,10 +69,10 @@ def _watch_the_others() -> None:
 
 
 def _join(**places: int) -> None:
-  """jax.distributed.initialize, whose errors become ConfigErrors."""
+  """Calls jax.distributed.initialize with `places`, and turns its errors into ConfigErrors."""
   try:
     jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT, **places)
-  except Exception as error:  # each way to start has errors of its own
+  except Exception as error:  # each way to start raises other exceptions
     reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
     raise ConfigError(
       f"the environment describes several processes, which JAX cannot join ({reason}): set"
@@ -93,8 +94,8 @@ def _number_from_environment(variable: str) -> int:
 
 
 def _has_several_processes(environ: Mapping[str, str]) -> bool:
-  """True inside a Slurm step of several tasks, or on a TPU of several hosts."""
-  # The tasks of this srun: an allocation alone starts none.
+  """Whether the environment is that of a Slurm step with several tasks, or of a TPU pod."""
+  # The tasks of this srun. An allocation alone starts none.
   tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
   if not tasks.isdecimal():
     raise ConfigError(f"environment variable SLURM_STEP_NUM_TASKS is {tasks!r}: not a number")

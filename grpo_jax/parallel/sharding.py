@@ -1,4 +1,4 @@
-"""Where every array lies on the mesh: a strict table of parameter paths."""
+"""The sharding of every array on the mesh: a strict table of parameter paths."""
 
 import re
 from typing import Any
@@ -13,13 +13,13 @@ from grpo_jax.settings import ConfigError
 # The mesh axes that split the first axis of a batch.
 ROW_AXES = ("data", "fsdp", "expert")
 
-# The layers of a stack lie on a first axis, which no axis of the mesh splits. RULES leave it out.
+# A stack has its layers on a first axis, which is never sharded. RULES leave out this axis.
 LAYER = r"layers_\d+/"
 # A quantised kernel has two leaves. Its scales have fewer elements than its values.
 QUANTISED = r"(/qvalue|/scale)?"
-# Path of a parameter -> the mesh axis that splits each dimension. "fsdp" splits D everywhere.
-# "tensor" splits the other large dimension, so that a layer needs one sum over "tensor" after o and
-# one after down. "expert" splits the experts of a sparse layer. The rank of an adapter is too short
+# Path of a parameter -> the mesh axis that splits each dimension. "fsdp" always splits D. "tensor"
+# splits the other large dimension, so that a layer needs one all-reduce over "tensor" after o and
+# one after down. "expert" splits the experts of a sparse layer. The rank of an adapter is too small
 # to split.
 RULES = (
   (r"embed/embedding", ("tensor", "fsdp")),
@@ -36,21 +36,21 @@ RULES = (
   (r"score/kernel", ("fsdp", None)),
   (r"score/bias", (None,)),
 )
-SPLIT_AXES = ("fsdp", "expert", "tensor")  # of RULES
+SPLIT_AXES = ("fsdp", "expert", "tensor")  # the mesh axes in RULES
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:
-  """A key path of jax.tree_util as keys joined by "/"."""
+  """Joins the keys of a key path of jax.tree_util by "/"."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def param_specs(params: Any, mesh: Mesh) -> Any:
-  """The NamedSharding of every parameter.
+  """The NamedSharding of every parameter, by RULES.
 
-  A dimension that its axis does not divide stays whole.
+  A dimension is not split if the size of its mesh axis does not divide it.
 
   Args:
-    params: A tree of parameters, or of anything with a shape.
+    params: A tree of parameters, or of other leaves with a shape.
     mesh: The mesh.
 
   Raises:
@@ -66,7 +66,7 @@ def param_specs(params: Any, mesh: Mesh) -> Any:
 
 
 def undivided(params: Any, mesh: Mesh) -> list[str]:
-  """One line for each dimension of a parameter that stays whole because no axis divides it."""
+  """One line of text for each dimension of a parameter that its mesh axis does not divide."""
   lines = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     name = leaf_path(path)
@@ -87,10 +87,10 @@ def undivided(params: Any, mesh: Mesh) -> list[str]:
 def state_shardings(state: Any, mesh: Mesh) -> Any:
   """The NamedSharding of every leaf of a TrainState.
 
-  An array of the optimizer that has a parameter's path and shape, such as a moment, lies as the
-  parameter does. An array that has a parameter's path and all its dimensions but one, such as
-  Adafactor's mean over rows (Shazeer & Stern 1804.04235), lies as the dimensions that are left.
-  Everything else lies whole on every device: `replicated` lists it.
+  An optimizer array with the path and shape of a parameter, such as a moment, is sharded like the
+  parameter. An array with the path of a parameter and all its dimensions but one, such as
+  Adafactor's mean over rows (Shazeer & Stern 1804.04235), is sharded like these dimensions.
+  Everything else is replicated on every device: `replicated` lists it.
   """
   placement = _Placement(state.params, mesh)
 
@@ -101,7 +101,7 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def replicated(state: Any, mesh: Mesh) -> list[str]:
-  """One line for each optimizer array of a TrainState that lies whole on every device.
+  """One line of text for each optimizer array of a TrainState that is replicated.
 
   Lists the arrays that `state_shardings` cannot match to a parameter, except those of one element.
   The list is empty if the mesh does not split parameters.
@@ -118,7 +118,7 @@ def replicated(state: Any, mesh: Mesh) -> list[str]:
 
 
 class _Placement:
-  """Finds the place of an array by the parameter that its path ends with."""
+  """Finds the sharding of an array by the parameter whose path is a suffix of the array's path."""
 
   def __init__(self, params: Any, mesh: Mesh) -> None:
     self._mesh = mesh
@@ -129,7 +129,7 @@ class _Placement:
     }
 
   def find(self, path: str, shape: tuple[int, ...]) -> NamedSharding | None:
-    """The sharding of the array at `path`, or None if it fits no parameter."""
+    """The sharding of the array at `path`, or None if it matches no parameter."""
     keys = path.split("/")
     suffixes = ("/".join(keys[start:]) for start in range(len(keys)))
     matches = [self._params[suffix] for suffix in suffixes if suffix in self._params]
@@ -146,9 +146,10 @@ class _Placement:
 def _without_one_dimension(
   param_shape: tuple[int, ...], spec: PartitionSpec, shape: tuple[int, ...]
 ) -> PartitionSpec | None:
-  """The spec of a parameter for an array that lacks one of its dimensions.
+  """The spec for an array of `shape`, which lacks one dimension of a parameter.
 
-  None if `shape` is no such array, or if dimensions of equal size leave open which one it lacks.
+  Returns None if `shape` does not, or if it is ambiguous which dimension it lacks, because several
+  have the same size.
   """
   specs = {
     PartitionSpec(*spec[:dimension], *spec[dimension + 1 :])
@@ -159,33 +160,30 @@ def _without_one_dimension(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """The first axis of a batch, its prompts, over data, fsdp and expert."""
+  """Shards the first axis of a batch, the prompts, over data, fsdp and expert."""
   return NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
 
 def tokens_sharding(mesh: Mesh) -> NamedSharding:
-  """Activations [P, N, ...]: prompts as in a batch, and their N tokens over context."""
+  """Shards activations [P, N, ...]: prompts P as in a batch, and tokens N over context."""
   return NamedSharding(mesh, PartitionSpec(ROW_AXES, CONTEXT))
 
 
 def parts_sharding(mesh: Mesh) -> NamedSharding:
-  """The second axis of micro-batches [M, m, ...], as `batch_sharding` has the first of a batch."""
+  """Shards the second axis, the prompts, of micro-batches [M, m, ...], as `batch_sharding` does."""
   return NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
 
 
 def table_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
-  """The embedding [V, D] while tokens are looked up.
+  """Shards the embedding [V, D] while tokens are looked up.
 
-  It is whole along D, so that the rows that are found lie where the batch does.
+  D is not split, so that the embeddings that are looked up have the sharding of the batch.
   """
   return NamedSharding(mesh, PartitionSpec(_axis_if_divides(mesh, "tensor", vocabulary)))
 
 
 def experts_sharding(mesh: Mesh, experts: int, width: int) -> NamedSharding:
-  """The experts' matrices [X, D, M] while tokens pass through them.
-
-  Each device has all of D of its experts.
-  """
+  """Shards the experts' matrices [X, D, M] while tokens pass through them: D is not split."""
   expert_axis = _axis_if_divides(mesh, "expert", experts)
   width_axis = _axis_if_divides(mesh, "tensor", width)
   return NamedSharding(mesh, PartitionSpec(expert_axis, None, width_axis))
@@ -194,9 +192,12 @@ def experts_sharding(mesh: Mesh, experts: int, width: int) -> NamedSharding:
 def model_shardings(
   shape: Any, mesh: Mesh, splits_tokens: bool = False
 ) -> dict[str, NamedSharding]:
-  """The fields of a model's config that place its activations and the weights that they meet.
+  """The shardings in a ModelConfig, by field: `rows`, `table` and `experts`.
 
-  With `splits_tokens`, an axis `context` of the mesh splits the tokens of a text.
+  Args:
+    shape: The ModelConfig.
+    mesh: The mesh.
+    splits_tokens: Whether the axis `context`, if the mesh has it, splits the tokens of a text.
   """
   is_split = splits_tokens and CONTEXT in mesh.shape
   return {
@@ -207,7 +208,7 @@ def model_shardings(
 
 
 def _axes(name: str, leaf: Any) -> tuple[str | None, ...]:
-  """The mesh axis of each dimension of a parameter, by RULES."""
+  """The mesh axis of each dimension of a parameter, by RULES. None: the dimension is not split."""
   stack_axis = (None,) if is_stacked(name) else ()
   for pattern, axes in RULES:
     if re.fullmatch(pattern, name) and len(stack_axis + axes) == len(leaf.shape):
@@ -218,9 +219,9 @@ def _axes(name: str, leaf: Any) -> tuple[str | None, ...]:
 
 
 def _weight_axes(mesh: Mesh, axis: str | None, size: int) -> str | tuple[str, ...] | None:
-  """The axes of the mesh that split a dimension of a parameter, for its axis in RULES.
+  """The mesh axes that split a dimension of `size`, for its axis in RULES, or None if none does.
 
-  Devices along `context` compute the same parameters, as those along `fsdp` do.
+  Where RULES say `fsdp`, `context` splits, too, because devices along both use the same parameters.
   """
   if axis == "fsdp" and CONTEXT in mesh.shape:
     if size % (mesh.shape[axis] * mesh.shape[CONTEXT]) == 0:

@@ -1,8 +1,8 @@
-"""Ends all processes of a run when one of them has ended.
+"""Ends all processes of a run when one of them ends early.
 
-A process that waits in a collective does not notice that another one is gone. JAX's heartbeats
-notice it after most of a minute, and then abort the process. So each process also has a TCP
-connection to the first one. The kernel closes it when a process ends, however it ends.
+A process that waits in a collective does not notice that another process has ended. JAX's
+heartbeats notice it within a minute, and then abort the process. So each process also has a TCP
+connection to the first process, which the kernel closes when a process ends in any way.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,26 @@ import numpy as np
 _HELLO = struct.Struct("!II")  # the run's secret, the number of the process
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_TO_AGREE = 10.0
-_FAILED, _ALL_FAILED = b"f", b"a"
+_FAILED, _ALL_FAILED = b"f", b"a"  # messages: the sender has failed, all processes have failed
 
 
 class Watch:
-  """A process's connections to the others. Threads wait for the end of each."""
+  """A process's connections to other processes. A thread waits for the end of each connection."""
 
   def __init__(self, index: int, count: int, leave: Callable[[str], NoReturn]):
-    """Process `index` of `count`. `leave` ends this process with a line."""
+    """Watches in process `index` of `count`. `leave(line)` must end the process with the line."""
     self._index, self._count, self._leave = index, count, leave
-    self._connections: dict[int, socket.socket] = {}
-    self._failed: set[int] = set()
-    self._changed = threading.Condition()
-    self._is_over = False
+    self._connections: dict[int, socket.socket] = {}  # by the number of the other process
+    self._failed: set[int] = set()  # the processes that called `all_failed`
+    self._changed = threading.Condition()  # guards the attributes, and is notified of messages
+    self._is_over = False  # whether the other processes may end now
 
   def start(self, host: str, agree: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Connects the processes. One that cannot connect is not watched.
+    """Connects this process with the first one. A process that cannot connect is not watched.
 
     Args:
       host: A name or address of the first process's machine.
-      agree: Returns the first process's array on every process.
+      agree: agree(array) -> the array that the first process passed, on every process.
     """
     listener, offer = None, np.zeros(2, np.int32)
     if self._index == 0:
@@ -60,13 +60,14 @@ class Watch:
         self._listen_to(0, connection)
 
   def stop(self) -> None:
-    """From here on, the other processes may end."""
+    """Lets the other processes end from now on, because the run is over."""
     self._is_over = True
 
   def all_failed(self) -> bool:
-    """Whether every process calls this within some seconds, because they fail together.
+    """Whether all processes call this within _SECONDS_TO_AGREE, because they fail together.
 
-    Where another process is gone, and this one failed for that reason, it does not return.
+    If another process has ended, and its end made this process fail, `leave` ends this process
+    before this returns.
     """
     with self._changed:
       self._failed.add(self._index)
@@ -75,12 +76,13 @@ class Watch:
       return self._changed.wait_for(lambda: self._is_over, _SECONDS_TO_AGREE)
 
   def _accept(self, listener: socket.socket, secret: int) -> None:
+    """On the first process, in a thread: accepts connections for ever."""
     while True:
       connection, _ = listener.accept()
       _in_background(self._greet, connection, secret)
 
   def _greet(self, connection: socket.socket, secret: int) -> None:
-    """Listens to a process of this run, and to nobody else."""
+    """In a thread: keeps a connection of a process of this run, which knows the secret."""
     connection.settimeout(_SECONDS_TO_CONNECT)
     with contextlib.suppress(OSError, struct.error):
       found, index = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
@@ -90,24 +92,25 @@ class Watch:
     connection.close()
 
   def _listen_to(self, index: int, connection: socket.socket) -> None:
+    """Starts a thread that reads the messages of process `index`."""
     connection.settimeout(None)
     with self._changed:
       self._connections[index] = connection
     _in_background(self._listen, index, connection)
 
   def _listen(self, index: int, connection: socket.socket) -> None:
-    """Reads what process `index` says until its connection ends."""
-    said = b"?"
-    while said:
+    """Reads messages of process `index`. If its connection ends early, ends this process."""
+    message = b"?"
+    while message:
       try:
-        said = connection.recv(1)
+        message = connection.recv(1)
       except OSError:
-        said = b""
+        message = b""
       with self._changed:
-        if said == _FAILED:
+        if message == _FAILED:
           self._failed.add(index)
           self._conclude()
-        elif said == _ALL_FAILED:
+        elif message == _ALL_FAILED:
           self._is_over = True
         self._changed.notify_all()
     if not self._is_over:
@@ -117,19 +120,19 @@ class Watch:
       )
 
   def _conclude(self) -> None:
-    """On the first process: tells all that all have failed, once they have."""
+    """On the first process: once all processes have failed, tells all of them so."""
     if self._index == 0 and len(self._failed) == self._count:
-      self._is_over = True  # before the others are told, because then they end
+      self._is_over = True  # set first, because the other processes end when they are told
       self._tell(_ALL_FAILED)
 
-  def _tell(self, what: bytes) -> None:
+  def _tell(self, message: bytes) -> None:
     for connection in self._connections.values():
       with contextlib.suppress(OSError):
-        connection.sendall(what)
+        connection.sendall(message)
 
 
 def leave(line: str) -> NoReturn:
-  """Prints the line to stderr and ends the process at once, whatever its threads wait for."""
+  """Prints the line to stderr and ends the process at once, even if its threads are waiting."""
   with contextlib.suppress(OSError, ValueError):
     print(f"error: {line}", file=sys.stderr, flush=True)
   os._exit(1)

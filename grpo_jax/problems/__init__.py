@@ -1,4 +1,4 @@
-"""Problems that `data` poses and `rewards` judges: programs with tests, and tasks of reasoning_gym.
+"""Problems that `data` poses and `rewards` scores: programs with tests, and reasoning_gym's tasks.
 
-It lies below both rooms, because these do not import each other. It may import what config may.
+Both packages import it, but not each other. It may import the same as config.
 """

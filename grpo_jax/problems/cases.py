@@ -1,4 +1,4 @@
-"""Reads cases from the columns of data sets: inputs of a program with their outputs."""
+"""Reads cases from the columns of data sets: inputs of a program with the expected outputs."""
 
 import base64
 import binascii
@@ -11,19 +11,20 @@ import zlib
 
 from grpo_jax.problems.programs import Case, Unreadable, json_in
 
-_MOST_BYTES = 2**28  # of the cases of a row, after they were decompressed
+_MOST_BYTES = 2**28  # limit on the decompressed cases of a row
 
 
 def cases_in(given: Any, name: str, function: str = "") -> tuple[Case, ...]:
-  """The cases in a value, or in a text that has it in JSON.
-
-  It is an object with the lists `inputs` and `outputs`, and perhaps `fn_name` (APPS, TACO, PRIME),
-  or a list of objects with `input` and `output` (LiveCodeBench, DeepCoder).
+  """Reads the cases in a value of a column.
 
   Args:
-    given: The value.
-    name: Its column, for messages.
-    function: The name that a case calls whose type is functional.
+    given: An object with the lists `inputs` and `outputs`, and perhaps `fn_name` (APPS, TACO,
+      PRIME), or a list of objects with `input` and `output` (LiveCodeBench, DeepCoder). Or JSON.
+    name: The name of the column, for error messages.
+    function: The function that cases in a list call, unless they name another one.
+
+  Raises:
+    Unreadable: The value has another form, or no cases.
   """
   given = json_in(given, name)
   if isinstance(given, Mapping):
@@ -44,7 +45,7 @@ def cases_in(given: Any, name: str, function: str = "") -> tuple[Case, ...]:
 
 
 def _typed_case(case: Any, name: str, function: str) -> Case:
-  """A case that says itself what it is: stdin, functional or function_call."""
+  """Reads a case that may state its type: stdin, functional or function_call. See `cases_in`."""
   if not isinstance(case, Mapping) or not {"input", "output"} <= case.keys():
     raise Unreadable(f"{name} has a case without input and output")
   kind = case.get("testtype") or case.get("type")
@@ -61,6 +62,7 @@ def _typed_case(case: Any, name: str, function: str) -> Case:
 
 
 def _case(given: Any, expected: Any, function: str) -> Case:
+  """A call of `function`, in the format of APPS, or if it is "" a run of the whole program."""
   if not function:
     return Case(_lines(given), _lines(expected))
   arguments = given if isinstance(given, list) else [given]
@@ -68,12 +70,12 @@ def _case(given: Any, expected: Any, function: str) -> Case:
 
 
 def _lines(value: Any) -> str:
-  """A text, which some rows write as a list of lines."""
+  """The text in a value, which may be a list of lines."""
   return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _with_numbers(value: Any) -> Any:
-  """An argument as APPS means it: JSON made texts of the keys of a dict that are numbers."""
+  """An argument with int keys in place of dict keys that are numbers, which JSON turned to text."""
   if isinstance(value, Mapping) and value:
     try:
       return {int(key): item for key, item in value.items()}
@@ -82,13 +84,13 @@ def _with_numbers(value: Any) -> Any:
   return value
 
 
-# The steps of a pickle that holds a text. Others may run code or take memory.
+# The allowed opcodes, apart from those for texts. Others may run code or use much memory.
 _OF_TEXTS = ("PROTO", "FRAME", "STOP", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT")
-_MOST_OBJECTS = 2**10  # steps of a pickle, and the numbers of its objects: its reader has a table
+_MOST_OBJECTS = 2**10  # limit on opcodes, and on memo indices, for which pickle allocates a table
 
 
 def _unpickled_text(data: bytes) -> str:
-  """The text that a pickle holds. Raises Unreadable if it is anything else."""
+  """Unpickles a text without running code. Raises Unreadable if the pickle holds anything else."""
   for number, (step, argument, _) in enumerate(pickletools.genops(data)):
     if number == _MOST_OBJECTS:
       raise Unreadable(f"private_test_cases are a pickle of more than {_MOST_OBJECTS} steps")
@@ -103,7 +105,7 @@ def _unpickled_text(data: bytes) -> str:
 
 @functools.lru_cache(2)  # the completions of a prompt have the same row
 def decompressed(text: str) -> str:
-  """Private cases of LiveCodeBench: JSON, in a pickle, in zlib, in base64."""
+  """Decodes private cases of LiveCodeBench from base64, zlib and pickle. Returns their JSON."""
   try:
     unpacker = zlib.decompressobj()
     data = unpacker.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
@@ -114,5 +116,5 @@ def decompressed(text: str) -> str:
     raise
   except (binascii.Error, zlib.error) as error:
     raise Unreadable(f"private_test_cases are neither JSON nor compressed ({error})") from None
-  except Exception as error:  # a damaged pickle raises any
+  except Exception as error:  # a damaged pickle may raise any exception
     raise Unreadable(f"private_test_cases cannot be read ({error!s:.80})") from None

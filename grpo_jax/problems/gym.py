@@ -1,9 +1,8 @@
-"""The tasks of the package reasoning_gym, which `data` draws problems of and `rewards` scores.
+"""The tasks of the package reasoning_gym: `data` draws their problems and `rewards` scores answers.
 
 A config names a task with its knobs, as in `chain_sum(min_terms=2, max_terms=3)`. A dataset is an
-object of the package: `dataset[i]` makes a problem, and `dataset.score_answer` judges an answer.
-The package is optional, and its import takes more than a second. So nothing is imported before it
-is needed.
+object of the package: `dataset[i]` makes a problem, and `dataset.score_answer` scores an answer.
+The package is optional and takes more than a second to import, so it is imported when it is needed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,15 +19,15 @@ import numpy as np
 from grpo_jax import calls
 from grpo_jax.settings import ConfigError, shown
 
-# Tasks that cannot be used, and why.
+# Tasks that cannot be used -> the reasons.
 REFUSED = {
   "codeio": "another process makes other problems, because they come from programs that use sets",
   "composite": "it only mixes other tasks; name these instead",
   "game_of_life_halting": "its verifier accepts any answer",
 }
 
-_OURS = ("seed", "size")  # fields of a dataset's config that are no knobs
-_KINDS: dict[type, str] = {
+_OURS = ("seed", "size")  # fields of a dataset's config that grpo_jax sets, not the user
+_KINDS: dict[type, str] = {  # the type of a knob's default -> the values that it accepts
   bool: "True or False",
   int: "a whole number",
   float: "a number",
@@ -43,9 +42,9 @@ class GymTask:
   """A task as a config names it.
 
   Attributes:
-    call: Its name with its knobs, as the config has it.
-    name: Its name.
-    knobs: The values of its knobs that are set.
+    call: The text in the config: the task's name with its knobs.
+    name: The name of the task.
+    knobs: The values of the knobs that the config sets, by their names.
   """
 
   call: str
@@ -54,11 +53,7 @@ class GymTask:
 
 
 def names() -> list[str]:
-  """The names of all tasks that can be used.
-
-  Raises:
-    ConfigError: The package is not installed.
-  """
+  """The sorted names of all tasks that can be used. ConfigError if the package is not installed."""
   return sorted(name for name in _datasets() if name not in REFUSED)
 
 
@@ -70,20 +65,20 @@ def knobs_of(name: str) -> dict[str, Any]:
 
 
 def category_of(name: str) -> str:
-  """The subject of a task, such as "algebra": the folder of the package that it is in."""
+  """The subject of a task, such as "algebra": the subpackage of reasoning_gym that defines it."""
   category: str = _datasets()[name][0].__module__.split(".")[1]
   return category
 
 
 def parse(call: str, key: str) -> GymTask:
-  """Reads a task with its knobs. `open_dataset` checks what the values are together.
+  """Reads a task with its knobs. `open_dataset` checks whether their values fit together.
 
   Args:
     call: The task, such as `gsm_symbolic` or `chain_sum(min_terms=2)`.
-    key: The config key that holds it, for error messages.
+    key: The config key that holds `call`, for error messages.
 
   Raises:
-    ConfigError: There is no such task or no such knob, or a knob cannot have this value. Or the
+    ConfigError: The task or a knob does not exist, the value of a knob has the wrong type, or the
       package is not installed.
   """
   name, knobs = calls.parse(call, key)
@@ -112,12 +107,12 @@ def parse(call: str, key: str) -> GymTask:
 
 
 def open_dataset(task: GymTask, seed: int, size: int, key: str = "data.path") -> Any:
-  """A dataset of the package.
+  """Makes the package's dataset of a task.
 
   Args:
     task: The task.
-    seed: The seed of its problem 0. In most tasks, that of problem i is `seed + i`.
-    size: How many problems it has.
+    seed: The seed of problem 0. In most tasks, problem i has the seed `seed + i`.
+    size: How many problems the dataset has.
     key: The config key that holds the task, for error messages.
 
   Raises:
@@ -136,10 +131,10 @@ def open_dataset(task: GymTask, seed: int, size: int, key: str = "data.path") ->
 
 @contextlib.contextmanager
 def same_everywhere(seed: int) -> Iterator[None]:
-  """Makes the draws of the block, by `random` and numpy's generator, depend on `seed` alone.
+  """Seeds the global generators of `random` and numpy within the block, and restores them after.
 
-  Some tasks draw of these generators, which the whole process shares. After the block they are as
-  before. What a task prints goes to stderr, because stdout may be for a program.
+  Some tasks draw from these generators, which the whole process shares. Output that a task prints
+  goes to stderr, because a program may read stdout.
   """
   state, numpy_state = random.getstate(), np.random.get_state()
   random.seed(seed)
@@ -153,7 +148,7 @@ def same_everywhere(seed: int) -> Iterator[None]:
 
 
 class _InOrder(set[str]):
-  """A set whose members come in their order, and not in that of this process's hashes."""
+  """A set that iterates in sorted order, because string hashes differ between processes."""
 
   def __iter__(self) -> Iterator[str]:
     return iter(sorted(super().__iter__()))
@@ -163,7 +158,7 @@ class _InOrder(set[str]):
 
 
 def _put_in_order(dataset: Any, name: str) -> None:
-  """Lets a dataset that draws from a set make the same problems in every process."""
+  """Patches datasets that draw from a set, so that all processes make the same problems."""
   if isinstance(getattr(dataset, "letters", None), set):  # isomorphic_strings, ransom_note
     dataset.letters = _InOrder(dataset.letters)
   if name == "polynomial_multiplication":
@@ -172,7 +167,7 @@ def _put_in_order(dataset: Any, name: str) -> None:
 
 
 def _datasets() -> Mapping[str, tuple[Any, Any]]:
-  """The classes of each task's dataset and of its config, by its name."""
+  """The name of each task -> (the class of its dataset, the class of its config)."""
   try:
     from reasoning_gym.factory import DATASETS
   except ImportError:
@@ -189,9 +184,9 @@ def _close(name: str, known: list[str]) -> str:
 
 
 def _problem(value: Any, default: Any) -> str:
-  """The requirement that a value of a knob with this default breaks. Empty if it breaks none."""
+  """The requirement that the value of a knob with this default violates, or "" for a valid one."""
   kind = type(default)
-  if default is None:  # the package says what it may be
+  if default is None:  # any type is passed on, and the package checks it
     return ""
   if kind not in _KINDS:
     return f"a config cannot write a value of type {kind.__name__}, so it keeps its default"
@@ -201,7 +196,7 @@ def _problem(value: Any, default: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-  """An error of the package in one line. One without a message is shown as the line of code."""
+  """Describes an error of the package in one line: its message, or the line of code that raised."""
   text = " ".join(str(error).split())
   frames = traceback.extract_tb(error.__traceback__)
   return text[:200] or (frames[-1].line or "")[:200] or type(error).__name__

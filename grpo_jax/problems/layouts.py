@@ -1,7 +1,7 @@
-"""Programming problems in the layouts of published data sets, read into one form.
+"""Reads programming problems from the layouts of published data sets into one format.
 
-`LAYOUTS` has a record for each way in which data sets write tests. Another layout is one more
-record here: the task `code` then reads its rows, and the reward function `code` its tests.
+`LAYOUTS` has a record for each layout. To add a layout, add a record: the task `code` then reads
+its rows, and the reward function `code` runs its tests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,15 @@ from grpo_jax.problems.pytest_file import pytest_file, pytest_tests
 
 @dataclasses.dataclass(frozen=True)
 class ProblemLayout:
-  """The way in which a data set writes programming problems.
+  """The columns in which a data set stores programming problems.
 
   Attributes:
-    name: The data set.
-    fits: Whether a row is written so.
-    tests: The tests of such a row. Raises Unreadable.
-    question: The question for the policy: a text or messages. Raises Unreadable.
-    solution: A program that is right, or "".
+    name: The name of the data set.
+    fits: fits(row) -> whether the row has this layout.
+    tests: tests(row) -> the tests of its program. Raises Unreadable if they cannot be read.
+    question: question(row) -> the question for the policy: a text or messages. Raises Unreadable if
+      the question or the tests cannot be read.
+    solution: solution(row) -> a correct program, or "" if the row has none.
   """
 
   name: str
@@ -34,11 +35,12 @@ class ProblemLayout:
 
 
 def layout_of(row: Row) -> ProblemLayout | None:
-  """The first layout that a row fits. None if it has no tests."""
+  """The first layout that a row fits, or None if the row fits none and so has no tests."""
   return next((layout for layout in LAYOUTS if layout.fits(row)), None)
 
 
 def _has(*columns: str) -> Callable[[Row], bool]:
+  """A `ProblemLayout.fits` for rows in which none of `columns` is missing or None."""
   return lambda row: all(row.get(name) is not None for name in columns)
 
 
@@ -49,7 +51,7 @@ _IN_A_BLOCK = " Give it in one block of code, after ```python."
 
 
 def _asked(text: str, function: str, starter: Any) -> str:
-  """A problem, and what kind of program solves it."""
+  """A question: the problem, and which function, completed starter code or program to write."""
   if isinstance(starter, str) and starter.strip():
     begin = f"Write Python code that completes this:\n\n```python\n{starter.rstrip()}\n```\n\n"
     return f"{text.strip()}\n\n{begin}{_IN_A_BLOCK.strip()}\n"
@@ -58,7 +60,7 @@ def _asked(text: str, function: str, starter: Any) -> str:
 
 
 def _first_solution(row: Row) -> str:
-  """The first of `solutions`, which may be a text in JSON, or `solution`."""
+  """The first of `solutions`, a list or a JSON list, or else `solution`. "" if there is none."""
   found = row.get("solutions") or row.get("solution")
   if isinstance(found, str) and found.lstrip().startswith("["):
     try:
@@ -71,7 +73,7 @@ def _first_solution(row: Row) -> str:
 
 
 def _with_starter(column: str, *names: str) -> Callable[[Row], str]:
-  """The question of rows whose cases are in `column`, and whose problem is in one of `names`."""
+  """A `ProblemLayout.question` for cases in `column` and the problem in one of `names`."""
 
   def question(row: Row) -> str:
     cases = cases_in(row[column], column)
@@ -84,6 +86,7 @@ def _with_starter(column: str, *names: str) -> Callable[[Row], str]:
 
 
 def _mbpp_tests(row: Row) -> ProgramTests:
+  """Reads asserts from `test_list`, and their setup from `test_setup_code` and `test_imports`."""
   tests, setup = row["test_list"], row.get("test_setup_code") or ""
   tests = [tests] if isinstance(tests, str) else tests
   setup = [setup] if isinstance(setup, str) else setup
@@ -94,7 +97,7 @@ def _mbpp_tests(row: Row) -> ProgramTests:
 
 
 def _imports(row: Row) -> list[str]:
-  """The lines by which tests import modules in the sanitized MBPP."""
+  """The import lines for the tests in the sanitized version of MBPP."""
   imports = row.get("test_imports") or []
   imports = [imports] if isinstance(imports, str) else imports
   if not isinstance(imports, list) or not all(isinstance(line, str) for line in imports):
@@ -103,7 +106,7 @@ def _imports(row: Row) -> list[str]:
 
 
 def _mbpp_question(row: Row) -> str:
-  """The text and the first test, because the tests say how the function is called."""
+  """The problem and the first test, because only the tests say how the function is called."""
   text = text_in(row, "text", "prompt")
   if isinstance(row["test_list"], str):
     raise Unreadable("test_list is a text; it must be a list of tests")
@@ -158,6 +161,7 @@ def _kodcode_question(row: Row) -> str:
 
 
 def _livecodebench_tests(row: Row) -> ProgramTests:
+  """Reads the public cases, and the private cases, which may be compressed."""
   function = _livecodebench_function(row)
   cases = cases_in(row["public_test_cases"], "public_test_cases", function)
   private = row.get("private_test_cases")
@@ -188,7 +192,7 @@ def _cases_in(column: str) -> Callable[[Row], ProgramTests]:
 
 
 def _near_cases(row: Row) -> ProgramTests:
-  """Cases whose printed numbers may be near, as the published programs that judge them have it."""
+  """Cases that tolerate small differences of printed numbers, as the published judges do."""
   cases = cases_in(row["input_output"], "input_output")
   return ProgramTests(cases=tuple(dataclasses.replace(case, near=True) for case in cases))
 
@@ -202,7 +206,7 @@ def _ground_truth(row: Row) -> Any:
 
 
 def _has_ground_truth(row: Row) -> bool:
-  """Whether it looks like cases. In other rows of the same files, it is the answer of a sum."""
+  """Whether the ground truth looks like cases. PRIME also has rows with the answer of a sum."""
   found = _ground_truth(row)
   text = found.lstrip()[:1] if isinstance(found, str) else ""
   return text in ("{", "[") if text else isinstance(found, (Mapping, list))
@@ -268,7 +272,7 @@ LAYOUTS: Sequence[ProblemLayout] = (
   ),
 )
 
-# The columns that have tests, of which each layout has one, and all that tests are read of.
+# The columns with tests, of which each layout has one, and all columns that tests are read from.
 MAIN_COLUMNS = (
   "test_list",
   "test",

@@ -1,4 +1,4 @@
-"""The tests of a program, whichever data set they come from."""
+"""The tests of a program, in one format for all data sets."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -14,16 +14,16 @@ class Unreadable(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """An input of a program, and what the program should make of it.
+  """An input of a program and the expected output.
 
   Attributes:
-    input: The text on standard input, or the arguments of a call.
-    output: The text on standard output, or the value that the call returns.
+    input: The text for standard input, or the list of arguments of a call.
+    output: The expected text on standard output, or the expected return value.
     function: The function of the program to call, or a method of its class Solution. "" runs the
       whole program.
-    boxed: Whether `output` may be a list with the value in it, as APPS writes values.
-    near: Whether a printed number may differ by 1e-6, absolute or relative, from one that `output`
-      writes with a point.
+    boxed: Whether `output` may be a list that contains only the expected value, as in APPS.
+    near: Whether a printed number may differ by 1e-6, absolute or relative, from a number with a
+      decimal point in `output`.
   """
 
   input: Any
@@ -35,16 +35,16 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramTests:
-  """The tests of a program: `cases`, or `asserts` where there are none.
+  """The tests of a program: `cases`, or `asserts` if there are no cases.
 
   Attributes:
-    cases: Inputs with their outputs.
-    asserts: Programs that call the one under test, and raise an exception if it is wrong.
-    setup: Code that the asserts need before them.
-    header: Code before the program, such as imports and the head of a function.
-    entry: The function that the header begins. A program that does not define it goes on where the
-      header ends.
-    names: Names of the program that each assert gets, whatever else it defines.
+    cases: Inputs with their expected outputs.
+    asserts: Code that uses the program under test, and raises an exception if it is wrong.
+    setup: Code to run before the asserts.
+    header: Code to run before the program, such as imports and the beginning of a function.
+    entry: The function that the header begins. A program that does not define this function is
+      taken as the continuation of the header.
+    names: Names that each assert takes from the program, even if the assert redefines them.
   """
 
   cases: tuple[Case, ...] = ()
@@ -56,7 +56,7 @@ class ProgramTests:
 
 
 def text_in(row: Row, *names: str) -> str:
-  """The first of some columns of a row that is a text. Raises Unreadable without one."""
+  """The first of the columns `names` that holds a text. Raises Unreadable if there is none."""
   for name in names:
     if isinstance(row.get(name), str):
       return row[name]
@@ -64,7 +64,11 @@ def text_in(row: Row, *names: str) -> str:
 
 
 def json_in(value: Any, name: str) -> Any:
-  """A value, or the JSON value in it if it is a text. Raises Unreadable, which names `name`."""
+  """Parses `value` as JSON if it is a text, and returns any other value unchanged.
+
+  Raises:
+    Unreadable: The text is not JSON. The error names the column `name`.
+  """
   if not isinstance(value, str):
     return value
   if not value.strip():

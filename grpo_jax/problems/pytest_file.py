@@ -1,4 +1,4 @@
-"""Reads a file for pytest as tests of a program, the module `solution` that it imports."""
+"""Reads a pytest file as tests of a program, which the file imports as the module `solution`."""
 
 import ast
 import collections
@@ -10,9 +10,10 @@ from grpo_jax.problems.programs import ProgramTests, Row, Unreadable, text_in
 
 
 def pytest_tests(row: Row) -> ProgramTests:
-  """The tests in the column `test`, a file that imports from `solution`: its functions test_...
+  """Reads the functions test_... in the column `test`, a file that imports from `solution`.
 
-  A test has the whole file before it, so what the file defines is never asked from the program.
+  Each assert is the whole file and the call of one test, so names that the file defines are never
+  taken from the program.
   """
   file = pytest_file(row)
   asserts = tuple(f"{file.code}\n{call}" for call in _calls(file))
@@ -21,14 +22,14 @@ def pytest_tests(row: Row) -> ProgramTests:
 
 @dataclasses.dataclass(frozen=True)
 class PytestFile:
-  """A file of tests without its imports from `solution`.
+  """A file of tests after its imports from `solution` were removed.
 
   Attributes:
-    tree: Its syntax tree.
-    code: Its code.
-    names: The names that it imports from `solution`.
-    aliases: The names that these have in the file.
-    imports_all: Whether it imports all names, or none of them by its name.
+    tree: The syntax tree.
+    code: The code.
+    names: The names that the file imported from `solution`.
+    aliases: The names under which the file uses them.
+    imports_all: Whether the file imported `*`, or no single name.
   """
 
   tree: ast.Module
@@ -39,7 +40,7 @@ class PytestFile:
 
 
 def pytest_file(row: Row) -> PytestFile:
-  """The file in the column `test` of a row. Raises Unreadable if it is not Python."""
+  """Parses the file in the column `test` of a row. Raises Unreadable if it is not Python."""
   text = text_in(row, "test")
   without = _WithoutSolution()
   try:
@@ -58,13 +59,13 @@ def pytest_file(row: Row) -> PytestFile:
 
 
 class _WithoutSolution(ast.NodeTransformer):
-  """Takes the imports from `solution` out of a file. A name with another one becomes its value."""
+  """Removes imports from `solution`. `import name as alias` becomes `alias = name`."""
 
   def __init__(self) -> None:
     self.found: list[ast.alias] = []
 
   def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-    """A node in the place of an import."""
+    """Returns the nodes that replace an import."""
     if node.module != "solution" or node.level:
       return node
     self.found += node.names
@@ -73,9 +74,16 @@ class _WithoutSolution(ast.NodeTransformer):
 
 
 def _calls(file: PytestFile) -> list[str]:
-  """The code that runs each test of a file. Those that use nothing of the program are left out."""
+  """Returns the code that calls each test of a file, except tests that do not use the program.
+
+  A test is a function test_... or a method test_... of a class, also an inherited one. A function
+  with arguments that other code in the file uses is a helper and no test, unless it is decorated.
+
+  Raises:
+    Unreadable: There are no tests.
+  """
   read = {node.id for node in ast.walk(file.tree) if isinstance(node, ast.Name)}
-  classes: dict[str, dict[str, ast.FunctionDef]] = {}
+  classes: dict[str, dict[str, ast.FunctionDef]] = {}  # each class -> its methods by name
   calls, there_is_none = [], True
   for node in file.tree.body:
     found: list[tuple[str, str]] = []
@@ -102,6 +110,7 @@ def _calls(file: PytestFile) -> list[str]:
 
 
 def _call_of_method(owner: str, name: str, methods: Mapping[str, ast.FunctionDef]) -> str:
+  """The code that runs test `name` of class `owner` after the class's setup methods."""
   lines = [f"_of_test = {owner}()"]
   for setup in ("setup_class", "setUpClass", "setup_method", "setUp"):
     if setup in methods:
@@ -111,7 +120,7 @@ def _call_of_method(owner: str, name: str, methods: Mapping[str, ast.FunctionDef
 
 
 def _reached(node: ast.stmt, tree: ast.Module) -> set[str]:
-  """The names that a part of a file reads, also by what else in the file it uses."""
+  """The names that a statement uses, directly or through other definitions in the file."""
   binds = collections.defaultdict[str, list[ast.stmt]](list)
   for other in tree.body:
     if isinstance(other, (ast.FunctionDef, ast.ClassDef)):

@@ -1,4 +1,4 @@
-"""The answers of reward functions for N completions, after all checks."""
+"""Checks what reward functions return for N completions, and holds the checked rewards."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 import dataclasses
@@ -11,13 +11,13 @@ import numpy as np
 from grpo_jax.foreign import text_of
 from grpo_jax.settings import RunFailed, shown
 
-# float32 holds the squares of such rewards, and sums of them over any batch, which variances need.
+# The largest absolute reward. A variance sums squares over a batch: such sums still fit in float32.
 LARGEST = 1e15
 
-# The keys that a row of metrics.jsonl, or of log.console=json, has beside metrics.
+# The keys of a row of metrics.jsonl, or of log.console=json, that are not metrics.
 _COLUMNS_OF_A_ROW = ("step", "time", "event")
 
-# The steps of one completion, as pairs (end in characters, reward).
+# The steps of one completion, as pairs (number of characters before the end of the step, reward).
 Steps = list[tuple[int, float]]
 
 
@@ -26,14 +26,17 @@ class RewardError(RunFailed):
 
 
 class ContractError(RewardError):
-  """A reward function returned something else than a reward for each completion."""
+  """A reward function did not return a list with one entry for each completion."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NoReward:
-  """The answer of a function, in place of None, that says why a completion has no reward.
+  """An entry that a function returns instead of None to say why a completion has no reward.
 
   Unlike an exception, it never stops a run.
+
+  Attributes:
+    reason: The text of the `Failure` of this completion, after the name of the function.
   """
 
   reason: str
@@ -44,10 +47,10 @@ class Failure:
   """Why a completion has no reward.
 
   Attributes:
-    row: Which completion of the call it is, from 0.
-    kind: "error" for what the function raised or returned, "timeout", "crash", or "missing" for a
-      `NoReward`.
-    text: One line that names the function.
+    row: The index of the completion in the call.
+    kind: "error" if the function raised an exception or returned an invalid value, "timeout",
+      "crash", or "missing" for a `NoReward`.
+    text: The reason, as one line that names the function.
   """
 
   row: int
@@ -57,14 +60,14 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """The rewards of N completions, and what the function logged.
+  """The rewards of N completions by one function, and the values that the function logged.
 
   Attributes:
     steps: The steps of each completion. A score for the whole completion is a single step that ends
-      where the completion ends. None and NaN are no steps.
+      where the completion ends. For None or NaN the list of steps is empty.
     failures: The completions whose reward is missing because something failed.
-    metrics: The values that functions gave to `log_metric`, as pairs (name, value).
-    extras: The values that functions gave to `log_extra`, for all completions by column.
+    metrics: The arguments of calls of `log_metric`, as pairs (name, value).
+    extras: The values that were passed to `log_extra`: by column, one value for each completion.
   """
 
   steps: list[Steps]
@@ -74,7 +77,7 @@ class Answer:
 
 
 class CallLog:
-  """`log_metric` and `log_extra` for a call with `count` completions."""
+  """Implements `log_metric` and `log_extra` for a call with `count` completions."""
 
   def __init__(self, count: int) -> None:
     self._count = count
@@ -82,10 +85,10 @@ class CallLog:
     self.extras: dict[str, list[Any]] = {}
 
   def metric(self, name: str, value: float) -> None:
-    """Logs a number. The row of metrics has its mean over the calls of a step.
+    """Logs a number. The row of metrics has the mean of this metric over the calls of a step.
 
     Raises:
-      ValueError: It cannot be the name of a metric, or the row has a column of this name.
+      ValueError: `name` cannot name a metric, or the row has another column of this name.
     """
     _check_name("log_metric", name)
     if name in _COLUMNS_OF_A_ROW or name.startswith("eval/"):
@@ -98,7 +101,7 @@ class CallLog:
     """Logs a value for each completion, for the files in completions/.
 
     Raises:
-      ValueError: It cannot be the name of a column, or `values` are too few or too many.
+      ValueError: `column` cannot name a column, or `values` has the wrong length.
     """
     _check_name("log_extra", column)
     values = [_as_json(value) for value in values]
@@ -110,19 +113,23 @@ class CallLog:
 
 
 def answer_of(name: str, values: Any, completions: Sequence[str], log: CallLog) -> Answer:
-  """Checks what a function returned.
+  """Checks what a reward function returned, and converts it to an `Answer`.
 
   Args:
     name: The name of the function.
     values: The object that it returned.
-    completions: The texts that it got.
+    completions: The texts that it scored.
     log: The values that it logged.
 
+  Returns:
+    The rewards. A completion with an invalid score has no steps and a failure instead.
+
   Raises:
-    ContractError: `values` is no list of one entry for each completion.
+    ContractError: `values` is not a list with one entry for each completion.
   """
   try:
-    if isinstance(values, (str, bytes, Mapping, Set)):  # what they list is no score in its place
+    # Iterating over these types does not give one score per completion in order.
+    if isinstance(values, (str, bytes, Mapping, Set)):
       raise TypeError
     values = list(values)
     steps = [_as_steps(value, text) for value, text in zip(values, completions)]
@@ -147,12 +154,18 @@ def answer_of(name: str, values: Any, completions: Sequence[str], log: CallLog) 
 
 
 def no_answer(count: int, kind: str, text: str) -> Answer:
-  """The answer for `count` completions that all failed for one reason."""
+  """The answer for `count` completions that all failed for the reason `text`."""
   return Answer([[] for _ in range(count)], [Failure(row, kind, text) for row in range(count)])
 
 
 def joined(count: int, parts: Iterable[tuple[Sequence[int], Answer]]) -> Answer:
-  """The answer for `count` completions, from answers for some of their rows each."""
+  """Combines answers for subsets of `count` completions into one answer for all of them.
+
+  Args:
+    count: The number of completions.
+    parts: Pairs (rows, answer): entry i of the answer is for completion rows[i]. Rows that no pair
+      covers have no steps, and None in the extras.
+  """
   whole = Answer([[] for _ in range(count)])
   for rows, part in parts:
     for row, steps in zip(rows, part.steps, strict=True):
@@ -168,17 +181,18 @@ def joined(count: int, parts: Iterable[tuple[Sequence[int], Answer]]) -> Answer:
 
 
 def scores_of(answers: Mapping[str, Answer], weights: Sequence[float]) -> dict[str, np.ndarray]:
-  """The scores of N completions by each function, from the functions' answers by name.
+  """Computes the score of each of N completions by each reward function.
 
   Args:
-    answers: The answers of the functions.
-    weights: Their weights.
+    answers: The answer of each function, by the name of the function.
+    weights: The weights of the functions, in the order of `answers`.
 
   Returns:
-    float32 [N] by name: the mean over a completion's steps, NaN where it has no steps.
+    Scores by function name, float32 [N]: the mean reward of a completion's steps, NaN for a
+    completion without steps.
 
   Raises:
-    RewardError: The weighted sum of a completion overflows.
+    RewardError: The weighted sum of a completion's scores is beyond `LARGEST`.
   """
   scores = {
     name: np.array([_mean_reward(steps) for steps in answer.steps], np.float32)
@@ -202,7 +216,7 @@ def _check_name(function: str, name: Any) -> None:
 
 
 def _problem(steps: Steps, text: str) -> str:
-  """The reason why the steps of a completion cannot be used, or nothing."""
+  """Why the steps of a completion cannot be used, or "" if they can."""
   if not all(abs(reward) <= LARGEST for _, reward in steps):
     return (
       f"a score that is not finite or beyond {LARGEST:g}, whose square float32 cannot hold, for the"
@@ -214,10 +228,14 @@ def _problem(steps: Steps, text: str) -> str:
 
 
 def _as_steps(value: Any, text: str) -> Steps:
-  """The value that a function returned for `text`, as steps. None and NaN are no steps."""
+  """Converts the entry that a function returned for `text` to steps: none for None or NaN.
+
+  Raises:
+    Exception: `value` is not a valid entry.
+  """
   if value is None or isinstance(value, NoReward):
     return []
-  if isinstance(value, (str, bytes)):  # float("1") is a number
+  if isinstance(value, (str, bytes)):  # else float("1") would be accepted as a score
     raise TypeError
   if isinstance(value, (list, tuple)):
     return [(int(end), float(reward)) for end, reward in value]
@@ -228,7 +246,7 @@ def _as_steps(value: Any, text: str) -> Steps:
 
 
 def _as_json(value: Any) -> Any:
-  """A value as JSON can hold it. Others become texts."""
+  """Converts a value for JSON: NaN and infinity to None, and what JSON cannot hold to its repr."""
   if isinstance(value, np.generic):
     value = value.item()
   if isinstance(value, float) and not math.isfinite(value):

@@ -1,7 +1,7 @@
-"""Sees whether a reward function of a user reads messages or texts, in calls that are made up.
+"""Finds out in trial calls whether a reward function of a user reads messages or texts.
 
-A call is made in a fork of the process, so that a function that remembers what it got keeps nothing
-of it. Its messages notice when they are read.
+A trial call gets made-up messages that report when one of their fields is read. It runs in a fork
+of the process, so that a function with state does not remember it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +17,19 @@ import warnings
 from grpo_jax.rewards.call import Columns, finished, taken_by
 from grpo_jax.rewards.conversation import as_messages
 
-Tell = Callable[[bytes], None]
+Tell = Callable[[bytes], None]  # reports one of the three outcomes below
 
-# A function reads messages, or raises something without that, or does neither.
+# The function reads a message, or raises an exception before it reads one, or returns without that.
 _READS, _FAILS, _ENDS = b"r", b"f", b"e"
-# The errors of Python for a text that is read as messages: t[0]["content"], t[0].get("content").
+# Python raises these if a text is read as messages: t[0]["content"], t[0].get("content").
 _WRONG_TYPE = (TypeError, AttributeError)
 
 
 class _Noticing(dict[str, Any]):
-  """A message that notices when one of its fields is read.
+  """A message that calls `notice` when one of its fields is read.
 
-  What only hands a message on reads none, such as json.dumps, which calls items(). Another process
-  gets a plain dict.
+  items() does not count, because code that only passes a message on, such as json.dumps, calls it.
+  If the message is pickled for another process, that process gets a plain dict.
   """
 
   def __init__(self, message: Mapping[str, Any], notice: Callable[[], None]) -> None:
@@ -41,7 +41,8 @@ class _Noticing(dict[str, Any]):
     return super().__getitem__(key)
 
   def __iter__(self) -> Iterator[str]:
-    return super().__iter__()  # a dict with an __iter__ of its own is copied by its __getitem__
+    # `dict(message)` and `**message` call __getitem__ only if a subclass defines __iter__.
+    return super().__iter__()
 
   def __deepcopy__(self, memo: dict[int, Any]) -> "_Noticing":
     return _Noticing(copy.deepcopy(dict(self.items()), memo), self._notice)
@@ -63,32 +64,31 @@ class _Noticing(dict[str, Any]):
 
 
 def asking(function: Callable[..., Any], seconds: float | None = None) -> Callable[..., Any]:
-  """A reward function that gives 1 to each completion if `function` reads messages, else 0.
+  """Returns a reward function that scores each completion 1 if `function` reads messages, else 0.
 
-  It calls the function with messages, whose texts are made up. What that returns, or raises because
-  of such a text, says nothing. A function that ends without having read one may have let another
-  process read it. So it is called with the texts, too. It reads messages if these are of the wrong
-  type for it.
+  The result calls `function` with made-up messages, and ignores what it returns or raises. If
+  `function` returns without having read a message, another process may have read it. So `function`
+  is called again, with texts. If it then raises an error for the wrong type, it reads messages.
 
-  Each call is made in a fork. It is made in this process if the fork ends or hangs without an
-  answer, as it may where threads of this process hold locks.
+  Each call is made in a fork. If the fork ends or hangs without an answer, which can happen when
+  threads of this process hold locks, the call is made in this process.
 
   Args:
     function: A reward function of the user, which may be async.
-    seconds: How long a fork may take. None means for ever.
+    seconds: The time limit of a fork. None means no limit.
   """
 
   def ask(**columns: Any) -> list[float]:
-    outcome = _told_by_fork(lambda tell: _try_messages(function, columns, tell), seconds)
+    outcome = _outcome_in_fork(lambda tell: _try_messages(function, columns, tell), seconds)
     if outcome == _ENDS:
-      outcome = _told_by_fork(lambda tell: _try_texts(function, columns, tell), seconds)
+      outcome = _outcome_in_fork(lambda tell: _try_texts(function, columns, tell), seconds)
     return [float(outcome == _READS)] * len(columns["completions"])
 
   return ask
 
 
 def _try_messages(function: Callable[..., Any], columns: Columns, tell: Tell) -> None:
-  """Tells whether a function reads a message, or else whether it ends without raising anything."""
+  """Calls a function with messages. Reports _READS for each read, then _FAILS or _ENDS."""
   given = as_messages(columns)
   for name in ("prompts", "completions"):
     given[name] = [
@@ -103,7 +103,7 @@ def _try_messages(function: Callable[..., Any], columns: Columns, tell: Tell) ->
 
 
 def _try_texts(function: Callable[..., Any], columns: Columns, tell: Tell) -> None:
-  """Tells whether texts are of the wrong type for a function."""
+  """Calls a function with texts. Reports _READS if it raises an error for the wrong type."""
   try:
     finished(function(**taken_by(function, columns)))
   except _WRONG_TYPE:
@@ -114,31 +114,30 @@ def _try_texts(function: Callable[..., Any], columns: Columns, tell: Tell) -> No
     tell(_ENDS)
 
 
-def _told_by_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
-  """The first thing that `act` tells. It acts in a fork of this process, which is killed then.
+def _outcome_in_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
+  """Runs `act` in a fork of this process, and returns the first outcome that it reports.
+
+  The fork is killed after that. If it reports none in time, `act` runs in this process.
 
   Args:
-    act: Gets the function to tell with.
-    seconds: How long to wait. None means for ever.
-
-  Returns:
-    One byte. If the fork tells none in time, `act` acts in this process.
+    act: Makes a trial call. Its argument is the function that reports an outcome.
+    seconds: How long to wait for the fork. None means no limit.
   """
-  told = _first_of_fork(act, seconds) if hasattr(os, "fork") else b""
-  if not told:
-    heard: list[bytes] = []
-    act(heard.append)
-    told = heard[0]
-  return told
+  outcome = _first_of_fork(act, seconds) if hasattr(os, "fork") else b""
+  if not outcome:
+    reports: list[bytes] = []
+    act(reports.append)
+    outcome = reports[0]
+  return outcome
 
 
 def _first_of_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
-  """The first byte that a fork tells. Empty if it tells none in time, or cannot start."""
+  """The first byte that a fork writes. Empty if it writes none in time, or cannot start."""
   reading, writing = os.pipe()
   sys.stdout.flush()
   sys.stderr.flush()
   with warnings.catch_warnings():
-    # Python and JAX warn that a fork may hang. It is not waited for.
+    # Python and JAX warn that a fork may hang. The timeout handles that.
     warnings.simplefilter("ignore")
     try:
       process = os.fork()
@@ -160,12 +159,12 @@ def _first_of_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
     return os.read(reading, 1) if is_there else b""
   finally:
     os.close(reading)
-    for kill in (os.killpg, os.kill):  # with all that the function started
+    for kill in (os.killpg, os.kill):  # the group also has the processes that the function started
       with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
 
 
 def _tell(writing: int, one: bytes) -> None:
-  with contextlib.suppress(OSError):  # the other side has heard enough
+  with contextlib.suppress(OSError):  # the reader has closed the pipe after the first byte
     os.write(writing, one)

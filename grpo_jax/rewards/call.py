@@ -1,7 +1,8 @@
 """Calls reward functions of users, whose code may do anything.
 
-A function gets its own copies of its arguments. What it raises, sys.exit included, becomes one
-line. One that is called in the process of the run and does not return is named every minute.
+A function gets copies of its arguments. An exception that it raises, SystemExit included, becomes a
+RewardError with a one-line message. If a call in the process of the run does not return, a warning
+names the function every minute.
 """
 
 import asyncio
@@ -30,9 +31,9 @@ from grpo_jax.rewards.marks import has_mark
 from grpo_jax.settings import ConfigError, RunFailed
 
 SECONDS_BETWEEN_WARNINGS = 60.0
-# No function gets a column of this name: the method __call__ of an object has such an argument.
+# No function gets a column of this name, which is a parameter of the method __call__ of an object.
 HIDDEN = "self"
-# The arguments that every function gets beside the columns.
+# The arguments that every function gets besides the columns.
 EXTRA_ARGUMENTS = ("step", "log_metric", "log_extra")
 
 Columns = Mapping[str, Sequence[Any]]
@@ -43,17 +44,17 @@ T = TypeVar("T")
 
 
 def call_here(function: Callable[..., Any], name: str, columns: Columns, step: int = 0) -> Answer:
-  """Calls a function in this process. What it prints goes to stderr, as from a worker.
+  """Calls a function in this process. Prints of the function go to stderr, as in a worker.
 
   Args:
     function: The reward function.
     name: The name of the function in messages.
-    columns: Its arguments: the completions and other lists with an entry for each of them.
+    columns: The arguments: lists with one entry for each completion, `completions` among them.
     step: The number of the step.
 
   Raises:
-    RewardError: It raised something, or returned something else than rewards. sys.exit counts, so
-      that a function cannot end a run quietly.
+    RewardError: The function raised an exception or did not return rewards. SystemExit counts, too,
+      so that a function cannot end a run silently.
   """
   with (
     timing.telling(
@@ -68,32 +69,33 @@ def call_here(function: Callable[..., Any], name: str, columns: Columns, step: i
 def call_in_parts(
   function: Callable[..., Any], name: str, columns: Columns, step: int, group_size: int
 ) -> Answer:
-  """As `call_here`, but a call that raises something is made again with fewer completions.
+  """As `call_here`, but retries a call that raises an exception, with fewer completions per call.
 
-  First for each group, and then for each completion. One for which it raises then has no reward.
+  It retries each group of `group_size` completions, and then each completion of a group that fails.
+  If the function raises for a single completion, that completion has no reward.
   """
   count = len(columns["completions"])
   try:
     return call_here(function, name, columns, step)
   except RewardError as error:
-    part = group_size if count > group_size else 1
+    part_size = group_size if count > group_size else 1
     if isinstance(error.__cause__, ConfigError):
       raise
-    is_smallest = count <= 1 or (part == 1 and has_mark(function, "whole_groups"))
+    is_smallest = count <= 1 or (part_size == 1 and has_mark(function, "whole_groups"))
     if isinstance(error, ContractError) or is_smallest:
       return no_answer(count, "error", str(error))
-  starts = [range(start, min(start + part, count)) for start in range(0, count, part)]
+  parts = [range(start, min(start + part_size, count)) for start in range(0, count, part_size)]
   return joined(
     count,
     (
       (rows, call_in_parts(function, name, rows_of(columns, rows), step, group_size))
-      for rows in starts
+      for rows in parts
     ),
   )
 
 
 def call(function: Callable[..., Any], name: str, columns: Columns, step: int = 0) -> Answer:
-  """As `call_here`, but what the function prints goes where this process prints."""
+  """As `call_here`, but without the warnings, and prints go to stdout."""
   log = CallLog(len(columns["completions"]))
   with failing_as_reward_error(name):
     values = finished(function(**arguments(function, columns, step, log)))
@@ -103,16 +105,16 @@ def call(function: Callable[..., Any], name: str, columns: Columns, step: int = 
 async def call_async(
   function: Callable[..., Any], name: str, columns: Columns, step: int, timeout: float
 ) -> Answer:
-  """As `call`, for an async function, whose result is waited for in the running event loop.
+  """As `call`, for an async function, which runs in the current event loop.
 
   Raises:
-    TimeoutError: It has not returned after `timeout` seconds.
-    RewardError: It raised something, or returned something else than rewards.
+    TimeoutError: The function has not returned after `timeout` seconds.
+    RewardError: The function raised an exception or did not return rewards.
   """
   log = CallLog(len(columns["completions"]))
   with failing_as_reward_error(name):
     waiting = asyncio.ensure_future(function(**arguments(function, columns, step, log)))
-    # Not wait_for, which does not tell its own TimeoutError from one that the function raised.
+    # asyncio.wait_for is no use: the function itself may raise a TimeoutError, which looks alike.
     done, _ = await asyncio.wait([waiting], timeout=timeout)
     values = waiting.result() if done else None
   if not done:
@@ -123,7 +125,7 @@ async def call_async(
 
 @contextlib.contextmanager
 def failing_as_reward_error(name: str) -> Iterator[None]:
-  """Turns an error that the function of this name raises into a RewardError, whose cause it is."""
+  """Wraps any exception in a RewardError, except for RunFailed and KeyboardInterrupt."""
   try:
     yield
   except (RunFailed, KeyboardInterrupt):
@@ -135,7 +137,7 @@ def failing_as_reward_error(name: str) -> Iterator[None]:
 
 
 def finished(values: Any) -> Any:
-  """The value of a function, after waiting for it, or as a list if the function yields."""
+  """The value that a function returned: the result of an awaitable, or the list of an iterator."""
   if inspect.isawaitable(values):
     values = in_thread(lambda: asyncio.run(_result_of(values))).result()
   return list(values) if isinstance(values, Iterator) else values
@@ -144,14 +146,14 @@ def finished(values: Any) -> Any:
 def arguments(
   function: Callable[..., Any], columns: Columns, step: int, log: CallLog
 ) -> dict[str, Any]:
-  """The keyword arguments of a call, which share nothing with `columns`."""
+  """Builds the keyword arguments of a call, with copies of columns, which the call may change."""
   shown = {name: values for name, values in columns.items() if name != HIDDEN}
   copies = {name: own_copy(values) for name, values in taken_by(function, shown).items()}
   return copies | {"step": step, "log_metric": log.metric, "log_extra": log.extra}
 
 
 def taken_by(function: Callable[..., Any], given: Mapping[str, T]) -> dict[str, T]:
-  """The keyword arguments that a function names, or all if it takes any."""
+  """Selects from `given` the arguments that a function names, or all if it has `**columns`."""
   try:
     parameters = inspect.signature(function).parameters
   except (TypeError, ValueError):  # some functions that are written in C have none
@@ -162,7 +164,7 @@ def taken_by(function: Callable[..., Any], given: Mapping[str, T]) -> dict[str, 
 
 
 def rows_of(columns: Columns, rows: Sequence[int]) -> dict[str, list[Any]]:
-  """Some entries of every column."""
+  """Selects the entries with the indices `rows` from every column."""
   return {column: [values[row] for row in rows] for column, values in columns.items()}
 
 
@@ -185,12 +187,13 @@ def check_arguments(
   Args:
     function: The reward function.
     name: The name of the function in messages.
-    key: The config key that names it.
-    columns: The names of its arguments, without `EXTRA_ARGUMENTS`.
-    optional: The names in `columns` that it gets only if it names them or takes any.
+    key: The config key that names the function.
+    columns: The names of the arguments, without `EXTRA_ARGUMENTS`.
+    optional: The names in `columns` that the function may omit. It then does not get them.
 
   Raises:
-    ConfigError: It lacks one of the arguments, or needs another one, or is an async generator.
+    ConfigError: The function does not accept all arguments, requires another one, or is an async
+      generator.
   """
   if inspect.isasyncgenfunction(function):
     raise ConfigError(f"{key}: {name} yields in an async function: return a list instead")
@@ -210,7 +213,7 @@ def check_arguments(
 
 
 def needed_by(function: Callable[..., Any]) -> list[str]:
-  """The names of the keyword arguments that a function cannot be called without."""
+  """The names of the keyword arguments of a function that have no default."""
   try:
     parameters = inspect.signature(function).parameters.values()
   except (TypeError, ValueError):  # some functions that are written in C have none
@@ -220,7 +223,7 @@ def needed_by(function: Callable[..., Any]) -> list[str]:
 
 
 def own_copy(value: Any) -> Any:
-  """A copy that shares no list or dict with `value`. An image of the data becomes one of Pillow."""
+  """A copy that shares no list or dict with `value`. Images of the data become Pillow images."""
   if isinstance(value, _ATOMS):
     return value
   if type(value) is list:
@@ -237,9 +240,9 @@ async def _result_of(waiting: Awaitable[T]) -> T:
 
 
 def in_thread(make: Callable[[], T]) -> "Future[T]":
-  """Calls `make` in a thread of its own, where no event loop runs, as one does in a notebook.
+  """Calls `make` in a new thread, because a notebook already runs an event loop in this one.
 
-  After Ctrl-C nobody waits for the thread. An executor's would be waited for when Python exits.
+  The thread is a daemon, so that Python can exit after Ctrl-C. It would wait for an executor.
   """
   future: Future[T] = Future()
 

@@ -1,8 +1,8 @@
-"""Calls the reward functions of a run, each in the place where it belongs.
+"""Calls the reward functions of a run, each in a worker process or in the process of the run.
 
-Functions that are marked `in_process`, such as the built-in ones whose time is linear in the length
-of a text, and reward models are called in the process of the run. All others are called by workers,
-unless reward.workers is 0.
+The process of the run calls reward models and functions that are marked `in_process`, such as
+built-in functions whose time is linear in the length of a text. Workers call all others, unless
+reward.workers is 0.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,35 +22,36 @@ from grpo_jax.rewards.workers.messages import NotPortable, WorkerCall
 from grpo_jax.rewards.workers.pool import Pool
 from grpo_jax.settings import ConfigError
 
-_SECONDS_TO_ASK = 60.0  # that a fork of this process may take, see `asking`
+_SECONDS_TO_ASK = 60.0  # the timeout for a fork of this process, see `asking`
 
 
 class Caller:
   """Calls reward functions.
 
   Attributes:
-    pool: The workers, or None.
-    stops_on_error: Whether an error of a function for a completion is raised.
+    pool: The workers. None if this process calls all functions.
+    stops_on_error: Whether an error of a reward function is raised. Else the completion for which
+      the function failed has no reward.
   """
 
   def __init__(self, pool: Pool | None, stops_on_error: bool = True) -> None:
-    """Calls them in workers of `pool`. None means always in this process.
-
-    `stops_on_error`: whether what a function raises for a completion is raised, or costs the
-    completion its reward.
-    """
+    """Makes a caller without functions: see the class for the arguments."""
     self.pool, self.stops_on_error = pool, stops_on_error
     self._for_workers: list[tuple[Reward, str]] = []  # with their keys in the pool
-    self._conversational: list[tuple[Reward, bool]] = []  # what is known of functions of the user
+    # The user's functions that have been tried, with whether they read messages.
+    self._conversational: list[tuple[Reward, bool]] = []
 
   def add(self, functions: Mapping[str, Reward]) -> tuple[str, ...]:
-    """Prepares functions, by their names in the config.
+    """Sends functions to the pool, except for those that this process calls.
+
+    Args:
+      functions: The functions by their names in the config.
 
     Returns:
-      For each function that should be called by workers and cannot, a line that says why.
+      A line for each function that cannot be sent to a worker. It says why. This process calls it.
 
     Raises:
-      ConfigError: A worker cannot load one of them.
+      ConfigError: A worker cannot load a function.
     """
     remarks = []
     for source, function in functions.items():
@@ -81,13 +82,13 @@ class Caller:
     """Finds out whether a function of the user reads messages or texts, if that is not known yet.
 
     Args:
-      function: The function.
-      trials: The arguments of calls with made-up completions, with the column `messages`. They are
-        made until the function reads a message, or does not end.
+      function: The reward function.
+      trials: The arguments of trial calls with made-up completions. They include the column
+        `messages`. No more calls are made after the function reads a message, crashes or times out.
 
     Returns:
-      Why such a call did not end, so that the function gets texts without having been seen to read
-      them. "" if all is known.
+      Why a trial call failed without an answer. The function then gets texts. "" if the function is
+      known to read messages or texts.
 
     Raises:
       RewardError: A worker cannot start.
@@ -107,12 +108,12 @@ class Caller:
     return "" if found else problem
 
   def reads_messages(self, function: Reward) -> bool:
-    """Whether a function gets messages where prompts are conversations. Else it gets texts."""
+    """Whether a function gets messages, rather than texts, if the prompts are conversations."""
     found = next((found for one, found in self._conversational if one is function), False)
     return found or has_mark(function, "conversational")
 
   def _asked(self, function: Reward, columns: Columns) -> Answer:
-    """1 for made-up completions if a function reads a message in a call with them."""
+    """Makes a trial call. The answer has rewards of 1 if the function reads messages, else of 0."""
     if self.uses_workers(function):
       call = self._call(function, columns, 0)
       call = dataclasses.replace(call, asks=True, again=False, is_async=False)
@@ -121,7 +122,7 @@ class Caller:
     return call_in_parts(ask, name_of(function), columns, 0, 1)
 
   def _columns_of(self, function: Reward, columns: Columns) -> Columns:
-    """The columns as the function reads them: with texts or, if there are any, with messages."""
+    """Converts prompts and completions to messages if there are any and the function reads them."""
     is_conversation = "messages" in columns and self.reads_messages(function)
     return conversation.as_messages(columns) if is_conversation else columns
 
@@ -134,29 +135,30 @@ class Caller:
     *,
     votes: bool = False,
   ) -> list[Pending[Answer]]:
-    """Starts calls. The workers begin at once.
+    """Starts calls of reward functions. The workers begin at once.
 
     Args:
-      functions: The functions.
-      columns: Their arguments: completions and other lists, with the groups one after the other.
+      functions: The reward functions.
+      columns: The arguments: lists with one entry for each completion, in the order of the groups.
       step: The number of the step.
       group_size: How many completions a group has.
-      votes: Whether to ask which completions have equal answers, in place of scores: `votes.py`.
+      votes: Whether the functions return votes, which say which completions have equal answers,
+        instead of scores: see `votes.py`.
 
     Returns:
-      The answer of each function. A function that no worker calls is called when somebody asks for
-      its answer. An answer raises RewardError if the run must stop.
+      A pending answer for each function. `result()` calls the function first if no worker does. It
+      raises RewardError if the run must stop.
     """
     count = len(columns["completions"])
     groups = [range(start, min(start + group_size, count)) for start in range(0, count, group_size)]
-    calls = list[WorkerCall]()  # a function's groups one after the other
+    calls = list[WorkerCall]()  # by function, then by group
     for function in filter(self.uses_workers, functions):
       read = self._columns_of(function, columns)
       calls += [self._call(function, rows_of(read, rows), step, votes) for rows in groups]
-    # All calls together are one job of the pool. Without calls there is none.
+    # All calls are one job of the pool, so `futures` has one entry, or none without calls.
     futures = [self.pool.start(calls, self.stops_on_error)] if calls else []
 
-    def of_workers(place: int) -> Answer:
+    def of_workers(place: int) -> Answer:  # place: the index among functions that workers call
       answers = [answer for future in futures for answer in future.result()]
       first = place * len(groups)
       return joined(count, zip(groups, answers[first : first + len(groups)]))
@@ -168,15 +170,15 @@ class Caller:
     found, place = list[Pending[Answer]](), 0
     for function in functions:
       if self.uses_workers(function):
-        one = Pending(functools.partial(of_workers, place), futures)
+        pending = Pending(functools.partial(of_workers, place), futures)
         place += 1
       else:
-        one = Pending(functools.partial(of_this_process, function))
-      found.append(one.then(self._checked))
+        pending = Pending(functools.partial(of_this_process, function))
+      found.append(pending.then(self._checked))
     return found
 
   def _checked(self, answer: Answer) -> Answer:
-    errors = [one for one in answer.failures if one.kind == "error"]
+    errors = [failure for failure in answer.failures if failure.kind == "error"]
     if errors and self.stops_on_error:
       raise RewardError(errors[0].text)
     return answer
@@ -200,27 +202,28 @@ class Caller:
     return call_in_parts(function, name_of(function), columns, step, group_size)
 
 
-FIRST_OF_TASK = "rewards"  # as eval.function: the first function that is for a problem's task
+# This value of eval.function means the first reward function that is for a problem's task.
+FIRST_OF_TASK = "rewards"
 
 
 def tasks_in(entry: str) -> list[str]:
-  """The tasks in an entry of reward.tasks, such as "gsm8k,svamp". An empty one has none."""
+  """Splits an entry of reward.tasks, such as "gsm8k,svamp", into tasks. None for an empty entry."""
   return [name.strip() for name in entry.split(",") if name.strip()]
 
 
 def check_tasks(
   tasks: Sequence[str], functions: Sequence[str], sources: Sequence[str], eval_function: str
 ) -> None:
-  """Checks reward.tasks. Without a mixture, its names are checked with the data: `check_names`.
+  """Checks reward.tasks. Without data.mixture, `check_names` checks the names with the data.
 
   Args:
-    tasks: Its value.
+    tasks: The value of reward.tasks.
     functions: The value of reward.functions.
     sources: The names of the sources of data.mixture.
     eval_function: The value of eval.function.
 
   Raises:
-    ConfigError: It does not fit the other settings.
+    ConfigError: reward.tasks conflicts with the other settings.
   """
   if len(tasks) not in (0, len(functions)):
     raise ConfigError(
@@ -248,10 +251,10 @@ def check_names(entries: Sequence[str], found: Collection[str] | None) -> list[s
     found: The tasks of the training examples. None if they are not known yet.
 
   Returns:
-    The tasks of examples that no function scores.
+    The tasks of examples that no function scores, sorted. Empty if `found` is None.
 
   Raises:
-    ConfigError: A name is that of no example.
+    ConfigError: No example has a task that reward.tasks names.
   """
   named = [name for entry in entries for name in tasks_in(entry)]
   if found is None:
@@ -262,7 +265,7 @@ def check_names(entries: Sequence[str], found: Collection[str] | None) -> list[s
         f"config key reward.tasks is {tuple(entries)}: no training example has the task {name!r};"
         f" they have {', '.join(sorted(found)):.400}"
       )
-  if not all(map(tasks_in, entries)):  # a function for all tasks
+  if not all(map(tasks_in, entries)):  # a function without tasks scores all examples
     return []
   return sorted({*found} - {*named})
 
@@ -276,33 +279,33 @@ def start_for_tasks(
   *,
   votes: bool = False,
 ) -> list[Pending[Answer]]:
-  """As `Caller.start`, but a function gets only the rows of its tasks, and scores no others.
+  """As `Caller.start`, but each function gets and scores only the rows of the tasks that it is for.
 
   Args:
     caller: Calls the functions.
-    functions: Each with its entry of reward.tasks.
-    columns: The arguments. `task` holds the task of each row.
+    functions: Pairs of a reward function and the entry of reward.tasks for it.
+    columns: The arguments. The column `task` has the task of each row.
     step: The number of the step.
-    group_size: How many completions a group has. They are of one prompt, and so of one task.
+    group_size: How many completions a group has. They have the same prompt, so the same task.
     votes: As for `Caller.start`.
   """
   start = functools.partial(caller.start, step=step, group_size=group_size, votes=votes)
-  everyone = [function for function, entry in functions if not tasks_in(entry)]
-  for_everyone = iter(start(everyone, columns))
+  for_all_tasks = [function for function, entry in functions if not tasks_in(entry)]
+  answers_for_all = iter(start(for_all_tasks, columns))
   found = []
   for function, entry in functions:
     if tasks_in(entry):
-      own = [row for row, task in enumerate(columns["task"]) if task in tasks_in(entry)]
-      found.append(_start_for(start, function, columns, own))
+      rows = [row for row, task in enumerate(columns["task"]) if task in tasks_in(entry)]
+      found.append(_start_for(start, function, columns, rows))
     else:
-      found.append(next(for_everyone))
+      found.append(next(answers_for_all))
   return found
 
 
 def _start_for(
   start: Callable[..., list[Pending[Answer]]], function: Reward, columns: Columns, rows: list[int]
 ) -> Pending[Answer]:
-  """Starts the calls of a function for some rows."""
+  """Starts the calls of a function for some rows. All other rows get no steps."""
   count = len(columns["completions"])
   if has_mark(function, "needs_every_row"):
     (for_all,) = start([function], columns)
@@ -314,5 +317,6 @@ def _start_for(
 
 
 def _without_others(answer: Answer, rows: set[int]) -> Answer:
-  steps = [own if row in rows else [] for row, own in enumerate(answer.steps)]
+  """Drops the steps of all rows that are not in `rows`."""
+  steps = [one if row in rows else [] for row, one in enumerate(answer.steps)]
   return dataclasses.replace(answer, steps=steps)

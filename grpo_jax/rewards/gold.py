@@ -1,10 +1,10 @@
-"""Gold answers: the column `answer`, with which functions compare what a completion says."""
+"""Gold answers: the column `answer`, with which reward functions compare completions."""
 
 from typing import Any
 
-READABLE = (str, int, float)  # what a gold answer may be. A number counts as its text
+READABLE = (str, int, float)  # the types of gold answers. A number is converted to its text
 
 
 def gold_text(answer: Any) -> str | None:
-  """A gold answer as a text. None where the row has none, or has a list or an object there."""
+  """Converts a gold answer to text. None if there is none, or it is of another type."""
   return str(answer) if isinstance(answer, READABLE) else None

@@ -1,4 +1,4 @@
-"""Reward functions by their names in the config."""
+"""Finds reward functions by their names in the config."""
 
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 import contextlib
@@ -38,9 +38,9 @@ from grpo_jax.settings import ConfigError
 _Scores = Sequence[float | Steps | NoReward | None]
 Reward = Callable[..., _Scores | Coroutine[Any, Any, _Scores]]
 
-# Those that are marked `in_process` take time that is linear in the length of the text, for any
-# text and any parameters. The others run patterns, packages or programs that can take long, or wait
-# for a server, so workers call them.
+# The time of functions that are marked `in_process` is linear in the length of the text, for any
+# text and parameters. Workers call the others, which run patterns, packages or programs that can
+# take long, or wait for a server.
 REWARDS: dict[str, Reward] = {
   "strict": final_number.strict,
   "flexible": final_number.flexible,
@@ -64,39 +64,39 @@ REWARDS: dict[str, Reward] = {
   "think_format": tags.think_format,
 }
 _OURS = frozenset(REWARDS)
-SECONDS_TO_LOAD = 120.0  # the file or the module of a function, in each process that calls it
+SECONDS_TO_LOAD = 120.0  # the time limit for importing the file or the module of a function
 
 
 def register_reward(function: Reward) -> Reward:
-  """Gives a reward function of this program a name in configs: its own.
+  """Registers a reward function of the user's program under the function's name.
 
-  It can be used as a decorator. `reward.functions` and `eval.function` then find the name. The
-  config that a run saves holds the name alone, so a program that goes on with the run registers the
-  function first.
+  Can be used as a decorator. `reward.functions` and `eval.function` may then use the name. A run
+  saves only the name in its config, so a program that resumes the run must register the function
+  first.
 
   Args:
-    function: See `grpo_jax/rewards/__init__.py` for its arguments and what it returns.
+    function: See `grpo_jax/rewards/__init__.py` for its arguments and return value.
 
   Returns:
     The function.
 
   Raises:
-    ConfigError: A reward function of grpo_jax has this name, or it has none.
+    ConfigError: The function has no name, or a reward function of grpo_jax has the same name.
   """
   register("reward function", REWARDS, function, function)
   return function
 
 
 def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
-  """The reward function that a config key names.
+  """Finds the reward function that a config key names, and binds its parameters.
 
-  Whoever may also name reward models looks for these first, so that a model is an error here.
+  A reward model is an error here: a caller that allows models looks for them first.
 
   Args:
     name: A key of `REWARDS`, or `path/file.py:function`, or `package.module:function`. The file is
-      executed, and the module is imported. Parameters may follow: see `rewards/options.py`.
-    key: The config key that holds `name`, for error messages.
-    is_model: Returns whether a name is the folder of a model, or the name of one on
+      executed, or the module imported. Parameters may follow: see `rewards/options.py`.
+    key: The config key of `name`, for error messages.
+    is_model: is_model(name) tells whether `name` is the folder of a model, or a model's name on
       huggingface.co.
 
   Raises:
@@ -118,15 +118,15 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
 
 
 def named(name: str, key: str, choices: str) -> Any:
-  """The function that `path/file.py:name` or `package.module:name` names.
+  """Finds the function that `path/file.py:function` or `package.module:function` names.
 
   Args:
-    name: The file is executed, and the module is imported.
-    key: The config key that holds it, for error messages.
-    choices: The names that a user can write instead, for the message of a name of another form.
+    name: Such a name. The file is executed, or the module imported.
+    key: The config key of `name`, for error messages.
+    choices: The names that a user can write, for the error if `name` has another form.
 
   Raises:
-    ConfigError: There is nothing of this name, or it cannot be called.
+    ConfigError: There is no such function, or it is not callable.
   """
   file, _, attribute = name.rpartition(":")
   if not file.endswith(".py") and all(part.isidentifier() for part in file.split(".")):
@@ -142,17 +142,17 @@ def named(name: str, key: str, choices: str) -> Any:
 def resolve_all(
   names: Sequence[str], load_model: Callable[[str], Reward], is_model: Callable[[str], bool]
 ) -> list[Reward]:
-  """The reward functions and reward models that `reward.functions` names, in its order.
+  """Finds the reward functions and loads the reward models of `reward.functions`, in that order.
 
   Args:
     names: The value of the config key `reward.functions`.
-    load_model: Loads the reward model of a name for which `is_model` is true.
-    is_model: Returns whether a name is the folder of a model, or the name of one on
-      huggingface.co. It decides only about names that are not in `REWARDS`.
+    load_model: load_model(name) returns the reward model of this name.
+    is_model: is_model(name) tells whether `name` is the folder of a model, or a model's name on
+      huggingface.co. It is not called for names in `REWARDS`.
 
   Raises:
-    ConfigError: A name has no function, or two functions have the same `name_of`, so that their
-      metrics would have the same names too.
+    ConfigError: There is no function of a name, or two functions have the same `name_of`, so that
+      their metrics would have the same names, too.
   """
   functions = []
   for name in names:
@@ -171,7 +171,7 @@ def resolve_all(
 
 
 def is_named(name: str) -> bool:
-  """Whether any process finds the function of this name: it is one of ours, or of a file."""
+  """Whether other processes can find the function: it is of this package, a file or a module."""
   plain_name, _ = calls.split(name)
   return ":" in plain_name or plain_name in _OURS
 
@@ -188,7 +188,7 @@ def _function_of(module: ModuleType, attribute: str, name: str, key: str) -> Rew
 
 
 def import_module(module_name: str, key: str) -> ModuleType:
-  """Imports a module. Raises ConfigError for whatever that raises, sys.exit included."""
+  """Imports a module. Raises ConfigError if the import raises anything, SystemExit included."""
   try:
     with _in_time(module_name, key):
       return importlib.import_module(module_name)
@@ -199,12 +199,12 @@ def import_module(module_name: str, key: str) -> ModuleType:
 
 
 def load_module(path: pathlib.Path, key: str) -> ModuleType:
-  """Executes the file. Raises ConfigError for whatever it raises, sys.exit included."""
+  """Executes a file as a module. Raises ConfigError if it raises anything, SystemExit included."""
   path_hash = hashlib.sha1(str(path).encode()).hexdigest()[:12]
   module_name = f"reward_file_{path_hash}"
   spec = importlib.util.spec_from_file_location(module_name, path)
   module = importlib.util.module_from_spec(spec)
-  # dataclasses and pickle look up the module of a class here, so it must be there before it runs.
+  # dataclasses and pickle look up the module of a class in sys.modules while the file runs.
   sys.modules[module_name] = module
   try:
     with _in_time(str(path), key):
@@ -219,7 +219,7 @@ def load_module(path: pathlib.Path, key: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _in_time(what: str, key: str) -> Iterator[None]:
-  """Says on stderr that the block takes long. Raises ConfigError if it takes too long."""
+  """Shows that the block imports `what`. Raises ConfigError after `SECONDS_TO_LOAD`."""
   try:
     with doing(f"importing {what}"), timing.limited(SECONDS_TO_LOAD):
       yield

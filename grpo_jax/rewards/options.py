@@ -1,18 +1,18 @@
 """Parameters of reward functions.
 
 A config writes them as a call: `cosine(max_length=512)`, `my_rewards.py:brevity(scale=0.01)`.
-`grpo_jax/calls.py` reads it. The values become keyword arguments of the function, which gives each
-a default:
+`grpo_jax/calls.py` parses it. The values become keyword arguments of the function, which must have
+a default for each:
 
   def brevity(completions, *, scale=0.01, **columns):
     return [-scale * len(text) for text in completions]
 
-The parameter `name` is for all functions. It is the name in metrics and messages, so that a config
-can use a function twice: `regex(name='has_code', pattern='.*def .*')`.
+Every function also has the parameter `name`. It sets the name in metrics and messages, so that a
+config can use a function twice: `regex(name='has_code', pattern='.*def .*')`.
 
-An annotation such as `Annotated[int, at_least(1)]` gives a parameter a range. A function of this
-package may have an attribute `check_options`, a function that gets the name and all parameters
-before the run starts and raises ConfigError.
+An annotation such as `Annotated[int, at_least(1)]` sets the range of a parameter. A function of
+this package may have an attribute `check_options(name, parameters)`: a function that checks all
+parameters before the run starts, and raises ConfigError.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,26 +39,27 @@ _KINDS = {
 def bind(
   function: Callable[..., Any], name: str, options: Mapping[str, Any], key: str
 ) -> Callable[..., Any]:
-  """The function with its parameters set.
+  """Binds parameters to a reward function.
 
   Args:
     function: A reward function.
-    name: Its name in the config, without parameters.
-    options: Values of its parameters, by name.
-    key: The config key that names it, for error messages.
+    name: The name of the function in the config, without parameters.
+    options: The values of parameters, by name.
+    key: The config key that names the function, for error messages.
 
   Returns:
     A callable with the attributes of the function, or the function itself if there is nothing to
-    set. A column of the data set with the name of a parameter that is set does not reach it.
+    bind. A column of the data does not replace a bound parameter of the same name.
 
   Raises:
-    ConfigError: It has no such parameter, or a value has the wrong type or is out of its range.
+    ConfigError: The function has no such parameter, or a value has the wrong type or is out of
+      range.
   """
   given, where = dict(options), f"{key}: {name}"
   is_ours = getattr(function, "__module__", "").startswith("grpo_jax.rewards.")
-  shown_name = given.pop("name", "")
-  if not isinstance(shown_name, str) or (shown_name and not re.fullmatch(r"[\w.-]+", shown_name)):
-    raise ConfigError(f"{where}(name={shown(shown_name)}): name must be letters, digits and _.-")
+  new_name = given.pop("name", "")
+  if not isinstance(new_name, str) or (new_name and not re.fullmatch(r"[\w.-]+", new_name)):
+    raise ConfigError(f"{where}(name={shown(new_name)}): name must be letters, digits and _.-")
   parameters = _parameters(function, is_ours)
   for option, value in given.items():
     if option not in parameters:
@@ -66,22 +67,19 @@ def bind(
     problem = _problem(value, parameters[option])
     if problem:
       raise ConfigError(f"{where}({option}={shown(value)}): {option} {problem}")
-  if is_ours:
+  if is_ours:  # defaults are bound, too, so that a column of the data cannot replace them
     given = {parameter.name: parameter.default for parameter in parameters.values()} | given
     if hasattr(function, "check_options"):
       function.check_options(where, given)
-  if not given and not shown_name:
+  if not given and not new_name:
     return function
   bound = _Bound(function, **given)
-  bound.__name__ = shown_name or getattr(function, "__name__", type(function).__name__)
+  bound.__name__ = new_name or getattr(function, "__name__", type(function).__name__)
   return bound
 
 
 class _Bound(functools.partial[Any]):
-  """A partial function whose keyword arguments a call cannot replace.
-
-  It has the attributes of the function.
-  """
+  """A partial function with the function's attributes. A call cannot replace bound arguments."""
 
   __name__: str
 
@@ -90,7 +88,7 @@ class _Bound(functools.partial[Any]):
 
   @property
   def __signature__(self) -> inspect.Signature:
-    """The arguments that are left to give, as error messages show them."""
+    """The signature without the bound arguments, and without annotations, for error messages."""
     parameters = inspect.signature(self.func).parameters.values()
     left = [one for one in parameters if one.name not in self.keywords]
     return inspect.Signature([one.replace(annotation=one.empty) for one in left])
@@ -104,9 +102,8 @@ class _Bound(functools.partial[Any]):
 def _parameters(function: Callable[..., Any], is_ours: bool) -> dict[str, inspect.Parameter]:
   """The arguments that a config can set: those that have a default.
 
-  In a function of this package these are the arguments after the `*`. Others may be columns that a
-  data set need not have. All parameters of such a function are set, so that no column is taken for
-  one of them.
+  In a function of this package (`is_ours`), they must also come after the `*`. Arguments before it
+  with a default are columns that a data set may lack.
   """
   try:
     parameters = inspect.signature(function).parameters
@@ -130,7 +127,7 @@ def _unknown(option: str, names: list[str]) -> str:
 
 
 def _problem(value: Any, parameter: inspect.Parameter) -> str:
-  """The requirement that the value of a parameter breaks. Empty if it breaks none."""
+  """Why a value is invalid for a parameter: wrong type, or out of range. Empty if it is valid."""
   kind: Any = parameter.annotation
   metadata: list[Any] = []
   if typing.get_origin(kind) is typing.Annotated:
@@ -142,6 +139,6 @@ def _problem(value: Any, parameter: inspect.Parameter) -> str:
   fits = fits or (kind in (list, tuple) and type(value) in (list, tuple))
   if kind in _KINDS and not fits and value is not parameter.default:
     return f"must be {_KINDS[kind]}"
-  ranges = [one for one in metadata if isinstance(one, Range)]
-  problems = [one.requirement for one in ranges if not one.contains(value)]
+  ranges = [interval for interval in metadata if isinstance(interval, Range)]
+  problems = [interval.requirement for interval in ranges if not interval.contains(value)]
   return f"is out of its range: {problems[0]}" if problems else ""

@@ -1,4 +1,4 @@
-"""Files of a user that register parts under names that a config can have."""
+"""Plugins: files and modules of a user that register names for configs."""
 
 from collections.abc import Sequence
 import pathlib
@@ -7,19 +7,19 @@ from grpo_jax.rewards.names import import_module, load_module
 from grpo_jax.settings import ConfigError, shown
 
 _KEY = "config key plugins"
-_loaded: dict[pathlib.Path, int] = {}  # files, with the time of their last change
+_loaded: dict[pathlib.Path, int] = {}  # the time of a file's last change, in nanoseconds
 
 
 def load(plugins: Sequence[str]) -> None:
-  """Executes files, or imports modules, so that what they register is there.
+  """Executes files and imports modules, which register names.
 
   A file is executed once, and again after it has changed.
 
   Args:
-    plugins: Paths of files that end in .py, and names of modules.
+    plugins: Paths of .py files, and names of modules.
 
   Raises:
-    ConfigError: There is no such file or module, or it raises an exception.
+    ConfigError: A file or module does not exist, or raises an exception.
   """
   for plugin in plugins:
     if not plugin.endswith(".py"):

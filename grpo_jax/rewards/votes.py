@@ -1,8 +1,8 @@
 """Votes: which completions of a prompt give the same answer, for maj@k.
 
-A reward function says which answer it reads with the mark `answer_of`, and when two answers are
-equal with `same_answer`: see `marks.py`. `voting` makes of it a function that is called as a reward
-function is: in the same place, with the same limits.
+The marks `answer_of` and `same_answer` of a reward function extract and compare answers: see
+`marks.py`. `voting` wraps them as a reward function, which runs in the same process and with the
+same limits as others.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,19 +14,20 @@ from grpo_jax.rewards.marks import whole_groups
 
 
 def has_votes(function: Callable[..., Any]) -> bool:
-  """Whether a reward function says which answer it reads."""
+  """Whether a reward function has the mark `answer_of`."""
   return callable(getattr(function, "answer_of", None))
 
 
 def voting(function: Callable[..., Any], group_size: int = 0) -> Callable[..., Any]:
-  """A reward function that gives equal numbers to the completions of a prompt with equal answers.
+  """Returns a reward function whose scores are equal for completions with equal answers.
 
   Args:
-    function: A reward function for which `has_votes`.
-    group_size: How many completions a prompt has, one after the other. 0 means that all are of one.
+    function: A reward function for which `has_votes` is true.
+    group_size: How many consecutive completions belong to a prompt. 0 means all.
 
   Returns:
-    The function. It gives None to a completion without an answer.
+    The function. Its score for a completion is the index of the first completion of the prompt with
+    an equal answer, or None for a completion without an answer.
   """
 
   answer_of: Callable[..., Any] = getattr(function, "answer_of")  # noqa: B009  for mypy
@@ -39,11 +40,11 @@ def voting(function: Callable[..., Any], group_size: int = 0) -> Callable[..., A
     if not isinstance(answers, (list, tuple)) or len(answers) != count:
       raise ValueError(f"answer_of must return a list of {count} answers")
     same = getattr(function, "same_answer", None)
-    found: list[int | None] = []
+    scores: list[int | None] = []
     for start in range(0, count, group_size or max(1, count)):
       group = answers[start : start + (group_size or count)]
-      found += [None if one is None else start + one for one in _first_equals(group, same)]
-    return found
+      scores += [None if one is None else start + one for one in _first_equals(group, same)]
+    return scores
 
   votes.__name__ = f"{name_of(function)}.answer_of"
   return votes
@@ -52,18 +53,18 @@ def voting(function: Callable[..., Any], group_size: int = 0) -> Callable[..., A
 def _first_equals(
   answers: Sequence[Any], same: Callable[[Any, Any], bool] | None
 ) -> list[int | None]:
-  """For each answer the place of the first one that it is equal to. None for no answer."""
-  firsts = list[int]()
+  """For each answer, finds the index of the first equal answer. None for no answer."""
+  firsts = list[int]()  # the first answer of each set of equal answers
   found: list[int | None] = []
-  for place, answer in enumerate(answers):
+  for index, answer in enumerate(answers):
     if answer is None:
       found.append(None)
       continue
-    # `same` may be slow, and most answers are written alike.
+    # == comes first: `same` may be slow, and most equal answers are written alike.
     first = next((one for one in firsts if answers[one] == answer), None)
     if first is None and same is not None:
       first = next((one for one in firsts if same(answers[one], answer)), None)
     if first is None:
-      firsts.append(place)
-    found.append(place if first is None else first)
+      firsts.append(index)
+    found.append(index if first is None else first)
   return found

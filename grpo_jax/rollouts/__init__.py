@@ -1,4 +1,4 @@
-"""Play: completions of prompts, alone or in turns with tools, environments and harnesses.
+"""Completes prompts with the policy, with or without tools, environments and harnesses.
 
-It may import run/, serving/, environments/ and what lies below them. It knows no rewards.
+It may import run/, serving/, environments/ and the folders below them. It does not know rewards.
 """

@@ -1,14 +1,14 @@
-"""Turns the calls that a program makes to the policy into rows to learn from.
+"""Converts the calls that a program makes to the policy into rows to learn from.
 
 The calls of a rollout form trees. A call is the child of an earlier one if its prompt begins with
-that call's prompt and answer. Every other call begins a tree, as the first call of each agent does.
-A branch is a path from the first call of a tree to a call without children. The policy reads the
-tokens that the program added between two calls, and does not learn them. Tokens that two branches
-share are learned once, in the first of the two.
+that call's prompt and answer. Every other call is the root of a tree, such as the first call of
+each agent. A branch is a path from a root to a call without children. Tokens that the program added
+between two calls are in the row, but not in the loss. Tokens that two branches share are in the
+loss once, in the first of the two.
 
-The rows of a group have one prompt: the tokens with which the first calls of all its branches
-begin. If agents have different system prompts, the rest of each lies in its rows. There it is read
-and not learned.
+All rows of a group have the same prompt: the longest common prefix of the prompts of its roots. If
+agents have different system prompts, the rest of each prompt is at the start of its rows, and not
+in the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ class Branch(NamedTuple):
   """The tokens of a branch.
 
   Attributes:
-    tokens: The token ids, from the prompt of its first call on.
-    calls: For each token, the number of the call that wrote it. -1 if the program wrote it.
-    sampled: For each token, whether it is learned: the policy wrote it, and no earlier branch has
-      it.
+    tokens: The token ids, from the prompt of the first call on.
+    calls: For each token, the index of the call that wrote it. -1 if the program wrote it.
+    sampled: For each token, whether it is in the loss: the policy wrote it, and no earlier branch
+      has it.
     logprobs: For each token, its log-prob, or 0 if the program wrote it.
-    is_cut: Whether a limit ended the branch.
-    asked: How many tokens the prompt of its first call has.
+    is_cut: Whether a token limit cut the branch off.
+    asked: How many tokens the prompt of the first call has.
   """
 
   tokens: tuple[int, ...] = ()
@@ -43,34 +43,34 @@ class Branch(NamedTuple):
 
   @property
   def prompt(self) -> tuple[int, ...]:
-    """The prompt of its first call."""
+    """The prompt of the branch's first call."""
     return self.tokens[: self.asked]
 
   def after(self, start: int, most: int) -> "Branch":
-    """The `most` tokens from `start` on."""
-    kept = slice(start, start + most)
+    """Returns the branch with only the tokens from `start` on, at most `most` of them."""
+    window = slice(start, start + most)
     return Branch(
-      self.tokens[kept],
-      self.calls[kept],
-      self.sampled[kept],
-      self.logprobs[kept],
+      self.tokens[window],
+      self.calls[window],
+      self.sampled[window],
+      self.logprobs[window],
       self.is_cut or len(self.tokens) > start + most,
       max(0, self.asked - start),
     )
 
 
 def branches_of(traces: Sequence[Trace], count: int) -> tuple[list[Branch], int]:
-  """The branches of a rollout.
+  """Selects up to `count` branches of a rollout, greedily by how many new tokens each adds.
+
+  The first branch must begin with the prompt of the first call. A new token is one that the policy
+  wrote and no earlier branch has.
 
   Args:
-    traces: The calls in the order in which they were asked.
-    count: The most branches.
+    traces: The calls in the order in which the program made them.
+    count: The largest number of branches.
 
   Returns:
-    (branches, the number of calls that are in none of them). There is at least one branch, which
-    has no tokens if there was no call. The first branch begins with the prompt of the first call,
-    and has the most tokens of the policy among those that do. Each later branch has the most tokens
-    that no earlier branch has.
+    (branches, the number of calls in none of them). Without calls, one branch without tokens.
   """
   paths = _paths(traces)
   found, learned = list[Branch](), set[int]()
@@ -84,7 +84,7 @@ def branches_of(traces: Sequence[Trace], count: int) -> tuple[list[Branch], int]
     best = max(choices, key=new_tokens)
     if not new_tokens(best):
       break
-    choices = paths
+    choices = paths  # only the first branch must begin with `first`
     sampled = tuple(call >= 0 and call not in learned for call in best.calls)
     found.append(best._replace(sampled=sampled))
     learned |= {call for call in best.calls if call >= 0}
@@ -92,7 +92,7 @@ def branches_of(traces: Sequence[Trace], count: int) -> tuple[list[Branch], int]
 
 
 def shared_prompt(branches: Sequence[Branch], most: int) -> tuple[int, ...]:
-  """The first tokens that the prompts of all branches share, at most so many."""
+  """Returns the longest common prefix of the branches' prompts, cut to `most` tokens."""
   prompts = [branch.prompt for branch in branches]
   length = min(map(len, prompts), default=0)
   same = (len(set(tokens)) == 1 for tokens in zip(*prompts))
@@ -100,9 +100,9 @@ def shared_prompt(branches: Sequence[Branch], most: int) -> tuple[int, ...]:
 
 
 def _paths(traces: Sequence[Trace]) -> list[Branch]:
-  """The path from the first call of a tree to each call, with the tokens of both included.
+  """Returns for each call the path from its root, including the call's own answer.
 
-  A call's parent is the earlier one whose path is the longest beginning of the call's prompt.
+  A call's parent is the earlier call whose path is the longest prefix of the call's prompt.
   """
   paths = list[Branch]()
   for number, trace in enumerate(traces):
@@ -125,12 +125,12 @@ def _paths(traces: Sequence[Trace]) -> list[Branch]:
 def as_completions(
   rows: Mapping[tuple[int, int], Branch], shape: tuple[int, int], T: int
 ) -> Completions:
-  """Rows as arrays.
+  """Converts rows to padded numpy arrays.
 
   Args:
-    rows: The rows by their places [p, b]. Rows at other places are empty.
+    rows: The rows by their indices [p, b]. Rows at other indices are empty.
     shape: The sizes (P, B).
-    T: The most tokens of a row.
+    T: The token limit of a row.
   """
   found = Completions(
     tokens_PGT=np.zeros((*shape, T), np.int32),
@@ -140,12 +140,12 @@ def as_completions(
     behavior_logprobs_PGT=np.zeros((*shape, T), np.float32),
     stopped_by_PG=np.full(shape, -1, np.int32),
   )
-  for place, row in rows.items():
+  for index, row in rows.items():
     length = len(row.tokens)
-    found.tokens_PGT[place][:length] = row.tokens
-    found.sampled_PGT[place][:length] = row.sampled
-    found.logprobs_PGT[place][:length] = np.where(row.sampled, row.logprobs, 0)
-    found.lengths_PG[place] = length
+    found.tokens_PGT[index][:length] = row.tokens
+    found.sampled_PGT[index][:length] = row.sampled
+    found.logprobs_PGT[index][:length] = np.where(row.sampled, row.logprobs, 0)
+    found.lengths_PG[index] = length
     if length and not row.is_cut:
-      found.stopped_by_PG[place] = row.tokens[-1]
+      found.stopped_by_PG[index] = row.tokens[-1]
   return found.replace(behavior_logprobs_PGT=found.logprobs_PGT.copy())

@@ -1,4 +1,4 @@
-"""Prompts in, completions out: how training, evaluation and `sample` use a policy.
+"""Completes prompts with a policy, for training, evaluation and `sample`.
 
 To sample somewhere else, let `make_rollout` return another callable (params, prompts, key,
 temperature) -> Rollouts.
@@ -36,10 +36,10 @@ Remote = Callable[[Feed, int, bool], GroupSampler]
 
 
 class Plays(Protocol):
-  """A program that plays with the policy. `rollouts.traced.Harness` is one."""
+  """A program that calls the policy by itself, such as `rollouts.traced.Harness`."""
 
   def rollout(self, group_size: int, greedy: bool) -> WholeBatch:
-    """Completes each prompt `group_size` times."""
+    """Returns a function that completes each prompt of a batch `group_size` times."""
 
 
 class Completer:
@@ -51,23 +51,23 @@ class Completer:
     decode_text: Callable[[list[int]], str],
     at_once: int = 0,
   ):
-    """Completes prompts.
+    """Stores the functions.
 
     Args:
-      player: (feed, prompts, changes=...) -> a player, for `Completer.player`.
-      decode_text: Makes a text from token ids.
-      at_once: The most prompts in flight. 0 means all.
+      player: Makes the player for `Completer.player`, from the same arguments.
+      decode_text: Decodes token ids to a text.
+      at_once: The limit of prompts in flight. 0 means no limit.
     """
     self._player, self._decode_text, self._at_once = player, decode_text, at_once
 
   def player(self, feed: Feed, prompts: int, *, changes: bool = False) -> GroupPlayer:
-    """A player for groups that come and go.
+    """Makes a player for groups that are submitted over time.
 
     Args:
-      feed: The weights of each chunk, as `Parameters.for_sampling` returns them.
-      prompts: How many groups should fit at once.
-      changes: Whether weights change while rows are in flight, and groups follow each other without
-        an end.
+      feed: Returns the weights of the next chunk, as `Parameters.for_sampling` returns them, and
+        their version.
+      prompts: How many groups should be in flight together.
+      changes: Whether weights change while rows are in flight, in an endless stream of groups.
     """
     return self._player(feed, prompts, changes=changes)
 
@@ -79,14 +79,14 @@ class Completer:
     temperature: float = 1.0,
     on_ended: Callable[[int], None] = lambda ended: None,
   ) -> Iterator[Played]:
-    """Completes each prompt of a batch, and yields groups as they end, each once.
+    """Completes each prompt of a batch, and yields each group when it has ended.
 
     Args:
       params: The policy, as `Parameters.for_sampling` returns it.
-      prompts: P prompts, whose numbers are 0 to P - 1.
+      prompts: P prompts. Their groups have the numbers 0 to P - 1.
       key: The root of the random numbers.
       temperature: The temperature of all prompts. Greedy rollouts ignore it.
-      on_ended: Gets how many completions have ended, again and again.
+      on_ended: Called repeatedly with the number of completions that have ended.
     """
     left = len(prompts.prompt_lengths_P)
     player = self.player(lambda: (params, 0), min(self._at_once or left, left))
@@ -105,7 +105,7 @@ class Completer:
 
     Args:
       params: The policy, as `Parameters.for_sampling` returns it.
-      prompts: P prompts, whose numbers are 0 to P - 1.
+      prompts: P prompts.
       key: The root of the random numbers.
       temperature: The temperature of all prompts. Greedy rollouts ignore it.
 
@@ -113,7 +113,7 @@ class Completer:
       The rollouts in the order of the prompts, with texts for the prompts that this process scores.
     """
     parts = [*self.parts(params, prompts, key, temperature)]
-    # Groups come as they end. Their numbers are the places of their prompts in the batch.
+    # Groups come in the order in which they end. Their numbers are the indices of their prompts.
     order = np.argsort([number for part in parts for number in part.numbers])
     rollouts = take(concatenate([part.rollouts for part in parts]), order)
     if rollouts.turns_PG is None:
@@ -139,11 +139,11 @@ def make_rollout(
   Args:
     run: The run.
     group_size: G.
-    greedy: Whether to take the likeliest tokens.
-    max_tokens: The longest completion. None means sampling.max_tokens.
-    at_once: The most prompts in flight. 0 means all.
+    greedy: Whether to sample greedily.
+    max_tokens: The token limit of a completion. None means sampling.max_tokens.
+    at_once: The limit of prompts in flight. 0 means no limit.
     talkers: Tools and environments that answer the policy, or a harness, or None.
-    keeps_experts: Whether completions have the experts of each token.
+    keeps_experts: Whether completions record the experts that each token was routed to.
     remote: Makes a sampler in other processes. None samples in this one.
   """
   sampling, decode = run.config.sampling, run.tokenizer.decode
@@ -156,7 +156,7 @@ def make_rollout(
 
   if remote is None:
     sampler = run.programs.sampler(max_tokens, keeps_experts)
-    if run.parameters.sampling.is_apart and jax.process_count() > 1:
+    if run.parameters.sampling.is_apart and jax.process_count() > 1:  # each samples its own rows
       draws = functools.partial(Draws, end=end, at_once=at_once // jax.process_count())
       own = OwnRows(sampler, group_size, draws, settings_at, run.hosts, decode)
       return whole_batches(own, decode)
@@ -180,7 +180,7 @@ def make_rollout(
 
 
 def whole_batches(complete: WholeBatch, decode_text: Callable[[list[int]], str]) -> Completer:
-  """A `Completer` from a function that can complete only whole batches."""
+  """Makes a `Completer` from a function that can complete only whole batches."""
 
   def player(feed: Feed, prompts: int, *, changes: bool) -> GroupPlayer:
     del prompts, changes
@@ -190,9 +190,9 @@ def whole_batches(complete: WholeBatch, decode_text: Callable[[list[int]], str])
 
 
 class OwnRows:
-  """Samples this process's rows on its own devices, and gets those of the other processes.
+  """Samples this process's rows on its own devices, and then exchanges rows with other processes.
 
-  It completes whole batches, so that the processes exchange rows at the same times.
+  Completes only whole batches, so that all processes exchange rows at the same time.
   """
 
   def __init__(
@@ -204,15 +204,15 @@ class OwnRows:
     hosts: Hosts,
     decode_text: Callable[[list[int]], str],
   ):
-    """Samples nothing yet.
+    """Stores the arguments.
 
     Args:
-      sampler: The sampler on devices of this process.
-      members: G.
+      sampler: The sampler on the devices of this process.
+      members: G, the number of rows per group.
       draws: Makes `Draws` from (key, settings, first_prompt).
-      settings_at: The settings of rows at a temperature.
+      settings_at: Returns the sampling settings of rows at a temperature.
       hosts: The processes of the run.
-      decode_text: Makes a text from token ids.
+      decode_text: Decodes token ids to a text.
     """
     self._sampler, self._members, self._draws = sampler, members, draws
     self._settings_at, self._hosts, self._decode_text = settings_at, hosts, decode_text
@@ -220,11 +220,11 @@ class OwnRows:
   def __call__(
     self, params: Any, prompts: PromptBatch, key: jax.Array, temperature: float
   ) -> Rollouts:
-    """Completes all prompts."""
-    assert prompts.images is None  # check_apart refuses them
+    """Completes all P prompts, of which this process samples `Hosts.own_rows`."""
+    assert prompts.images is None  # check_apart refuses images
     own = self._hosts.own_rows(len(prompts.prompt_lengths_P))
     draws = self._draws(key, self._settings_at(temperature), own.start)
-    given = prompts.prompts_PS[own], prompts.prompt_lengths_P[own]
-    drawn = whole(self._sampler(params, *given, self._members, draws))
+    own_prompts = prompts.prompts_PS[own], prompts.prompt_lengths_P[own]
+    drawn = whole(self._sampler(params, *own_prompts, self._members, draws))
     completions = self._hosts.join_rows(drawn)
     return Rollouts(completions, texts_of(completions, self._decode_text, prompts.own))

@@ -1,7 +1,7 @@
-"""Plays groups: their rows draw in the seats of a sampler, and tools and environments answer them.
+"""Plays groups: a sampler draws their rows, and tools and environments answer the rows' turns.
 
-A row that waits for its answer does not stop the others. The player waits for answers that come
-soon, so that rows draw in the same chunks in every run and numbers repeat to the last bit.
+A row that waits for an answer does not stop the others. But the player waits a moment for quick
+answers, so that the same rows are decoded together in every run and results repeat to the last bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ class Opened(NamedTuple):
 
   Attributes:
     number: The number of the group.
-    prompts: A batch of prompts that has the group's prompt.
-    place: The index of that prompt in `prompts`.
-    key: The root of its random numbers.
+    prompts: A batch of prompts that contains the group's prompt.
+    place: The index of the group's prompt in `prompts`.
+    key: The root of the random numbers.
     row: Completion g draws with fold_in(key, row * G + g).
     temperature: The sampling temperature.
-    version: How many GRPO steps had changed the weights with which the group begins.
+    version: After how many GRPO steps the weights are with which the group begins.
     example: The index of the prompt's example in the data. -1 if it is not known.
   """
 
@@ -49,8 +49,8 @@ class Played(NamedTuple):
 
   Attributes:
     numbers: The numbers of the groups.
-    rollouts: The rollouts of the groups, in this order. Each process has the texts of the groups
-      that it scores, `Hosts.own_rows` of them.
+    rollouts: The rollouts of the groups, in the order of `numbers`. Each process has texts only for
+      the groups that it scores, `Hosts.own_rows`.
   """
 
   numbers: list[int]
@@ -61,23 +61,23 @@ class GroupPlayer(Protocol):
   """Plays groups. All processes of a run call it together.
 
   Attributes:
-    ended: How many completions have ended since it was made.
+    ended: How many completions have ended since the player was created.
   """
 
   ended: int
 
   def submit(self, groups: Sequence[Opened]) -> None:
-    """Queues groups, to be played in this order."""
+    """Queues groups in this order."""
 
   def advance(self) -> list[Played]:
-    """Plays on for a short while. Returns groups that have ended, each once."""
+    """Continues for a short while. Returns groups that have ended, each only once."""
 
   def cancel(self) -> None:
     """Drops all groups."""
 
 
 class PolicyPlayer:
-  """Plays groups whose rows a sampler draws."""
+  """Plays groups with a `GroupSampler`, and with tools and environments if there are any."""
 
   def __init__(
     self,
@@ -90,14 +90,14 @@ class PolicyPlayer:
     *,
     talkers: Talkers | None = None,
   ):
-    """Plays nothing yet.
+    """Creates the player without groups.
 
     Args:
       sampler: Draws the rows.
-      prompts_of: Makes the prompts of requests.
-      settings_at: The settings of rows at a temperature.
-      members: G, the completions of a group.
-      decode_text: Makes a text from token ids.
+      prompts_of: Converts a batch of prompts for `GroupRequest.prompts`.
+      settings_at: Returns the sampling settings of rows at a temperature.
+      members: G, the number of completions per group.
+      decode_text: Decodes token ids to a text.
       hosts: The processes of the run.
       talkers: The tools and environments that answer the policy, or None.
     """
@@ -115,6 +115,7 @@ class PolicyPlayer:
         self._talk.begin(group.number, group.prompts, group.place)
 
   def advance(self) -> list[Played]:
+    """Passes answers to paused rows, lets the sampler draw, and asks for answers to new turns."""
     if self._talk is not None and self._talk.waits:
       for number, member, tokens in self._talk.answers(SOON, until_one=not self.sampler.draws):
         self.sampler.go_on(number, member, tokens)
@@ -131,7 +132,7 @@ class PolicyPlayer:
       self._talk = Talk(self._talkers, self._members)
 
   def _request(self, group: Opened) -> GroupRequest:
-    """The request to the sampler for a group. Groups of one batch share its prompts."""
+    """Makes the sampler's request for a group. Groups of one batch share the converted prompts."""
     if self._latest is None or self._latest[0] is not group.prompts:
       self._latest = group.prompts, self._prompts_of(group.prompts)
     turn_tokens = 0
@@ -149,6 +150,7 @@ class PolicyPlayer:
     )
 
   def _played(self, numbers: list[int], completions: Any) -> Played:
+    """Adds texts and conversations to the completions of groups that have ended."""
     own = self._hosts.own_rows(len(numbers))
     if self._talk is None:
       return Played(numbers, Rollouts(completions, texts_of(completions, self._decode_text, own)))
@@ -161,15 +163,12 @@ WholeBatch = Callable[[Any, PromptBatch, jax.Array, float], Rollouts]
 
 
 class BatchPlayer:
-  """Plays groups with a function that completes whole batches, opened together."""
+  """Plays groups with a function that completes whole batches. They are submitted as whole batches.
+
+  `complete` completes all prompts of a batch. `feed` returns the weights and their version.
+  """
 
   def __init__(self, complete: WholeBatch, feed: Callable[[], tuple[Any, int]]):
-    """Plays nothing yet.
-
-    Args:
-      complete: Completes all prompts of a batch.
-      feed: The weights and their version.
-    """
     self._complete, self._feed = complete, feed
     self._waiting: list[Opened] = []
     self.ended = 0
@@ -178,16 +177,17 @@ class BatchPlayer:
     self._waiting += groups
 
   def advance(self) -> list[Played]:
+    """Completes the oldest batch in the queue, with the current weights."""
     if not self._waiting:
       return []
     first = self._waiting[0]
-    own = [group for group in self._waiting if group.prompts is first.prompts]
-    assert [group.place for group in own] == [*range(len(first.prompts.prompt_lengths_P))]
-    self._waiting = self._waiting[len(own) :]
+    batch = [group for group in self._waiting if group.prompts is first.prompts]
+    assert [group.place for group in batch] == [*range(len(first.prompts.prompt_lengths_P))]
+    self._waiting = self._waiting[len(batch) :]
     key = first.key if first.row == 0 else jax.random.fold_in(first.key, 2**30 + first.row)
     rollouts = self._complete(self._feed()[0], first.prompts, key, first.temperature)
     self.ended += rollouts.completions.lengths_PG.size
-    return [Played([group.number for group in own], rollouts)]
+    return [Played([group.number for group in batch], rollouts)]
 
   def cancel(self) -> None:
     self._waiting = []

@@ -1,7 +1,7 @@
 """Completions on the host, as arrays and as texts.
 
-With an environment, a row also holds tokens that the environment wrote: `Completions.sampled_PGT`
-is False there, so that the learner reads them and does not learn to write them.
+With an environment, a row also contains tokens that the environment wrote. There,
+`Completions.sampled_PGT` is False, so that the loss excludes them.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from grpo_jax.types import Completions, Images, Visual
 
 
 class Branches(struct.PyTreeNode):
-  """The rows to learn from, where a rollout may have several. P prompts have G rollouts each.
+  """The rows to learn from, if a rollout may have several. P prompts have G rollouts each.
 
   Attributes:
-    completions: The rows [P, B], as numpy arrays. The first G of a prompt are the first rows of its
-      rollouts. Rows that are not needed are empty.
-    rollout_PB: int32, the rollout that each row belongs to. The row has the reward of this rollout.
-    turns_PB: object array of `Conversation`, None where a row is empty.
+    completions: The rows [P, B], as numpy arrays. The first G rows of a prompt are the first row of
+      each of its rollouts. Unused rows are empty.
+    rollout_PB: int32, the rollout of each row, whose reward the row has.
+    turns_PB: object array of `Conversation`, None for empty rows.
   """
 
   completions: Completions
@@ -31,7 +31,7 @@ class Branches(struct.PyTreeNode):
 
 
 class HarnessPrompts(struct.PyTreeNode):
-  """The prompts of P groups that a harness chose: the ones that its first calls sent.
+  """The prompts of P groups that a harness chose: each is shared by the group's first calls.
 
   Attributes:
     prompts_PS: int32, right-padded.
@@ -44,7 +44,7 @@ class HarnessPrompts(struct.PyTreeNode):
   @property
   def ids(self) -> list[list[int]]:
     """The token ids of each prompt."""
-    return [own[:length].tolist() for own, length in zip(self.prompts_PS, self.lengths_P)]
+    return [row[:length].tolist() for row, length in zip(self.prompts_PS, self.lengths_P)]
 
 
 class Rollouts(struct.PyTreeNode):
@@ -52,13 +52,12 @@ class Rollouts(struct.PyTreeNode):
 
   Attributes:
     completions: The completions, as numpy arrays.
-    texts_PG: object array of str: the sampled text of each completion, without the token that ended
-      it where that is a special token. With an environment, the policy's last turn. Only the rows
-      that this process scores are filled in, the others hold None.
+    texts_PG: object array of str: the sampled text of each completion, without special tokens. With
+      an environment, the policy's last turn. None in rows that other processes score.
     turns_PG: With an environment: object array of `Conversation`. Otherwise None.
     branches: With environment.branches above 1, the rows to learn from. Otherwise None, and the
-      completions themselves are learned.
-    asked: The prompts that the completions follow, if these are not the data's. Otherwise None.
+      learner uses `completions`.
+    asked: The prompts before the completions, if a harness chose them. Otherwise None.
   """
 
   completions: Completions
@@ -69,7 +68,7 @@ class Rollouts(struct.PyTreeNode):
 
 
 def images_of(prompts: PromptBatch) -> Images | Visual | None:
-  """The images of a batch's prompts: encoded, or as numpy arrays. None if it has none."""
+  """Returns the images of a batch's prompts: encoded if possible, else as numpy arrays, or None."""
   if prompts.visual is not None:
     return prompts.visual
   return None if prompts.images is None else Images(*prompts.images)
@@ -78,7 +77,7 @@ def images_of(prompts: PromptBatch) -> Images | Visual | None:
 def texts_of(
   completions: Completions, decode_text: Callable[[list[int]], str], rows: slice = slice(None)
 ) -> np.ndarray:
-  """The sampled tokens of the completions in `rows` as texts, object array [P, G]."""
+  """Decodes the sampled tokens of the prompts in `rows`, object array [P, G] of texts or None."""
   P, G = completions.lengths_PG.shape
   texts_PG = np.full((P, G), None, object)
   for p in range(P)[rows]:
@@ -90,12 +89,12 @@ def texts_of(
 def last_turns(
   turns_PG: np.ndarray, rows: slice = slice(None), otherwise_PG: np.ndarray | None = None
 ) -> np.ndarray:
-  """The policy's last turns in the conversations in `rows`, object array [P, G] of texts.
+  """Returns the texts of the policy's last turns, object array [P, G].
 
   Args:
-    turns_PG: object array of `Conversation`, None where one is not known.
-    rows: The prompts to take.
-    otherwise_PG: The texts of all other rows. None means no text.
+    turns_PG: object array of `Conversation` or None.
+    rows: The prompts whose conversations are used.
+    otherwise_PG: The texts for all other completions. None means None for each.
   """
   texts_PG = np.full(turns_PG.shape, None, object) if otherwise_PG is None else otherwise_PG.copy()
   for index in np.ndindex(turns_PG[rows].shape):
@@ -105,17 +104,17 @@ def last_turns(
 
 
 def sampled_ids(completions: Completions, p: int, g: int) -> list[int]:
-  """The token ids that the policy sampled in completion [p, g]."""
+  """Returns the token ids that the policy sampled in completion [p, g]."""
   return completions.tokens_PGT[p, g][completions.sampled_PGT[p, g]].tolist()
 
 
 def take(tree: Any, rows: np.ndarray | slice) -> Any:
-  """The same groups of every array of a tree: of `Rollouts`, `Rewards` or both."""
+  """Selects the groups `rows` in every array of a tree, such as `Rollouts` or `Rewards`."""
   return jax.tree.map(lambda x: x[rows], tree)
 
 
 def concatenate(trees: Sequence[Any]) -> Any:
-  """The groups of all trees, one after the other."""
+  """Concatenates the groups of all trees."""
   if len(trees) == 1:
     return trees[0]
   return jax.tree.map(lambda *parts: np.concatenate(parts), *trees)

@@ -1,4 +1,4 @@
-"""Tools and environments answer the turns of the policy while rows are sampled."""
+"""Lets tools and environments answer the policy's turns while other rows are sampled."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 import json
@@ -22,19 +22,19 @@ from grpo_jax.sampler.requests import StoppedRow
 from grpo_jax.settings import ConfigError, RunFailed
 
 Messages = list[dict[str, Any]]
-Schemas = dict[str, dict[str, Any]]  # of tools, by name
+Schemas = dict[str, dict[str, Any]]  # the schemas of tools, by name
 
 
 class Talkers(NamedTuple):
-  """The tools and environments that answer the policy, and the means to call and read them.
+  """The tools and environments that answer the policy, and the functions to call and read them.
 
   Attributes:
     environments: The tools and environments.
-    runner: Calls them.
-    replies: Turns their messages into tokens.
-    decode_text: Decodes tokens without special tokens.
-    decode_calls: Decodes tokens and keeps the special tokens that calls of tools have.
-    marks: The texts of these special tokens. They are removed from the content of a turn.
+    runner: Calls the tools and environments.
+    replies: Converts their messages to tokens.
+    decode_text: Decodes tokens, and drops special tokens.
+    decode_calls: Decodes tokens, and keeps the special tokens in tool calls.
+    marks: The texts of these special tokens, which are removed from the content of a turn.
     hosts: The processes of the run.
     stops_on_error: Whether an environment that raises an exception ends the run.
   """
@@ -55,8 +55,8 @@ class _Called(NamedTuple):
   Attributes:
     name: The name of the tool.
     problem: The error in the call, or "".
-    id: The id of the call in its conversation. "" for a call that is not well-formed, because no
-      message has it.
+    id: The id of the call in its conversation. "" for a malformed call, which is not in the field
+      `tool_calls` of its message.
     arguments: The arguments by name.
   """
 
@@ -67,18 +67,18 @@ class _Called(NamedTuple):
 
 
 class _Asked(NamedTuple):
-  """A turn of the policy, and the requests that it leads to.
+  """A turn of the policy, and the requests whose outcomes answer it.
 
   Attributes:
-    row: The row that wrote it.
-    text: Its text.
-    content: The text without its calls.
-    calls: Its calls of tools.
-    requests: The requests to tools, in the order of the calls that can be made. After them, the
-      request to the environment, if there is one.
-    is_last: Whether no other turn can follow.
-    methods: The tools that are methods of the environment. None if it has a `step`, or if there is
-      no environment.
+    row: The row that wrote the turn.
+    text: The text of the turn.
+    content: The text without the calls.
+    calls: The tool calls in the text.
+    requests: Unless `is_last`, a request for each call without an error, but only one for all calls
+      of methods, which comes at the end. Or one request to an environment's `step`.
+    is_last: Whether limits allow no further turn.
+    methods: The names of the environment's methods that are tools. None if the environment has a
+      `step`, or if there is no environment.
   """
 
   row: StoppedRow
@@ -91,9 +91,15 @@ class _Asked(NamedTuple):
 
 
 class _Answer(NamedTuple):
-  """The answer to a turn. Without messages, the conversation has ended.
+  """The answer to a turn.
 
-  `has_ended` says that an environment with methods gave its reward and was pickled.
+  Attributes:
+    messages: The messages to the policy. Empty if the conversation has ended.
+    reward: The reward of the turn, or None.
+    failures: How many tool calls of the turn failed.
+    problem, kind: The failure, as `problem_of` returns it.
+    environment: The pickled object of an environment with methods, at its end. Otherwise "".
+    has_ended: Whether an environment with methods has returned its final reward.
   """
 
   messages: Messages
@@ -106,7 +112,7 @@ class _Answer(NamedTuple):
 
 
 class _Question(NamedTuple):
-  """A turn that waits for its answer. `since` is when it was asked, in monotonic seconds."""
+  """A turn and the pending outcomes of its requests, sent at `since` by `time.monotonic`."""
 
   asked: _Asked
   outcomes: Pending[list[Outcome]]
@@ -114,23 +120,23 @@ class _Question(NamedTuple):
 
 
 class Talk:
-  """The conversations of the groups in play. Each process makes the requests of its own prompts.
+  """The conversations of the groups in flight. Each process sends the requests of its own prompts.
 
   Attributes:
     waits: Whether a row of any process waits for an answer.
   """
 
   def __init__(self, talkers: Talkers, group_size: int) -> None:
-    """Begins without groups."""
+    """Begins without groups. `group_size` is G."""
     self._talkers, self._members = talkers, group_size
     self._settings = talkers.environments.settings
     self._name = uuid.uuid4().hex
     self._prompts: dict[int, tuple[PromptBatch, int]] = {}  # (batch, place in it) by group
     self._conversations: dict[tuple[int, int], Conversation] = {}
-    # The states of environments that have taken a step. "" for one that stays in its worker.
+    # By row, the pickled environment after its last turn. "" if the object stays in its worker.
     self._states: dict[tuple[int, int], str] = {}
-    self._waiting: set[tuple[int, int]] = set()  # of all processes
-    self._questions: dict[tuple[int, int], _Question] = {}  # of this one
+    self._waiting: set[tuple[int, int]] = set()  # (group, member) on all processes
+    self._questions: dict[tuple[int, int], _Question] = {}  # by (group, member), of this process
     self._closing: list[Pending[list[Outcome]]] = []
     self._has_warned = False
 
@@ -139,11 +145,11 @@ class Talk:
     return bool(self._waiting)
 
   def begin(self, number: int, prompts: PromptBatch, place: int) -> None:
-    """Begins the conversations of a group, whose prompt lies at `place` of `prompts`."""
+    """Begins the conversations of group `number`, whose prompt has the index `place`."""
     self._prompts[number] = prompts, place
 
   def ask(self, rows: Sequence[StoppedRow]) -> None:
-    """Asks the tools and environments to answer the turns of rows."""
+    """Sends the requests for the answers to the latest turns of `rows`."""
     if not rows:
       return
     self._waiting.update((row.prompt, row.member) for row in rows)
@@ -153,17 +159,17 @@ class Talk:
   def answers(
     self, seconds: float, *, until_one: bool = False
   ) -> list[tuple[int, int, list[int] | None]]:
-    """Waits for answers, and returns those that have arrived, the same ones on every process.
+    """Waits for answers, and returns the same answers on every process.
 
     Args:
       seconds: How long to wait for an answer, counted from its question.
-      until_one: Whether to go on waiting after that until there is one answer.
+      until_one: Whether to wait longer if no answer has come by then, until there is one.
 
     Returns:
-      For each answer, the group, the member, and the tokens with which its row goes on. None in
-      place of the tokens if the row has ended.
+      For each answer, (group, member, the tokens after which the row continues). The tokens are
+      None if the row has ended.
     """
-    # An answer that has taken longer no longer holds up the other rows.
+    # A question older than `seconds` is not waited for, so that it does not delay other rows.
     left = {at: one.since + seconds - time.monotonic() for at, one in self._questions.items()}
     young = [self._questions[at].outcomes for at in left if left[at] > 0]
     wait_for_all(young, max(left.values(), default=0.0))
@@ -180,11 +186,11 @@ class Talk:
     return found
 
   def take(self, numbers: Sequence[int]) -> np.ndarray:
-    """The conversations of groups that have ended, object array [P, G] of `Conversation`."""
+    """Removes and returns conversations of ended groups, object array [P, G] of `Conversation`."""
     found_PG = np.empty((len(numbers), self._members), object)
-    for place, number in enumerate(numbers):
+    for p, number in enumerate(numbers):
       for member in range(self._members):
-        found_PG[place, member] = self._conversations.pop((number, member))
+        found_PG[p, member] = self._conversations.pop((number, member))
         self._states.pop((number, member), None)
       del self._prompts[number]
     if not self._prompts:
@@ -202,7 +208,7 @@ class Talk:
       self._questions[row.prompt, row.member] = _Question(asked, outcomes, time.monotonic())
 
   def _take_answers(self) -> list[tuple[int, int, Conversation, list[int] | None]]:
-    """(group, member, new turns, tokens that follow or None) of each row with an answer."""
+    """Returns (group, member, the new turns, the reply's tokens or None) for each ready answer."""
     found, ended = [], []
     for at in [at for at, one in self._questions.items() if one.outcomes.is_ready]:
       question = self._questions.pop(at)
@@ -210,7 +216,7 @@ class Talk:
       answer = self._answer(asked, question.outcomes.result())
       news, ids = self._turns_and_reply(asked, answer)
       if ids is None and asked.methods is not None and not (answer.has_ended or answer.problem):
-        # There is no room for the answers of the methods, so their environment gives its reward.
+        # The methods' answers do not fit, so the row ends. Ask the environment for its reward.
         asked = asked._replace(
           requests=[self._request_of_methods(asked.row, [], True)], is_last=True
         )
@@ -225,34 +231,34 @@ class Talk:
     return found
 
   def _end_all(self, closing: Sequence[Pending[list[Outcome]]]) -> None:
-    """Waits until conversations are closed, and reports errors."""
-    for one in closing:
-      for outcome in one.result():
+    """Waits for requests that close environments, and reports errors."""
+    for pending in closing:
+      for outcome in pending.result():
         self._problem_of(outcome)
     self._closing = [one for one in self._closing if not any(one is ended for ended in closing)]
 
   def _requests_of_turn(self, row: StoppedRow) -> _Asked:
-    """The turn that a row has written, with the requests for its answer."""
+    """Parses the latest turn of a row, and makes the requests for its answer."""
     conversation = self._conversation(row)
     tokens = row.tokens[conversation.tokens :]
     text = self._talkers.decode_text(tokens)
     index, number = (row.prompt, row.member), len(conversation.own)
-    # Another turn needs room for one token of a reply and one of its own.
+    # Another turn needs room for at least one token of the reply and one of the policy.
     is_last = row.room < 2 or number + 1 >= self._settings.max_turns
     example = self._example(row.prompt)
     content, calls = self._calls(tokens, self._schemas(example), conversation.calls)
     task = str(example.get("task", ""))
     methods = self._talkers.environments.parts.methods_of_task(task)
     if calls or methods is not None:
-      made: list[Request] = [
-        {"tool": one.name, "arguments": one.arguments}
-        for one in calls
-        if not one.problem and not is_last
+      valid: list[Request] = [
+        {"tool": call.name, "arguments": call.arguments}
+        for call in calls
+        if not call.problem and not is_last
       ]
-      requests = [one for one in made if one["tool"] not in (methods or ())]
+      requests = [one for one in valid if one["tool"] not in (methods or ())]
       if methods is not None:
-        own = [one for one in made if one["tool"] in methods]
-        requests.append(self._request_of_methods(row, own, is_last or not calls))
+        to_methods = [one for one in valid if one["tool"] in methods]
+        requests.append(self._request_of_methods(row, to_methods, is_last or not calls))
       return _Asked(row, text, content if calls else text, calls, requests, is_last, methods)
     is_first = index not in self._states
     if self._talkers.environments.parts.of_task(task) is None:
@@ -269,12 +275,12 @@ class Talk:
     return _Asked(row, text, text, [], [request], is_last)
 
   def _request_of_methods(self, row: StoppedRow, calls: list[Request], is_last: bool) -> Request:
-    """A request that an environment calls its methods, or gives its reward at the end.
+    """Makes a request to call an environment's methods. The last one also gets the reward.
 
     Args:
       row: The row that has written the turn.
       calls: The calls of methods, as {"tool": ..., "arguments": ...}.
-      is_last: Whether the policy writes no other turn.
+      is_last: Whether this is the policy's last turn.
     """
     index, example = (row.prompt, row.member), self._example(row.prompt)
     is_first = index not in self._states
@@ -289,18 +295,18 @@ class Talk:
     }
 
   def _example(self, number: int) -> dict[str, Any]:
-    """The fields of the example that the prompt of a group was made from."""
+    """Returns the fields of the example of a group, without the prompt that was made from it."""
     prompts, place = self._prompts[number]
     row = prompts.row(place)
     return {name: value for name, value in row.items() if name not in ("prompts", "messages")}
 
   def _schemas(self, example: dict[str, Any]) -> Schemas:
-    """The tools that an example has, by name."""
+    """Returns the schemas of the tools that an example may call, by name."""
     tools = self._talkers.environments.tools_of(example)
-    return {one["function"]["name"]: one for one in tools}
+    return {tool["function"]["name"]: tool for tool in tools}
 
   def _calls(self, tokens: list[int], schemas: Schemas, before: int) -> tuple[str, list[_Called]]:
-    """The content of a turn without its calls, and these calls.
+    """Parses a turn. Returns (its content without calls, well-formed and then malformed calls).
 
     Args:
       tokens: The tokens of the turn.
@@ -323,7 +329,7 @@ class Talk:
     return content, calls + [_Called("unknown", problem, "", {}) for problem in parsed.malformed]
 
   def _answer(self, one: _Asked, outcomes: Sequence[Outcome]) -> _Answer:
-    """The answer to a turn of the policy, from the outcomes of what the turn called."""
+    """Builds the answer to a turn from the outcomes of its requests."""
     if one.methods is not None:
       return self._answer_of_methods(one, one.methods, outcomes)
     if one.calls and one.is_last:
@@ -345,16 +351,15 @@ class Talk:
   def _answer_of_methods(
     self, one: _Asked, methods: Collection[str], outcomes: Sequence[Outcome]
   ) -> _Answer:
-    """The answer to a turn that calls methods of an environment, and perhaps other tools.
+    """Builds the answer to a turn, if the environment has methods as tools.
 
     Args:
-      one: The row that waits, with the calls of its turn.
+      one: The turn with its calls.
       methods: The names of the methods.
-      outcomes: One for each call of another tool, and at the end one of the environment, which has
-        made all calls of its methods.
+      outcomes: One for each valid call of another tool, then the environment's for all methods.
     """
     *of_tools, found = outcomes
-    # Without a tool's server nothing can be answered, whatever the environment says.
+    # If the server of a tool is gone, the turn fails, even if the environment has answered.
     problem, kind = self._problem_of(_first_without_server(of_tools) or found)
     if problem:
       return _Answer([], problem=problem, kind=kind)
@@ -362,19 +367,21 @@ class Talk:
       ended = found["environment"]
       return _Answer([], found["reward"], environment=ended, has_ended=True)
     self._states[one.row.prompt, one.row.member] = found["state"]
-    tools, own = iter(of_tools), iter(found["contents"])
-    made = [next(own if call.name in methods else tools) for call in one.calls if not call.problem]
-    return _answer_of_tools(one.calls, iter(made))
+    tools, contents = iter(of_tools), iter(found["contents"])
+    ordered = [
+      next(contents if call.name in methods else tools) for call in one.calls if not call.problem
+    ]
+    return _answer_of_tools(one.calls, iter(ordered))
 
   def _turns_and_reply(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
-    """(the turn with the messages that answer it, the tokens of these). None for no tokens."""
+    """Returns (the turn and its reply, the reply's token ids). The ids are None if the row ends."""
     row, end = one.row, len(one.row.tokens)
     start, called = self._conversation(row).tokens, _as_fields(one)
     turns = [Turn(POLICY, one.text, start, end, answer.reward, called)]
     ids: list[int] | None = None
     if answer.messages and not one.is_last:
       ids = self._ids(answer.messages, row)
-      if len(ids) >= row.room:  # nobody would read it
+      if len(ids) >= row.room:  # no room for another token of the policy
         ids = None
     if ids is not None:
       after = end + len(ids)
@@ -388,10 +395,11 @@ class Talk:
     return news, ids
 
   def _ids(self, messages: Messages, row: StoppedRow) -> list[int]:
+    """Returns the token ids of messages that follow a row, framed by the chat template."""
     try:
       tools = self._talkers.environments.tools_of(self._example(row.prompt))
       return self._talkers.replies.ids(messages, row.stopped_by, tools)
-    except ConfigError as error:  # the run has begun, and saves what it has
+    except ConfigError as error:  # RunFailed instead, so that the run saves a checkpoint
       raise RunFailed(str(error)) from error
 
   def _conversation(self, row: StoppedRow) -> Conversation:
@@ -401,7 +409,7 @@ class Talk:
     return f"{self._name}:{number}:{member}"
 
   def _problem_of(self, outcome: Outcome) -> tuple[str, str]:
-    """The failure of an environment, as `problem_of` returns it. An error may end the run."""
+    """Returns the failure of an environment, as `problem_of` does, and warns or ends the run."""
     problem, kind = problem_of(outcome, "the environment")
     if kind == "error" and self._talkers.stops_on_error:
       raise RunFailed(f"{problem}; with reward.on_error=none the run would go on")
@@ -410,23 +418,23 @@ class Talk:
     return problem, kind
 
   def _warn(self, problem: str) -> None:
-    """Warns of a failure, once for all rows."""
+    """Warns of the first failure, and of no later one."""
     if not self._has_warned:
       print(f"warning: {problem}: the completion ends there", file=sys.stderr, flush=True)
       self._has_warned = True
 
 
 def _as_fields(one: _Asked) -> dict[str, Any] | None:
-  """The fields of a turn's message without its role. None for a turn without calls."""
+  """Returns the fields `content` and `tool_calls` of a turn. None for a turn without calls."""
   calls = [call for call in one.calls if call.id]
   if not calls:
     return None
-  given = [(call.id, call.name, call.arguments) for call in calls]
-  return {"content": one.content, "tool_calls": tool_calls(given)}
+  entries = [(call.id, call.name, call.arguments) for call in calls]
+  return {"content": one.content, "tool_calls": tool_calls(entries)}
 
 
 def _checked_arguments(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
-  """(the error in a call or "", its arguments)."""
+  """Parses and checks the arguments of a call. Returns (error or "", arguments)."""
   try:
     arguments = json.loads(call.arguments)
   except (ValueError, RecursionError):
@@ -437,19 +445,20 @@ def _checked_arguments(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any
 
 
 def _first_without_server(outcomes: Sequence[Outcome]) -> Outcome | None:
-  """The outcome of the first tool whose server is gone, or None."""
+  """Returns the outcome of the first tool whose server is gone, or None."""
   return next((outcome for outcome in outcomes if "error" in outcome), None)
 
 
 def _answer_of_tools(calls: Sequence[_Called], outcomes: Iterator[Outcome]) -> _Answer:
-  """The answer of tools: one message for each call.
+  """Builds the answer to a turn with tool calls: one message for each call.
 
   Args:
-    calls: The calls of a turn.
-    outcomes: The outcomes of the calls without an error, in their order.
+    calls: The calls of the turn.
+    outcomes: The outcomes of the valid calls, in order, with `content` and `failed`, or `failure`.
   """
   messages, failures = [], 0
   for call in calls:
+    # A call with an error was not executed, so it has no outcome yet.
     outcome: Outcome = {"failed": True} if call.problem else next(outcomes)
     problem = call.problem or problem_of(outcome, call.name)[0]
     if problem:

@@ -1,8 +1,8 @@
-"""Rollouts that another program plays through the endpoint of the run: see environments/harness.py.
+"""Rollouts by a harness that calls the policy through the endpoint: see environments/harness.py.
 
-The prompt of a rollout is the prompt of its first call. The rollout is the branch of calls from
-there on (see branches.py) in which the policy wrote most. Further branches, those of other agents
-among them, are learned too, up to environment.branches. All other calls are counted and left out.
+The completion of a rollout is the branch of calls (see branches.py) that begins with the prompt of
+the first call and has the most tokens of the policy. Further branches, such as those of other
+agents, become further rows, up to environment.branches. All other calls are counted and left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,18 +30,18 @@ from grpo_jax.serving.tools import with_names
 from grpo_jax.serving.traces import Trace
 from grpo_jax.settings import ConfigError, RunFailed
 
-_MOST_ROWS = 64  # that are decoded together if sampling.rows is 0
-OTHERS = "user"  # the role of tokens that the program added
+_MOST_ROWS = 64  # rows decoded together if sampling.rows is 0
+OTHERS = "user"  # the role of the tokens that the program added
 
 
 class Harness:
-  """Plays the rollouts of a run with a harness. The endpoint starts with the first rollout."""
+  """Plays the rollouts of a run with a harness. The first rollout starts the endpoint."""
 
   def __init__(self, run: Run, players: Players, stops_on_error: bool) -> None:
-    """Starts nothing yet.
+    """Checks the run. `stops_on_error` says whether an exception in the harness ends it.
 
     Raises:
-      ConfigError: The run has several processes, or filters its draws.
+      ConfigError: The run has several processes, or uses filters in sampling.
     """
     self._run, self._players, self._stops_on_error = run, players, stops_on_error
     self._endpoint: Endpoint | None = None
@@ -55,7 +55,7 @@ class Harness:
       )
 
   def rollout(self, group_size: int, greedy: bool) -> Callable[..., Rollouts]:
-    """A function that completes each prompt of a batch `group_size` times."""
+    """Makes a function that completes each prompt of a batch `group_size` times."""
 
     def play(
       params: Any,
@@ -74,14 +74,17 @@ class Harness:
     return play
 
   def close(self) -> None:
-    """Ends the endpoint."""
+    """Stops the endpoint."""
     if self._endpoint is not None:
       self._endpoint.close()
 
   def _play(
     self, params: Any, prompts: PromptBatch, members: int, how: tuple[Any, jax.Array]
   ) -> Rollouts:
-    """Plays all members of a batch's groups, and makes rollouts of their calls to the policy."""
+    """Calls the harness for all completions of a batch, and makes rollouts of its calls.
+
+    `how` is (the sampling settings, the root of the random numbers).
+    """
     settings, key = how
     endpoint = self._serving(params)
     seed = "/".join(map(str, np.asarray(jax.random.key_data(key)).tolist()))
@@ -117,15 +120,15 @@ class Harness:
   def _prompts_of_groups(
     self, played: Mapping[tuple[int, int], "_Played"], prompts: PromptBatch
   ) -> HarnessPrompts:
-    """The prompt of each group. A group whose policy was never asked has the prompt of the data."""
+    """Finds the prompt that a group's branches share. Without calls, it is the data's prompt."""
     S = self._run.config.data.max_prompt_tokens
     P = len(prompts.prompt_lengths_P)
     found = HarnessPrompts(
       np.full((P, S), self._run.tokenizer.pad_id, np.int32), np.zeros(P, np.int32)
     )
     for p in range(P):
-      of_group = [one for (prompt, _), one in played.items() if prompt == p]
-      branches = [branch for one in of_group for branch in one.branches if branch.tokens]
+      group = [one for (prompt, _), one in played.items() if prompt == p]
+      branches = [branch for one in group for branch in one.branches if branch.tokens]
       ids = shared_prompt(branches, S)
       if not branches:
         ids = tuple(prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]].tolist())
@@ -139,7 +142,7 @@ class Harness:
     return found
 
   def _rows_of_rollout(self, played: "_Played", start: int) -> list[Branch]:
-    """The branches of a rollout after the prompt of its group, which has `start` tokens."""
+    """Returns a rollout's branches without the group's prompt, whose length is `start`."""
     return [branch.after(start, self._run.config.sampling.max_tokens) for branch in played.branches]
 
   def _branches_as_rows(
@@ -148,7 +151,7 @@ class Harness:
     played: Mapping[tuple[int, int], "_Played"],
     turns_PG: np.ndarray,
   ) -> Branches:
-    """All branches as rows: the first of each rollout, then the others, then empty ones."""
+    """Converts branches to rows: for each group, the first of each rollout, the others, padding."""
     (P, G), config = turns_PG.shape, self._run.config
     B = G * config.environment.branches
     rollout_PB, turns_PB = np.zeros((P, B), np.int32), np.empty((P, B), object)
@@ -162,7 +165,7 @@ class Harness:
     return Branches(as_completions(rows, (P, B), config.sampling.max_tokens), rollout_PB, turns_PB)
 
   def _serving(self, params: Any) -> Endpoint:
-    """The endpoint with these weights."""
+    """Returns the endpoint, after it has got these weights. The first call starts it."""
     self._version += 1
     if self._endpoint is not None:
       self._endpoint.set_weights(params, self._version)
@@ -173,8 +176,7 @@ class Harness:
     limit = run.config.environment.turn_tokens or sampling.max_tokens
     longest = run.config.data.max_prompt_tokens + sampling.max_tokens
     completions = run.config.batch.prompts * run.config.batch.group_size
-    # The prefix cache has a text of every conversation, and takes at most as much memory as the
-    # prompts of twice the rows.
+    # One prefix-cache entry per conversation, but at most 2 * rows, to limit memory.
     rows = min(sampling.rows or _MOST_ROWS, completions)
     rows, texts = (
       -(-size // shape.row_shards) * shape.row_shards for size in (rows, min(completions, 2 * rows))
@@ -187,6 +189,7 @@ class Harness:
     return self._endpoint
 
   def _request(self, endpoint: Endpoint, prompts: PromptBatch, p: int, g: int) -> dict[str, Any]:
+    """Makes the harness's arguments for completion [p, g]. The API key identifies its calls."""
     example = prompts.row(p)
     example["prompt_text"] = example.pop("prompts")
     if self._run.config.environment.tools:
@@ -199,15 +202,15 @@ class Harness:
     }
 
   def _conversation(self, branch: Branch, played: "_Played") -> Conversation:
-    """The turns of a branch. The last one of the policy has the reward."""
+    """Builds the conversation of a rollout's first branch. The last policy turn has the reward."""
     outcome = played.outcome
     problem, kind = problem_of(outcome, "the harness")
     if kind == "error" and self._stops_on_error:
       raise RunFailed(problem)
     turns = list(self._turns(branch, played.traces))
-    own = [place for place, turn in enumerate(turns) if turn.role == POLICY]
-    if own:
-      turns[own[-1]] = turns[own[-1]]._replace(reward=outcome.get("reward"))
+    by_policy = [i for i, turn in enumerate(turns) if turn.role == POLICY]
+    if by_policy:
+      turns[by_policy[-1]] = turns[by_policy[-1]]._replace(reward=outcome.get("reward"))
     return Conversation(
       turns=tuple(turns),
       calls=sum(len((turn.fields or {}).get("tool_calls", ())) for turn in turns),
@@ -223,15 +226,15 @@ class Harness:
   def _turns(
     self, branch: Branch, traces: Sequence[Trace], *, shows_prompt: bool = False
   ) -> tuple[Turn, ...]:
-    """The turns of a branch, without a reward.
+    """Splits a branch into turns, without rewards.
 
     Args:
       branch: The tokens after the prompt of the group.
       traces: All calls of the rollout.
-      shows_prompt: Whether tokens of a call's prompt at the start of the branch are turns, too.
+      shows_prompt: Whether prompt tokens at the start of the branch become turns, too.
     """
     turns: list[Turn] = []
-    before = -1  # the call that wrote the last turn
+    before = -1  # the index of the call that wrote the latest policy turn
     for start, end in _spans(branch.calls):
       call = branch.calls[start]
       text = self._run.tokenizer.decode(list(branch.tokens[start:end]))
@@ -245,7 +248,7 @@ class Harness:
     return tuple(turns)
 
   def _warn(self, turns_PG: np.ndarray, played: Sequence["_Played"]) -> None:
-    """Warns of calls and completions that are not learned."""
+    """Warns of failures and of calls in no branch. Raises RunFailed if no call can be learned."""
     problems = [one.problem for one in turns_PG.ravel() if one.problem]
     if problems:
       print(f"warning: the harness failed {len(problems)} times: {problems[0]}", file=sys.stderr)
@@ -265,9 +268,9 @@ class Harness:
   def _warn_of_prompts(
     self, turns_PG: np.ndarray, played: Mapping[tuple[int, int], "_Played"], asked: HarnessPrompts
   ) -> None:
-    """Warns, once of each cause, that tokens of prompts count as tokens of completions."""
+    """Warns, once for each cause, that prompts are too long, or differ within a group."""
     S, lost = self._run.config.data.max_prompt_tokens, 0
-    longest, worst = 0, (0, 0)  # worst: the tokens of a prompt, and those that its group shares
+    longest, worst = 0, (0, 0)  # worst: (length of a prompt, length of its group's shared prompt)
     for (p, g), one in played.items():
       shared = int(asked.lengths_P[p])
       for branch in one.branches:
@@ -300,10 +303,10 @@ class _Played(NamedTuple):
   """The calls and the result of a harness for one completion.
 
   Attributes:
-    traces: Its calls, in the order in which they were asked.
+    traces: The calls to the policy, in order.
     branches: The branches to learn from.
     outcome: The outcome of the request, as `Players` returns it.
-    left_out: How many calls are in no branch.
+    left_out: How many calls are in none of these branches.
   """
 
   traces: list[Trace]
@@ -313,26 +316,26 @@ class _Played(NamedTuple):
 
 
 def _spans(calls: Sequence[int]) -> list[tuple[int, int]]:
-  """(start, end) of each run of tokens that the same call wrote, or the program."""
+  """Returns (start, end) of each maximal span of equal values in `Branch.calls`."""
   ends = [i for i in range(1, len(calls)) if calls[i] != calls[i - 1]]
   starts = [0, *ends] if calls else []
   return [*zip(starts, [*ends, len(calls)])]
 
 
 def _fields(trace: Trace) -> dict[str, Any] | None:
-  """The fields of a call's message without its role. None for an answer without calls of tools."""
+  """Returns the fields `content` and `tool_calls` of a policy turn. None without tool calls."""
   if not trace.calls:
     return None
   return {"content": trace.said, "tool_calls": list(trace.calls)}
 
 
 def _messages_between(traces: Sequence[Trace], before: int, after: int) -> list[dict[str, Any]]:
-  """The messages that a program sent between two calls, or none where they are not known.
+  """Returns the messages between two calls. [] if the later one continues no known conversation.
 
   Args:
     traces: All calls of the rollout.
-    before: The number of the earlier call. -1 for the messages with which the later call begins.
-    after: The number of the later call. -1 if there is none.
+    before: The index of the earlier call. -1 means all messages of the later call.
+    after: The index of the later call. -1 if there is none.
   """
   messages = traces[after].messages if after >= 0 else None
   if messages is None:

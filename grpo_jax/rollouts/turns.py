@@ -1,4 +1,4 @@
-"""Turns: the texts that the policy and an environment wrote in a completion, in their order."""
+"""Turns: the texts that the policy and an environment wrote in a completion, in order."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ class Turn(NamedTuple):
 
   Attributes:
     role: "assistant" for the policy, else the role of the environment's message.
-    text: Its text, without special tokens.
-    start: The index of its first token in the completion.
-    end: The index after its last token. Messages of an environment that come together share their
-      tokens, and the tokens that the chat template writes around them.
-    reward: The reward that the environment gave for it, or None.
-    fields: Further fields of its message. A turn with calls has `tool_calls`, and its content
-      without them. A tool's reply has its `name` and `tool_call_id`.
+    text: The text, without special tokens.
+    start: The index of the turn's first token in the completion.
+    end: The index after the last token. Messages of an environment that come together have the same
+      `start` and `end`, around all of them and the chat template's tokens.
+    reward: The reward of the turn, or None.
+    fields: Further fields of the message. A turn with calls has `tool_calls`, and `content` without
+      the calls. A tool's reply has `name` and `tool_call_id`.
   """
 
   role: str
@@ -29,7 +29,7 @@ class Turn(NamedTuple):
 
   @property
   def message(self) -> dict[str, Any]:
-    """The turn as a message in OpenAI's format. The arguments of calls are dicts, as in TRL."""
+    """The turn as a message in OpenAI's format, but arguments of calls are dicts, as in TRL."""
     return {"role": self.role, "content": self.text, **(self.fields or {})}
 
 
@@ -37,18 +37,18 @@ class Conversation(NamedTuple):
   """The turns of a completion, and the calls, failures and metrics in it.
 
   Attributes:
-    turns: Its turns.
-    calls: How many tools the policy called.
-    failures: How many of these calls failed: malformed ones, unknown tools, errors, time limits.
-    problem: Why the environment gave no answer, or "".
-    kind: The kind of the problem: "error", "timeout", "crash" or "".
+    turns: The turns in order.
+    calls: How many tool calls the policy made.
+    failures: How many of these calls failed: malformed, unknown tool, error or timeout.
+    problem: Why the environment or harness failed, in a line, or "".
+    kind: The kind of failure: "error", "timeout", "crash" or "".
     prompt_tokens: How many tokens the prompts of all calls of a harness have together.
-    computed_tokens: How many of these were computed. The others were cached from earlier calls.
+    computed_tokens: How many of these were computed. The others were in the prefix cache.
     columns: The columns that a harness returned, for reward functions and completions/.
     metrics: The metrics that a harness returned, by name.
-    environment: At the end, the name and the pickled object of an environment whose methods are
-      tools.
-    lost_tokens: How many tokens the policy wrote for a harness beyond sampling.max_tokens.
+    environment: After the last turn, (name, pickled object in base64) of an environment whose
+      methods are tools. Otherwise empty.
+    lost_tokens: How many tokens that the policy wrote for a harness did not fit into the rows.
   """
 
   turns: tuple[Turn, ...] = ()
@@ -70,12 +70,12 @@ class Conversation(NamedTuple):
 
   @property
   def last(self) -> str:
-    """The text of the policy's last turn. "" if a harness never asked it."""
+    """The text of the policy's last turn. "" if a harness never called the policy."""
     return self.own[-1].text if self.own else ""
 
   @property
   def rewards(self) -> list[float | None]:
-    """The rewards of the policy's turns. Empty where the environment failed."""
+    """The rewards of the policy's turns. Empty if the environment failed."""
     return [] if self.problem else [turn.reward for turn in self.own]
 
   @property
@@ -84,12 +84,12 @@ class Conversation(NamedTuple):
     return self.turns[-1].end if self.turns else 0
 
   def with_news(self, news: "Conversation") -> "Conversation":
-    """The conversation followed by the turns, counts and results of `news`."""
+    """Appends the turns of `news` and adds its call counts. Replaces all other fields."""
     calls, failures = self.calls + news.calls, self.failures + news.failures
     return news._replace(turns=self.turns + news.turns, calls=calls, failures=failures)
 
   def as_json(self) -> list[dict[str, Any]]:
-    """The turns as completions/ has them: their texts include the calls."""
+    """Returns the turns as the files in completions/ record them: the texts include the calls."""
     return [
       {name: value for name, value in turn._asdict().items() if name != "fields"}
       for turn in self.turns
@@ -97,12 +97,12 @@ class Conversation(NamedTuple):
 
 
 def turn_of(message: Mapping[str, Any], start: int, end: int) -> Turn:
-  """The turn of a message that answers the policy."""
+  """Converts a message that answers the policy to a turn."""
   fields = {name: value for name, value in message.items() if name in ("name", "tool_call_id")}
   return Turn(message["role"], message["content"], start, end, fields=fields or None)
 
 
 def from_line(values: list[Any]) -> Conversation:
-  """A conversation from the list that JSON makes of it."""
+  """Restores a conversation that was sent as JSON, which turns tuples into lists."""
   turns, *rest = values
   return Conversation(tuple(Turn(*turn) for turn in turns), *rest)

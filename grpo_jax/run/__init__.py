@@ -1,4 +1,4 @@
-"""The parts of a run: parameters on the mesh, compiled functions, what fits, what is refused.
+"""Builds a run: config checks, parameters on the mesh, compiled functions, memory estimates.
 
-It may import model/, sampler/, learner/, data/, environments/ and what lies below them.
+These modules may import model/, sampler/, learner/, data/, environments/ and lower layers.
 """

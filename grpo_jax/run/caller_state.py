@@ -1,4 +1,4 @@
-"""Undoes what a call leaves behind in a notebook or a script: JAX's settings and memory."""
+"""Restores JAX's settings and frees memory after a run in a notebook or a script."""
 
 from collections.abc import Iterator
 import contextlib
@@ -10,7 +10,7 @@ from grpo_jax.foreign import describe
 from grpo_jax.lazy import jax
 from grpo_jax.settings import RunFailed
 
-# The settings that a run changes in JAX's configuration, which belongs to the caller.
+# The settings of JAX that a run changes, and that belong to the caller.
 _SETTINGS = (
   "jax_default_matmul_precision",
   "jax_compilation_cache_dir",
@@ -22,11 +22,11 @@ _SETTINGS = (
 def leaving_nothing_behind() -> Iterator[None]:
   """Restores JAX's settings and frees the memory of the devices, however the block ends.
 
-  A notebook keeps the traceback of the last error. Its frames would keep the arrays of a run that
-  failed, and the next run might find no memory. So they are cleared.
+  A notebook keeps the traceback of the last error, whose frames refer to the arrays of the failed
+  run. The frames are cleared, because the next run might not find enough memory otherwise.
 
   Raises:
-    RunFailed: Code of others called sys.exit. The caller's own program goes on.
+    RunFailed: Code in the block called sys.exit, which must not end the caller's program.
   """
   before = {name: getattr(jax.config, name) for name in _SETTINGS}
   show_warning = warnings.showwarning
@@ -43,11 +43,11 @@ def leaving_nothing_behind() -> Iterator[None]:
     for name, value in before.items():
       jax.config.update(name, value)
     warnings.showwarning = show_warning
-    gc.collect()  # a run's parts refer to each other
+    gc.collect()  # the objects of a run refer to each other
 
 
 def _clear_frames(error: BaseException | None) -> None:
-  """Deletes the local variables of all calls that an error and its causes went through."""
+  """Deletes the local variables in the tracebacks of an error and its causes."""
   while error is not None:
     traceback.clear_frames(error.__traceback__)
     error = error.__cause__ or error.__context__

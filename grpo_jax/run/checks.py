@@ -1,8 +1,8 @@
 """Checks a config before anything is built.
 
-The range of each setting stands with the setting. Here are the checks between settings. Those of
-the section `algo` are in `grpo_jax/algo/checks.py`, and those that need the model or the devices
-in `device_checks.py`.
+The range of each setting is defined with the setting. This module checks combinations of settings.
+Checks of the section `algo` are in `grpo_jax/algo/checks.py`, and checks that need the model or the
+devices in `device_checks.py`.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from grpo_jax.rewards import dispatch, plugins
 from grpo_jax.sampler.filters import BUILT_IN, has_filters
 from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges, is_url
 
-_MOST_STOPS_OF_SGLANG = 32
+_MOST_STOPS_OF_SGLANG = 32  # stop texts in a request
 
 
 def check_config(config: Config) -> None:
-  """Raises ConfigError at the first value that cannot be run.
+  """Raises ConfigError at the first invalid value.
 
-  The plugins of the config are loaded first, because its other values may name what they register.
+  Plugins are loaded first, because other values may be names that they register.
   """
   plugins.load(config.plugins)
   check_ranges(config)
@@ -76,15 +76,15 @@ def check_config(config: Config) -> None:
 
 
 def corrected(config: Config) -> Config:
-  """The config with a correction of what an engine computes otherwise than the learner.
+  """The config with a correction of the difference between an engine's log-probs and the learner's.
 
-  Without an engine, or with a correction of the user's, it is as it was.
+  The config does not change without an engine, or if the user has chosen a correction.
   """
   algo, high = config.algo, config.rollout.engine_correction
   if not config.rollout.engine or algo.has_correction or not high:
     return config
   level = "geometric" if RATIOS[algo.ratio].shared_by_row else algo.correction_level
-  # With several updates of a batch, the weights are of the policy before the first of them.
+  # With several updates of a batch, the correction must use the policy before the first update.
   old = algo.old_logprobs if algo.old_is_policy else "recomputed"
   changes: dict[str, Any] = dict(
     correction="truncate", correction_high=high, correction_level=level, old_logprobs=old
@@ -93,7 +93,7 @@ def corrected(config: Config) -> Config:
 
 
 def _check_guided(config: Config) -> None:
-  """Raises ConfigError for what rows cannot have whose tokens sampling.regex or banned choose."""
+  """Raises ConfigError for settings that conflict with sampling.regex or sampling.banned."""
   sampling = config.sampling
   _require(
     all(sampling.banned), "sampling.banned", sampling.banned, "an empty text is in every completion"
@@ -124,7 +124,7 @@ def _check_guided(config: Config) -> None:
 
 
 def _check_branches(config: Config) -> None:
-  """Raises ConfigError if several branches of a rollout cannot be learned."""
+  """Raises ConfigError for settings that conflict with environment.branches above 1."""
   algo, branches = config.algo, config.environment.branches
   if branches == 1:
     return
@@ -141,7 +141,7 @@ def _check_branches(config: Config) -> None:
 
 
 def _check_rollout(config: Config) -> None:
-  """Raises ConfigError for batches that are drawn ahead and could not be learned from."""
+  """Raises ConfigError for settings that conflict with sampling ahead of the learner."""
   algo, rollout = config.algo, config.rollout
   if rollout.max_staleness:
     key, value = "rollout.max_staleness", rollout.max_staleness
@@ -150,7 +150,7 @@ def _check_rollout(config: Config) -> None:
       key,
       value,
       "log-probs that are computed again are those of a newer policy than the one that drew; set"
-      " algo.old_logprobs='sampler', or an algo.correction as the preset areal has it",
+      " algo.old_logprobs='sampler', or an algo.correction as in the preset areal",
     )
   _require(
     rollout.weights != "in_flight" or rollout.max_staleness,
@@ -187,7 +187,7 @@ def _check_rollout(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-  """Raises ConfigError for what an engine of others cannot draw, or draws otherwise."""
+  """Raises ConfigError for settings that an external engine does not support."""
   rollout, sampling = config.rollout, config.sampling
   if not rollout.engine:
     for name, given in (
@@ -255,7 +255,7 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_sampler_processes(config: Config) -> None:
-  """Raises ConfigError for what sampler processes cannot draw."""
+  """Raises ConfigError for settings that sampler processes do not support."""
   rollout, prompts = config.rollout, config.batch.prompts
   _require(
     prompts % rollout.samplers == 0 and (rollout.listen or rollout.samplers == 1),
@@ -284,12 +284,13 @@ def _check_sampler_processes(config: Config) -> None:
 
 
 def _require(holds: Any, key: str, value: Any, why: str) -> None:
+  """Raises ConfigError, with `why` as the end of the message, if `holds` is false."""
   if not holds:
     raise ConfigError(f"config key {key} is {value!r}: {why}")
 
 
 def _check_batch(config: Config) -> None:
-  """Raises ConfigError for sizes of batches, samples and data that do not fit each other."""
+  """Raises ConfigError for settings of batches, data and rewards that conflict with each other."""
   batch, reward, data = config.batch, config.reward, config.data
   minibatches = max(1, config.algo.minibatches)
   part = batch.prompts // minibatches
@@ -346,7 +347,7 @@ def _check_batch(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
-  """Raises ConfigError for settings of adapters that a run cannot have."""
+  """Raises ConfigError for settings that are invalid for adapters, or conflict with them."""
   lora, algo = config.lora, config.algo
   if not lora.rank:
     _require(not lora.path, "lora.path", lora.path, "set lora.rank to the rank of its adapters")
@@ -400,10 +401,7 @@ def _check_reference(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-  """Refuses steps that the run does not have, and products that an int32 cannot hold.
-
-  Devices count steps and tokens in an int32.
-  """
+  """Raises ConfigError for counts beyond an int32, which devices use, and steps after the end."""
   steps = config.warm_start.steps + config.steps * config.algo.updates_per_step
   _require(
     steps <= LARGEST_INT,

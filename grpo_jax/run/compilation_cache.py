@@ -1,8 +1,8 @@
-"""A folder that keeps compiled programs, so that the next start of a run need not compile them.
+"""A folder of compiled programs, so that the next run does not compile them again.
 
-JAX reads and writes the folder. The name of an entry is a hash of the program, of the versions and
-flags of the compiler and of the kind of device, features of a CPU included. So a program for
-another kind of machine has another name.
+JAX reads and writes the folder. The name of an entry contains a hash of the program, the compiler's
+versions and flags, and the type of device with the features of a CPU. So programs for different
+types of machine do not collide.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ import jax
 import platformdirs
 
 AUTO = "auto"
-_MOST_BYTES = 8 * 2**30  # of the user's cache folder when a run starts
+_MOST_BYTES = 8 * 2**30  # the limit of the user's cache folder when a run starts
 _FAILURE = re.compile(r"Error (reading|writing) persistent compilation cache entry for '([^']*)'")
 
 
 def use(folder: str) -> None:
-  """Makes JAX keep compiled programs in a folder. It changes nothing if JAX has a folder already.
+  """Makes JAX store compiled programs in a folder, unless JAX already has a folder.
 
-  A folder that cannot be used is a warning on stderr, because a run needs none.
+  If the folder cannot be used, a warning is printed to stderr, and the run continues without it.
 
   Args:
     folder: A path, "auto" for the user's cache folder, or "" for none.
   """
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-    # By default, JAX leaves out what compiles within a second. A run has dozens of such programs.
+    # By default, JAX stores no program that compiles within a second. A run has dozens of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   if not folder or jax.config.jax_compilation_cache_dir is not None:
     return
@@ -40,7 +40,7 @@ def use(folder: str) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path) as file:
       file.write(b"it can be written")
-  except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home folder is known
+  except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
     reason = getattr(error, "strerror", None) or error
     _warn(f"compiled programs are not kept: compilation_cache={folder}: {reason}")
     return
@@ -51,28 +51,27 @@ def use(folder: str) -> None:
 
 
 def _automatic() -> Path:
-  """The user's cache folder. Each version of JAX has its own, so that old ones can be deleted."""
+  """The user's cache folder for this version of JAX. Folders of old versions can be deleted."""
   return platformdirs.user_cache_path("grpo_jax") / f"jax-{jax.__version__}"
 
 
 def bound(folder: Path, most_bytes: int) -> None:
-  """Deletes the programs of a folder that were not used for longest, until the others are few.
+  """Deletes the least recently used programs of a folder, until the others fit in `most_bytes`.
 
-  JAX can bound its folder itself (`jax_compilation_cache_max_size`). But then it reads the dates of
-  all entries at each write, and writes nothing more once one is missing because a process was
-  killed.
+  JAX can limit the folder itself (`jax_compilation_cache_max_size`). But then it reads the dates of
+  all entries at each write, and stops writing if one is missing because a process was killed.
 
   Args:
-    folder: Entries in its folders count, too: each version of JAX has one.
-    most_bytes: How large they may be together.
+    folder: The folder, with a folder for each version of JAX in it.
+    most_bytes: The maximum total size of the entries.
   """
-  found = list[tuple[float, int, Path]]()
+  entries = list[tuple[float, int, Path]]()
   for entry in folder.rglob("*-cache"):
-    with contextlib.suppress(OSError):  # another process deletes it
+    with contextlib.suppress(OSError):  # another process has deleted it
       stat = entry.stat()
-      found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, entry))
-  excess = sum(size for _, size, _ in found) - most_bytes
-  for _, size, entry in sorted(found):
+      entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, entry))
+  excess = sum(size for _, size, _ in entries) - most_bytes
+  for _, size, entry in sorted(entries):
     if excess <= 0:
       break
     with contextlib.suppress(OSError):
@@ -81,11 +80,11 @@ def bound(folder: Path, most_bytes: int) -> None:
 
 
 def _report_failures_once(folder: Path) -> None:
-  """Prints the first failed read or write of an entry as one line, and the others not at all.
+  """Prints one line for the first failed read or write of an entry, and nothing for the others.
 
-  JAX warns of each and compiles the program. It never replaces an entry, so a damaged one, such as
-  one that was half written when the disk was full, is deleted here. That is no failure: nothing is
-  printed.
+  JAX warns of each failure and compiles the program, but never replaces a damaged entry, such as
+  one that was half written when the disk was full. So entries that cannot be read are deleted here.
+  If that succeeds, nothing is printed.
   """
   show = warnings.showwarning
   is_reported = False
@@ -107,10 +106,9 @@ def _report_failures_once(folder: Path) -> None:
 
 
 def _delete(folder: Path, program: str) -> bool:
-  """Deletes the entries of a program of this name. JAX does not say which of them is damaged.
+  """Deletes all entries with this program's name, because JAX does not say which one is damaged.
 
-  Returns:
-    Whether they are gone.
+  Returns False if an entry cannot be deleted.
   """
   for entry in folder.glob("*-cache"):
     if entry.name.rpartition("-")[0].rpartition("-")[0] == program:

@@ -1,4 +1,4 @@
-"""Says what JAX compiles, because that is most of what a user waits for at the start of a run."""
+"""Reports what JAX compiles, which takes most of the time at the start of a run."""
 
 import threading
 from typing import Any
@@ -8,13 +8,13 @@ import jax
 from grpo_jax.compiling import is_ahead
 from grpo_jax.progress import PROGRESS, Work
 
-# The names of JAX's reports. If a version has other names, nothing is said of its compilations.
-_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # it compiles next
+# The names of JAX's events. If a version of JAX renames them, compilations are not reported.
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # compilation follows
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class _Compiling(threading.local):
-  """The compilation that a thread is busy with."""
+  """The compilation that the current thread is doing, or None."""
 
   work: Work | None = None
 
@@ -23,7 +23,7 @@ _compiling = _Compiling()
 
 
 def tell() -> None:
-  """Says from now on what is compiled. Once is enough for a process."""
+  """Starts to report compilations. Later calls in the same process do nothing."""
   if not _is_told.is_set():
     _is_told.set()
     jax.monitoring.register_event_duration_secs_listener(_on_event)

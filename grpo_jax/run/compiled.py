@@ -1,4 +1,4 @@
-"""The compiled functions of a run. Each is compiled when it is first used."""
+"""The jitted functions of a run. Each is compiled when it is first called."""
 
 from collections.abc import Callable
 import dataclasses
@@ -26,12 +26,12 @@ from grpo_jax.types import Batch, TrainState
 
 
 class Programs:
-  """Jitted functions of a config, a mesh and a model. They hold no parameters and no state.
+  """Jitted functions for a config, a mesh and a model. They hold no parameters and no state.
 
   Attributes:
     abstract_state: `Parameters.abstract_state`.
-    most_images: `PromptSet.most_images` of the training prompts, where these were counted before
-      `micro_batch` is chosen. Otherwise None.
+    most_images: `PromptSet.most_images` of the training prompts. None if they were not counted
+      before `micro_batch` is chosen.
   """
 
   def __init__(
@@ -41,7 +41,7 @@ class Programs:
     parameters: Parameters,
     tokenizer: Tokenizer | None = None,
   ):
-    """Compiles nothing yet. Where no row is bound to texts, no tokenizer is needed."""
+    """Compiles nothing yet. Only sampling.regex and sampling.banned need the tokenizer."""
     self._config, self._tokenizer = config, tokenizer
     self._mesh = mesh
     self._parameters = parameters
@@ -71,27 +71,30 @@ class Programs:
 
   @functools.cached_property
   def _room(self) -> fitting.Room:
-    """The memory of a device that updates, beside rows that stay in flight."""
+    """The memory of a device during an update, with the rows that stay in flight as held."""
     memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
     held = self._held.in_update + self.flight_bytes
     return fitting.Room(self._model, params, held, memory, self.most_images)
 
   @property
   def saved_activations(self) -> str:
-    """The arrays that a layer keeps for the backward pass of an update. "" is everything."""
+    """Which activations a layer keeps for the backward pass of an update. "" means all."""
     return self._updating.learner.saved_activations
 
   @functools.cached_property
   def estimate_of_update(self) -> tuple[float, float]:
-    """The bytes that one device holds during an update, and those of activations, estimated."""
+    """Estimates of one device during an update: bytes without activations, and of activations."""
     needed = self._room.needed(self._updating)
     return self._room.held, needed(-(-self.micro_batch // self._model.row_shards))
 
   def _rows_in_flight(self, prompts: int, members: int) -> int:
-    """How many of a call's rows are decoded together: sampling.rows, or what fits. 0 means all."""
+    """How many rows of a sampler call are decoded together, see `fitting.rows_in_flight`.
+
+    `prompts` and `members` are the prompts of the call, and the completions of each prompt.
+    """
     parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
     shape, held = parameters.sampling.model, parameters.held.in_sampling
-    if self._config.keeps_flight:  # an update of the fewest prompts must fit beside them
+    if self._config.keeps_flight:  # an update with the smallest micro-batch must fit beside them
       params = parameters.abstract_policy
       needed = activation_bytes(self._config, self._model, params, self.most_images)
       held = max(held, self._held.in_update + needed(1))
@@ -99,7 +102,7 @@ class Programs:
 
   @functools.cached_property
   def flight_bytes(self) -> float:
-    """The estimated bytes, on a device that updates, of rows that stay in flight. 0 if none do."""
+    """Estimates the bytes on a device of rows that stay in flight during an update. 0 if none."""
     if not self._config.keeps_flight:
       return 0.0
     call = self._config.batch.prompts, self._config.batch.group_size
@@ -108,24 +111,24 @@ class Programs:
 
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:
-    """trained parameters -> the state before the first update. The parameters are donated."""
+    """(trained parameters) -> the state before the first update. The parameters are donated."""
     init = functools.partial(learner.init_state, optimizer=self._optimizer, algo=self._algo)
     return jax.jit(init, out_shardings=self._state_places, donate_argnums=0)
 
   def sampler(self, max_tokens: int | None = None, keeps_experts: bool = False) -> Sampler:
-    """The sampler of completions of up to so many tokens, or of sampling.max_tokens.
+    """The sampler for completions of up to `max_tokens`, by default sampling.max_tokens.
 
-    With `keeps_experts`, completions have the experts of each token.
+    With `keeps_experts`, it also returns the experts of each token.
     """
     max_tokens = max_tokens or self._config.sampling.max_tokens
     kind = max_tokens, keeps_experts
     if kind not in self._samplers:
-      config = self._parameters.sampling.model
-      config = dataclasses.replace(config, keeps_experts=keeps_experts)
-      decoding = decoding_of(self._config.sampling, config.stop_ids)
+      shape = self._parameters.sampling.model
+      shape = dataclasses.replace(shape, keeps_experts=keeps_experts)
+      decoding = decoding_of(self._config.sampling, shape.stop_ids)
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
       weights = count(self._parameters.abstract_policy)
-      self._samplers[kind] = Sampler(config, decoding, weights, self._rows_in_flight, self._guide)
+      self._samplers[kind] = Sampler(shape, decoding, weights, self._rows_in_flight, self._guide)
     return self._samplers[kind]
 
   @functools.cached_property
@@ -146,7 +149,7 @@ class Programs:
 
   @functools.cached_property
   def with_advantages(self) -> Jitted:
-    """`algo.batch.with_advantages`: (batch, rewards, weight of a KL in the reward)."""
+    """`algo.batch.with_advantages` for a batch, rewards, and the weight of a KL in the reward."""
     with_advantages = functools.partial(
       batch_lib.with_advantages,
       algo=self._algo,
@@ -156,13 +159,13 @@ class Programs:
 
   @functools.cached_property
   def minibatches(self) -> Callable[[Batch], list[Batch]]:
-    """batch -> its algo.minibatches parts, one for each optimizer step of a pass."""
+    """(batch) -> algo.minibatches batches, one for each optimizer step of a pass."""
     parts = self._algo.minibatches
     size = self._config.batch.prompts // parts
 
     def minibatches(batch: Batch) -> list[Batch]:
       stacked = learner.split_batch(batch, size)
-      # B023 fears that the lambda outlives this i, but it is called at once.
+      # B023 does not apply: the lambda is called at once, before i changes.
       return [jax.tree.map(lambda x: x[i], stacked) for i in range(parts)]  # noqa: B023
 
     return jax.jit(minibatches, out_shardings=self._rows)
@@ -189,10 +192,10 @@ class Programs:
 
   @functools.cached_property
   def sync_reference(self) -> Callable[[Any, Any], Any]:
-    """(reference, trained parameters) -> the reference, moved by algo.ref_mixup. It is donated."""
+    """(reference, trained parameters) -> the reference, mixed by algo.ref_mixup. It is donated."""
     sync = functools.partial(learner.sync_reference, mixup=self._algo.ref_mixup)
-    places = jax.tree.map(lambda x: x.sharding, self._parameters.abstract_reference)
-    return jax.jit(sync, donate_argnums=0, out_shardings=places)
+    shardings = jax.tree.map(lambda x: x.sharding, self._parameters.abstract_reference)
+    return jax.jit(sync, donate_argnums=0, out_shardings=shardings)
 
   @property
   def _state_places(self) -> TrainState:
@@ -213,13 +216,13 @@ class Programs:
 
 
 def algo_of(config: Config) -> Algo:
-  """config.algo with the length that the aggregation `constant` divides by filled in."""
+  """config.algo, where `length_norm` defaults to sampling.max_tokens."""
   length_norm = config.algo.length_norm or config.sampling.max_tokens
   return dataclasses.replace(config.algo, length_norm=length_norm)
 
 
 def warm_start_optimizer(config: Config) -> Optimizer:
-  """The warm start's optimizer. Its state has the same layout as the one of GRPO."""
+  """The optimizer of the warm start. Its state has the same structure as that of GRPO."""
   return dataclasses.replace(
     config.optimizer,
     learning_rate=config.warm_start.learning_rate,

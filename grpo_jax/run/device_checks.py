@@ -14,19 +14,19 @@ from grpo_jax.settings import ConfigError
 
 
 def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> None:
-  """Checks that devices which only sample (`mesh.sampler`) may belong to several processes.
+  """Checks a run with several processes whose `mesh.sampler` devices only sample.
 
-  Where batches are drawn ahead, such devices run beside those that learn. Processes would begin
-  their collectives in an order that depends on time, and wait for each other for ever. What is
-  refused is also refused where batches are drawn in turn.
+  When these devices sample ahead, concurrently with the learner, some settings would make the
+  processes start collectives in an order that depends on timing, which deadlocks. These settings
+  are refused even if the run does not sample ahead.
 
   Args:
     config: The config of a run whose mesh.sampler is above 0.
-    shape: The shape of its model.
+    shape: The shape of the model.
     processes: How many processes the run has.
 
   Raises:
-    ConfigError: One of the settings does not go together with them.
+    ConfigError: One of these settings is used.
   """
   if processes == 1:
     return
@@ -44,14 +44,14 @@ def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> Non
 
 
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
-  """Raises ConfigError if the parameters alone are larger than the memory that they would lie in.
+  """Raises ConfigError if the parameters alone do not fit in the memory of a device.
 
   Args:
-    params: Shapes and shardings.
-    mesh: The devices. Nothing is checked if they do not say how much memory they have.
+    params: The shapes and shardings of the parameters.
+    mesh: The devices. Nothing is checked if they do not report how much memory they have.
   """
   needed = device_bytes(params)
-  if mesh.devices.flat[0].platform == "cpu":  # all its devices lie in the memory of this machine
+  if mesh.devices.flat[0].platform == "cpu":  # all CPU devices share the memory of this machine
     needed *= len(mesh.local_devices)
     memory: float | None = machine_memory()
   else:
@@ -65,7 +65,7 @@ def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
 
 
 def check_batches(config: Config, hosts: Hosts) -> None:
-  """Raises ConfigError for batches of training that the mesh does not divide."""
+  """Raises ConfigError for batch sizes that the mesh does not divide."""
   hosts.check_rows(
     {
       "batch.prompts": config.batch.prompts,
@@ -94,7 +94,7 @@ def check_batches(config: Config, hosts: Hosts) -> None:
 
 
 def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
-  """Raises ConfigError for a stop id that the model does not have."""
+  """Raises ConfigError for a stop id outside the model's vocabulary."""
   for stop_id in config.sampling.stop_ids:
     if not 0 <= stop_id < shape.vocab_size:
       raise ConfigError(
@@ -104,7 +104,7 @@ def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
 
 
 def check_length(config: Config, shape: model.ModelConfig) -> None:
-  """Raises ConfigError if prompt and completion may not fit the model's positions."""
+  """Raises ConfigError if the longest prompt and completion have more tokens than positions."""
   longest = config.data.max_prompt_tokens + config.sampling.max_tokens
   if longest > shape.max_positions:
     raise ConfigError(

@@ -1,8 +1,8 @@
-"""Counts the bytes on a device in each phase of a run: the one account of its memory.
+"""Counts the bytes on a device in each phase of a run.
 
-`Held` is what stays there from program to program. The rest of this file estimates what a program
-adds while it runs. `python -m grpo_jax.plan` prints what `Held` says, and gives the compiler's
-numbers in place of the estimates.
+`Held` counts arrays that stay there between programs. The rest of this module estimates what a
+program adds while it runs. `python -m grpo_jax.plan` prints the numbers of `Held`, and the
+compiler's numbers instead of the estimates.
 """
 
 from collections.abc import Callable
@@ -25,27 +25,27 @@ from grpo_jax.sampler.seats import first_grid
 from grpo_jax.sampler.weights import SamplingWeights
 from grpo_jax.types import Batch, Images, TrainState, Visual
 
-# While a TPU decodes without its kernel, it keeps what is held of prompts in a second order.
+# Without the decoding kernel, a TPU holds the cache of prompts a second time, in another layout.
 _PROMPT_COPIES_ON_TPU = 2.0
-# While the slots of rows double, the keys and values in the old half lie beside the new ones.
+# While the cache of rows grows to twice the slots, the old keys and values exist beside the new.
 _OLD_SLOTS_SHARE = 0.5
-# A sampler may hold logits and tempered ones, and with filters filtered ones and their weights.
+# A sampler may hold logits twice, with temperature and without; with filters, filtered logits and
+# their probabilities, too.
 _LOGITS_COPIES, _LOGITS_COPIES_OF_FILTERS = 2, 4
-# A chunk in an update has logits and their gradient. A CPU also writes weights and theirs.
+# A chunk in an update has logits and gradients. A CPU also stores probabilities and gradients.
 _CHUNK_COPIES, _CHUNK_COPIES_ON_CPU = 2, 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Held:
-  """The arrays that a run holds on one device from program to program.
+  """The arrays that a run holds on one device between programs.
 
   Attributes:
     config: The config of the run.
     shape: The model on the mesh.
     state: Shapes and shardings of the train state.
     base: Shapes and shardings of the frozen base, or None.
-    reference: Shapes and shardings of a reference that is a copy of the trained parameters, or
-      None.
+    reference: Shapes and shardings of a reference copy of the trained parameters, or None.
     weights: How the sampler reads the parameters.
     encodes_first: Whether images are encoded before their prompts are sampled.
     most_images: `PromptSet.most_images` of the training prompts, or None if they are not counted.
@@ -62,7 +62,7 @@ class Held:
 
   @functools.cached_property
   def learning(self) -> dict[str, float]:
-    """The bytes by kind of a device that learns: in updates, and in passes without gradients."""
+    """The bytes of a learner's device, by kind, during updates and passes without gradients."""
     weights = device_bytes(self.state.params)
     held = {
       "weights": weights,
@@ -70,7 +70,7 @@ class Held:
       "frozen base": device_bytes(self.base),
       "reference": device_bytes(self.reference),
     }
-    if self.encodes_first:  # of the batches that are drawn ahead
+    if self.encodes_first:  # for batches that were sampled ahead
       held["visual tokens"] = self.config.rollout.max_staleness * self._visual_tokens
     if not self.weights.is_apart:
       held["base for sampling"] = self._copy_bytes(self.base)  # made once and kept
@@ -78,13 +78,13 @@ class Held:
 
   @property
   def warm_start(self) -> dict[str, float]:
-    """The bytes by kind of a device during the warm start, after which most references are made."""
+    """The bytes of a device, by kind, in the warm start, before most references are made."""
     has_reference = self.config.algo.ref_sync_steps > 0
     return self.learning if has_reference else self.learning | {"reference": 0.0}
 
   @functools.cached_property
   def sampling(self) -> dict[str, float]:
-    """The bytes by kind of a device that samples, in training and in evaluation."""
+    """The bytes of a sampling device, by kind, in training and in evaluation."""
     copy = self._copy_bytes(self.state.params)
     if not self.weights.is_apart:
       return self.learning | {"sampling copy": copy}
@@ -96,7 +96,7 @@ class Held:
 
   @property
   def sampled(self) -> tuple[str, str]:
-    """The kinds in `sampling` that the sampler reads: the trained parameters, and their base."""
+    """The kinds in `sampling` that the sampler reads: for the trained parameters, for the base."""
     held = self.sampling
     has_own_base = held["base for sampling"] or "frozen base" not in held
     return (
@@ -106,12 +106,12 @@ class Held:
 
   @property
   def gradients(self) -> float:
-    """The bytes of the sum of gradients, which an update adds."""
+    """The bytes of the sum of gradients, which exists during an update."""
     return device_bytes(self.state.params)
 
   @property
   def waiting(self) -> float:
-    """The bytes of a batch's visual tokens that wait, while it is sampled, for its update."""
+    """The bytes of a batch's visual tokens, which wait for the update while it is sampled."""
     return self._visual_tokens if self.encodes_first else 0.0
 
   @property
@@ -130,7 +130,7 @@ class Held:
     return visual_bytes(self.config, self.shape, policy, self.most_images)
 
   def _copy_bytes(self, params: Any) -> float:
-    """The bytes of parameters as they are sampled from. 0 if the sampler reads them as they are."""
+    """The bytes of the sampler's copy of parameters. 0 if the sampler reads them without a copy."""
     copy = None if params is None else self.weights.abstract(params)
     return 0.0 if copy is params else device_bytes(copy)
 
@@ -147,35 +147,35 @@ def sampler_bytes(
   rows: int | None = None,
   call: tuple[int, int] | None = None,
 ) -> float:
-  """The bytes of one device's keys, values and logits while a batch is sampled.
+  """Estimates the bytes of keys, values and logits on one device while a batch is sampled.
 
   Args:
     config: The config of the run.
     shape: The model on the sampler's mesh.
-    rows: The most in flight, 0 for all. None means sampling.rows.
-    call: Prompts and members. None means the largest call of `sampler_calls`.
+    rows: The maximum number of rows in flight, 0 for all. None means sampling.rows.
+    call: (prompts, completions of each). None means the largest call of `sampler_calls`.
   """
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
   dtype, cache_dtype = config.sampling.dtype or shape.dtype, config.sampling.cache_dtype
   shape = dataclasses.replace(shape, dtype=dtype, cache_dtype=cache_dtype)
   slots = sizes_up_to(T, model.slots_step(shape))[-1]
-  # A row that goes on may be moved back by so many slots, which layers with a window keep besides.
+  # A row may be rewound by this number of slots, which layers with a window keep in addition.
   rewind = most_rewound(longest_chunk(T))
-  # `place` is what a place for a prompt holds, and `row` what a row holds besides.
+  # cache.place: the bytes for a prompt. cache.row: the bytes for a completion.
   cache = model.cache_bytes(shape, S, slots, rewind)
-  # With the kernel, slots come in larger steps than 1. Without it, a TPU orders the cache anew.
+  # slots_step is 1 without the decoding kernel. A TPU then copies the cache to another layout.
   is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
   of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _OLD_SLOTS_SHARE) if is_copied else (1.0, 0.0)
   copies = _LOGITS_COPIES_OF_FILTERS if changes_draws(config.sampling) else _LOGITS_COPIES
   logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
   rows = config.sampling.rows if rows is None else rows
   calls = sampler_calls(config) if call is None else [call]
-  # The seats that a call begins with are the most: rows only ever move into fewer.
+  # The first grid of a call is the largest: rows only ever move to smaller grids.
   grids = [first_grid(*call, rows, shape.row_shards) for call in calls]
   of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
   sizes = [
     grid.places * (of_prompts * cache.place + of_images)
-    + grid.rows * (cache.row + max(grown * cache.row, logits))  # it grows between two chunks
+    + grid.rows * (cache.row + max(grown * cache.row, logits))  # no logits exist while it grows
     for grid in grids
   ]
   return max(sizes) / shape.row_shards
@@ -184,25 +184,25 @@ def sampler_bytes(
 def images_of(
   config: Config, shape: model.ModelConfig, prompts: int, most: tuple[int, int] | None = None
 ) -> Images | None:
-  """The shapes of the most images that prompts have. None if there are none.
+  """The shapes of the largest images that prompts can have. None without a vision tower or images.
 
   Args:
     config: The config of the run.
     shape: The model.
-    prompts: How many prompts.
-    most: `PromptSet.most_images`. None if that is not known: all tokens are those of an image.
+    prompts: The number of prompts.
+    most: `PromptSet.most_images`. None if unknown: then one image fills the whole prompt.
   """
   S, v = config.data.max_prompt_tokens, shape.vision
   pictures, tokens = most or (1, S)
   if v is None or not pictures:
     return None
-  some = jax.ShapeDtypeStruct
+  array = jax.ShapeDtypeStruct
   patches = tokens * v.merge**2
-  axes, next_P = some((prompts, S, 3), jnp.int32), some((prompts,), jnp.int32)
+  axes, next_P = array((prompts, S, 3), jnp.int32), array((prompts,), jnp.int32)
   return Images(
-    patches_PINC=some((prompts, pictures, patches, math.prod(v.patch)), jnp.float32),
-    places_PIN2=some((prompts, pictures, patches, 2), jnp.int32),
-    seen_PS2=some((prompts, S, 2), jnp.int32),
+    patches_PINC=array((prompts, pictures, patches, math.prod(v.patch)), jnp.float32),
+    places_PIN2=array((prompts, pictures, patches, 2), jnp.int32),
+    seen_PS2=array((prompts, S, 2), jnp.int32),
     positions_PS3=axes if shape.has_axes else None,
     next_P=next_P if shape.has_axes else None,
   )
@@ -215,17 +215,14 @@ def visual_of(
   prompts: int,
   most: tuple[int, int] | None = None,
 ) -> Visual | None:
-  """The shapes of the visual tokens that a vision tower makes of the most images of prompts.
+  """The shapes of the visual tokens of `images_of`, or None.
 
   Args:
     config: The config of the run.
     shape: The model.
-    params: The shapes of all its parameters.
-    prompts: How many prompts.
-    most: `PromptSet.most_images`. None if that is not known.
-
-  Returns:
-    The shapes. None where prompts have no images.
+    params: The shapes of all parameters of the model.
+    prompts: The number of prompts.
+    most: As for `images_of`.
   """
   images = images_of(config, shape, prompts, most)
   if images is None:
@@ -237,7 +234,7 @@ def visual_of(
 def visual_bytes(
   config: Config, shape: model.ModelConfig, params: Any, most: tuple[int, int] | None = None
 ) -> float:
-  """The bytes of a batch's visual tokens on one device. 0 without a vision tower that is frozen.
+  """The bytes of a batch's visual tokens on one device. 0 without a frozen vision tower.
 
   `params` are the shapes of all parameters, and `most` is `PromptSet.most_images` or None.
   """
@@ -248,7 +245,7 @@ def visual_bytes(
 
 
 def _image_bytes(config: Config, shape: model.ModelConfig, item: float) -> float:
-  """The bytes of a prompt's images while it is sampled: pixels, and what the decoder reads."""
+  """The bytes of a prompt's images while it is sampled: pixels, and features for the decoder."""
   if shape.vision is None:
     return 0.0
   images = images_of(config, shape, 1)
@@ -258,7 +255,7 @@ def _image_bytes(config: Config, shape: model.ModelConfig, item: float) -> float
 
 
 def sampler_calls(config: Config) -> list[tuple[int, int]]:
-  """The prompts and members of the sampler's calls, in training and in evaluation."""
+  """(prompts, completions of each) of the sampler's calls, in training and in evaluation."""
   calls = [(config.batch.prompts, config.batch.group_size)]
   if config.eval.every:
     calls.append((config.eval.batch, max(1, config.eval.samples)))
@@ -271,10 +268,9 @@ def activation_bytes(
   params: Any,
   most: tuple[int, int] | None = None,
 ) -> Callable[[int], float]:
-  """prompts of one device -> the bytes that it needs to update with them, beside what is held.
+  """Estimates activations. Returns a function: (prompts of a device) -> bytes, besides `Held`.
 
-  With an axis `context`, it has a part of their tokens.
-
+  With a mesh axis `context`, a device computes only a part of the tokens of these prompts.
   `params` are the shapes of all parameters, and `most` is `PromptSet.most_images` or None.
   """
   split = shape.rows.mesh.shape["tensor"]
@@ -283,8 +279,8 @@ def activation_bytes(
   if config.learner.remat:
     saved = config.learner.saved_activations
     kept = _kept_bytes(config, shape, params, split, saved, most)
-  # The backward pass computes one layer at a time again, with arrays that are never kept, such as
-  # scores, and with their gradients.
+  # The backward pass recomputes one layer at a time, with arrays that are not kept, such as scores,
+  # and with gradients.
   per_prompt = kept + 3 * everything / shape.num_layers
   chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
   copies = _CHUNK_COPIES_ON_CPU if shape.platform == "cpu" else _CHUNK_COPIES
@@ -306,18 +302,18 @@ def _kept_bytes(
   remat: str,
   most: tuple[int, int] | None,
 ) -> float:
-  """The bytes that the backward pass keeps of one prompt and its completions, by JAX's count.
+  """The bytes of activations that are kept for one prompt and its completions, by JAX's count.
 
   Args:
     config: The config of the run.
     shape: The model on the mesh.
-    params: All parameters of the policy: shapes and dtypes.
+    params: The shapes and dtypes of all parameters of the policy.
     split: Over how many devices a layer's heads and hidden units are split.
     remat: The activations that a layer keeps (see `completion_features`).
-    most: `PromptSet.most_images`, as `images_of` takes it.
+    most: As for `images_of`.
   """
   S, G, T = config.data.max_prompt_tokens, config.rows_per_prompt, config.sampling.max_tokens
-  lanes = 128 if shape.platform == "tpu" else 1  # a TPU fills up the last axis of every array
+  lanes = 128 if shape.platform == "tpu" else 1  # a TPU pads the last axis of every array
 
   def on_one_device(x: jax.ShapeDtypeStruct) -> float:
     last = x.shape[-1] if x.shape else 1
@@ -350,12 +346,12 @@ def _kept_bytes(
     encode = functools.partial(model.encode, config=shape, remat=remat)
     return kept(lambda params, images: encode(params, images=images).features_PKND, images)
 
-  # The differences leave out the parameters.
+  # The difference between two and one prompts per device leaves out the parameters.
   one, two = shape.row_shards, 2 * shape.row_shards
   tower = of_tower(two) - of_tower(one)
   decoder = of_all(two) - of_all(one) - tower
   if remat == model.OFFLOAD:  # what JAX counts are the inputs of layers, which the host keeps
     tokens = shape.row_shards * shape.num_layers * (S + G * T)
     decoder -= tokens * shape.embed_dim * jnp.dtype(shape.dtype).itemsize
-  # A device computes a part of its prompts' tokens, and the tower for all of their images.
+  # With an axis `context`, only the decoder's tokens are split, not the images of the tower.
   return (decoder / shape.context + tower) / shape.row_shards

@@ -1,8 +1,8 @@
-"""A run's parameters: where they come from and how they lie on the mesh.
+"""The parameters of a run: where they come from, and how they are sharded.
 
-What is frozen is the `base`: with LoRA the whole checkpoint, under adapters that are trained.
-Without LoRA it is a frozen vision tower, beside the decoder that is trained. Where all parameters
-are trained, there is none.
+Frozen parameters are the `base`. With LoRA, that is the whole checkpoint, and adapters are trained.
+Without LoRA, it is a frozen vision tower, and the decoder is trained. If all parameters are
+trained, there is no base.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,21 +29,20 @@ from grpo_jax.sampler.weights import SamplingWeights, matrix_dtype
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import TrainState
 
-_TOWER = "vision"  # the entry of the tree of parameters
+_TOWER = "vision"  # the key of the vision tower in the tree of parameters
 
 
 class Parameters:
   """The parameters of a run.
 
   Attributes:
-    model: The model's shape, with its adapters and its place on the mesh.
+    model: The model's shape, with the adapters and the shardings on the mesh.
     abstract: Shapes and shardings of the trained parameters.
     abstract_base: Shapes and shardings of the frozen base, or None if all parameters are trained.
-    abstract_reference: Shapes and shardings of a reference that is a copy of the trained
-      parameters.
+    abstract_reference: Shapes and shardings of a reference copy of the trained parameters.
     abstract_state: Shapes and shardings of the train state.
-    encodes_first: Whether images are encoded before their prompts are sampled, for sampler and
-      learner. So a frozen vision tower encodes them once. A sampler elsewhere would have to wait.
+    encodes_first: Whether a frozen vision tower encodes images once for sampler and learner, before
+      their prompts are sampled. False if the sampler has other devices: it would have to wait.
     held: The arrays that the run holds on one device.
     sampling: How the sampler reads the parameters.
   """
@@ -55,9 +54,9 @@ class Parameters:
     mesh: jax.sharding.Mesh,
     apart: Sequence[jax.Device] = (),
   ):
-    """Raises ConfigError for adapters that do not fit the model, or an unknown optimizer.
+    """Computes shapes and shardings, and loads nothing. `apart` are the devices that only sample.
 
-    `apart` are the devices that only sample, if there are some.
+    Raises ConfigError for adapters that do not fit the model, or an unknown optimizer.
     """
     self._config = config
     self._mesh = mesh
@@ -94,15 +93,15 @@ class Parameters:
 
   @property
   def has_reference_copy(self) -> bool:
-    """Whether the run holds a reference beside the policy.
+    """Whether the run holds a separate reference.
 
-    There is none without a KL term, nor where the frozen base under the adapters is the reference.
+    False without a KL term, or if the frozen base without adapters is the reference.
     """
     algo = self._config.algo
     return algo.uses_reference and (self.model.lora is None or algo.ref_sync_steps > 0)
 
   def layers_of(self, name: str) -> list[str]:
-    """The single layers that a leaf of a checkpoint holds (see `checkpoint_reader.read`)."""
+    """The names of the layers that a leaf of a checkpoint stacks (see `checkpoint_reader.read`)."""
     return model.layer_names(name, self.model)
 
   def describe(self) -> str:
@@ -115,10 +114,10 @@ class Parameters:
     return f"{count(self.abstract):,} parameters beside {tower:,} of a frozen vision tower"
 
   def initial(self, key: jax.Array) -> Any:
-    """The trained parameters before the first update, in their places on the mesh.
+    """The trained parameters before the first update, sharded on the mesh.
 
-    They are those of the checkpoint at model.path, or random ones. With LoRA they are the adapters
-    at lora.path, or new ones that change nothing.
+    They come from the checkpoint at model.path, or are random. With LoRA they come from lora.path,
+    or are new adapters that do not change the model's outputs.
     """
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
     if self._config.lora.path:
@@ -139,12 +138,12 @@ class Parameters:
     return self.reference(self.initial(key))
 
   def reference(self, trained: Any) -> Any:
-    """A copy of the trained parameters in model.reference_dtype, which a reference is kept in."""
+    """A copy of the trained parameters for the reference, in model.reference_dtype."""
     return self._copy_reference(trained)
 
   @functools.cached_property
   def base(self) -> Any:
-    """The frozen parameters: in lora.base_dtype under adapters, otherwise in float32. Or None."""
+    """The frozen parameters, or None: with LoRA in lora.base_dtype, else in float32."""
     if self.abstract_base is None:
       return None
     if self.model.lora is None:
@@ -153,7 +152,7 @@ class Parameters:
     return self._loaded(convert, self.abstract_base)
 
   def policy(self, trained: Any) -> Any:
-    """All parameters of the policy whose trained parameters are given."""
+    """All parameters of the policy: the base and the trained parameters."""
     return model.join(self.base, trained)
 
   def for_sampling(self, trained: Any) -> Any:
@@ -181,12 +180,15 @@ class Parameters:
 
   @property
   def _to_reference(self) -> Callable[[str, jax.Array], jax.Array]:
-    # Not a method: JAX keeps the function for its compiled programs, and the weights must go.
+    # Not a bound method: JAX keeps jitted functions alive, and would keep the weights of `self`.
     dtype = "" if self.model.lora is not None else self._config.model.reference_dtype
     return functools.partial(_reference_leaf, dtype=dtype)
 
   def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
-    """The parts of the checkpoint that `abstract` has, as `convert` returns them, in its places."""
+    """Loads the entries of the checkpoint that `abstract` has, converted, with its shardings.
+
+    convert(name, array) returns the leaf for an array of the checkpoint.
+    """
     path, converted = self._config.model.path, _places(abstract)
     places = {
       name: place
@@ -214,7 +216,7 @@ class Parameters:
     return _at(abstract, sharding.state_shardings(abstract, self._mesh))
 
   def _held(self, mesh: Mesh) -> Held:
-    """The arrays that the run holds, with the sampler's weights as they are chosen to lie."""
+    """The arrays that the run holds, with the chosen sharding of the sampler's weights."""
 
     def on(there: Mesh) -> Held:
       return Held(
@@ -239,7 +241,7 @@ class Parameters:
     return on(sampling_mesh(mesh, tensor))
 
   def _check_tower_adapters(self, whole: Any) -> None:
-    """Raises ConfigError for a tower that is trained and gets no adapter."""
+    """Raises ConfigError if the vision tower should be trained but gets no adapter."""
     if self.model.vision is None or self.model.has_frozen_tower or _TOWER in self.abstract:
       return
     modules = model.adaptable_modules({_TOWER: whole[_TOWER]}, self.model)
@@ -269,7 +271,7 @@ def count(params: Any) -> int:
 
 
 def lora_of(config: Config) -> model.AdapterShape | None:
-  """The adapters that a config describes, or None. Raises ConfigError if lora.path differs."""
+  """The shape of the config's adapters, or None. Raises ConfigError if lora.path has another."""
   lora = config.lora
   if not lora.rank:
     return None
@@ -287,7 +289,7 @@ def lora_of(config: Config) -> model.AdapterShape | None:
 
 
 def _at(abstract: Any, places: Any) -> Any:
-  """Shapes and dtypes with their shardings."""
+  """Adds shardings to shapes and dtypes."""
 
   def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -313,14 +315,14 @@ def _put(x: Any, where: jax.sharding.Sharding) -> jax.Array:
 def load_frozen(
   folder: Path, config: model.ModelConfig, mesh: Mesh, labels: Collection[int] = (0,)
 ) -> Any:
-  """The parameters in a Hugging Face folder, in their places on the mesh.
+  """Loads the parameters of a Hugging Face folder onto the mesh, for a model that is not trained.
 
-  No update changes them, so their matrices need no float32 copy: they are kept in `config.dtype`.
-  Norm scales stay float32, because they are multiplied in float32.
+  Without updates, matrices need no float32 copy: they are stored in `config.dtype`. Norm scales
+  stay float32, because they are multiplied in float32.
 
   Args:
     folder: The folder.
-    config: The shape of its model.
+    config: The shape of the model.
     mesh: The devices.
     labels: The heads that the model may have, as for `model.load`.
 

@@ -1,4 +1,4 @@
-"""The parts that a config describes: the mesh, the model, the tokenizer, the data, the programs."""
+"""Builds the objects of a run from a config: mesh, model, tokenizer, data and programs."""
 
 from collections.abc import Sequence
 import copy
@@ -38,9 +38,9 @@ from grpo_jax.run.parameters import Parameters
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Images, Visual
 
-STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
+STREAMS = ("init", "sample", "evaluate")  # streams of random numbers. Their order sets the seeds
 
-# Files of a model's folder that grpo_jax reads or, in the case of videos, other programs.
+# Files of a model's folder that configure image processors. Only other programs read videos.
 _PROCESSOR_FILES = (
   "processor_config.json",
   "preprocessor_config.json",
@@ -49,18 +49,17 @@ _PROCESSOR_FILES = (
 
 
 class Run:
-  """The parts of a run: what train, evaluate, sample and export have in common.
+  """The objects that train, evaluate, sample and export have in common.
 
   Attributes:
     config: The config that the run was built from.
     mesh: The devices, without those that only sample.
     hosts: Moves arrays between the processes and the mesh.
-    tokenizer: Texts to token ids and back.
-    parameters: Where the parameters come from and how they lie.
-    remarks: Lines that a user should read about the config, though it can be run.
+    tokenizer: Converts texts to token ids and back.
+    parameters: The shapes, shardings and sources of the parameters.
+    remarks: Warnings about the config, as lines.
     programs: The compiled functions.
-    base_folder: The folder on this machine of the model that the run begins with. None if it is a
-      file or has random weights.
+    base_folder: The local folder of the initial model. None if it is a file or has random weights.
   """
 
   def __init__(
@@ -69,15 +68,15 @@ class Run:
     devices: Sequence[jax.Device] | None = None,
     tokens: tokenizer.Tokenizer | None = None,
   ):
-    """Builds the parts.
+    """Checks the config and builds the objects. Loads no weights yet.
 
     Args:
       config: The config to build from.
-      devices: The devices of the mesh. None means all.
-      tokens: The tokenizer. None means the one that the config names.
+      devices: The devices of the run. None means all.
+      tokens: The tokenizer. None means the tokenizer that the config names.
 
     Raises:
-      ConfigError: For a config that cannot be run.
+      ConfigError: The config is invalid.
     """
     check_config(config)
     config = self.config = corrected(config)
@@ -90,7 +89,7 @@ class Run:
     set_matmul_precision(config)
     learn, apart = split(config.mesh, jax.devices() if devices is None else devices)
     self.mesh = make_mesh(config.mesh, learn)
-    # Read first, so that its errors come before those of a tokenizer.
+    # Read before the tokenizer, so that errors of the model come first.
     loaded = _loaded_shape(local) if local.model.path else None
     self.tokenizer = tokens or self._load_tokenizer(local, loaded)
     shape = _model_shape(local, self.tokenizer, loaded)
@@ -111,20 +110,20 @@ class Run:
 
   @property
   def processes(self) -> int:
-    """How many processes the devices belong to, which need not exist."""
+    """How many processes the devices belong to. With a topology, they need not exist."""
     return len({device.process_index for device in self.mesh.devices.flat})
 
   @functools.cached_property
   def task(self) -> tasks.Task:
-    """The data set. It is made on first use, because to sample or to export none is needed."""
+    """The data set. It is read on first use, because sampling and export need none."""
     with doing(f"reading the data of task {tasks.name_of(self.config.data)}"):
       return tasks.make_task(self.config.data)
 
   def prompts(self, split: str) -> PromptSet:
-    """The prompts of the split "train" or "test": of the latter, the first eval.examples.
+    """The prompts of the split "train", or of the first eval.examples of the split "test".
 
     Raises:
-      ConfigError: There are none.
+      ConfigError: The split is empty.
     """
     examples, name = getattr(self.task, split), "training" if split == "train" else split
     if not len(examples):
@@ -161,7 +160,7 @@ class Run:
     return found
 
   def save_processor(self, folder: Path) -> None:
-    """Writes the files of the image processor beside those of the tokenizer, if there are any."""
+    """Copies the files of the image processor to a folder, if there are any."""
     if self.parameters.model.vision is None or self.base_folder is None:
       return
     for name in _PROCESSOR_FILES:
@@ -176,7 +175,7 @@ class Run:
 
   @functools.cached_property
   def encode(self) -> Jitted:
-    """(parameters with the vision tower, images) -> what the tower makes of them."""
+    """(parameters with the vision tower, images) -> the visual tokens of the images."""
     shape, micro_batch = self.parameters.model, self.programs.micro_batch
 
     def encode(params: Any, images: Images) -> Visual:
@@ -186,17 +185,16 @@ class Run:
     return Jitted(encode, out_shardings=batch_sharding(self.mesh))
 
   def with_eval(self, settings: Eval) -> "Run":
-    """The same parts with other settings of the evaluation."""
+    """A copy of the run with other settings of the evaluation. It shares all objects."""
     run = copy.copy(self)
     run.config = dataclasses.replace(self.config, eval=settings)
     return run
 
   def with_exam(self, entry: exams.Entry) -> "tuple[Run, PromptSet]":
-    """The same parts for an exam, which is answered in one turn and without tools.
+    """A copy of the run for an exam, which has one turn and no tools.
 
     Returns:
-      The run, whose settings of data, sampling and evaluation are those of the exam, and the
-      prompts.
+      The run, with the exam's settings of data, sampling and evaluation, and the exam's prompts.
 
     Raises:
       ConfigError: The exam cannot be read, or none of its prompts fits the model.
@@ -222,11 +220,11 @@ class Run:
     return self.parameters.initial(self.key("init"))
 
   def initial_reference(self) -> Any:
-    """A copy of them for the reference, in model.reference_dtype."""
+    """A copy of the initial parameters for the reference, in model.reference_dtype."""
     return self.parameters.initial_reference(self.key("init"))
 
   def key(self, stream: str) -> jax.Array:
-    """The root of one of the run's `STREAMS` of random numbers."""
+    """The root key of one of the run's `STREAMS` of random numbers."""
     return jax.random.fold_in(jax.random.key(self.config.seed), STREAMS.index(stream))
 
   def _load_tokenizer(
@@ -246,10 +244,10 @@ class Run:
 
 
 def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions: int) -> Config:
-  """The config of a run with the settings of an exam, whose prompts get all that positions leave.
+  """Puts the settings of an exam into the config of a run.
 
-  Raises:
-    ConfigError: A completion takes all positions.
+  Prompts may have all `positions` of the model that a completion leaves. `problems` is the number
+  of problems of the exam. Raises ConfigError if a completion may take all positions.
   """
   max_tokens = entry.max_tokens or config.sampling.max_tokens
   if max_tokens >= positions:
@@ -275,7 +273,7 @@ def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions
     function=entry.function or entry.exam.function,
     samples=config.eval.samples if entry.samples < 0 else entry.samples,
   )
-  # An exam has answers of its own form.
+  # The regex of the run may not match the exam's answers.
   sampling = dataclasses.replace(config.sampling, max_tokens=max_tokens, regex="")
   return dataclasses.replace(
     config, data=data, eval=settings, sampling=sampling, environment=Environment()
@@ -294,7 +292,7 @@ def set_matmul_precision(config: Config) -> None:
 
 
 def _loaded_shape(local: Config) -> model.ModelConfig:
-  """The shape of the checkpoint at model.path, with its vision tower as model.vision says."""
+  """The shape of the checkpoint at model.path. model.vision decides about the vision tower."""
   how, path = local.model.vision, local.model.path
   shape = model.load_model_config(path, vision=how != "ignored")
   if shape.vision is None:
@@ -311,7 +309,7 @@ def _loaded_shape(local: Config) -> model.ModelConfig:
 def _model_shape(
   config: Config, tokens: tokenizer.Tokenizer, loaded: model.ModelConfig | None
 ) -> model.ModelConfig:
-  """The shape of the checkpoint at model.path, or without one that which the config gives."""
+  """The shape of the checkpoint, `loaded`, or without a checkpoint the shape in the config."""
   shaped = config.model
   if loaded is not None:
     shape = loaded
@@ -334,12 +332,12 @@ def _model_shape(
 
 
 def check_experts(config: Config, shape: model.ModelConfig, expert_axis: int) -> None:
-  """Raises ConfigError for a setting of experts or their routers that the model does not have.
+  """Raises ConfigError for settings of experts or routers that the model does not have.
 
   Args:
     config: The config.
     shape: The model.
-    expert_axis: How many devices lie along the mesh's axis of experts.
+    expert_axis: The size of the mesh axis `expert`.
   """
   for key, value, off in (
     ("mesh.expert", expert_axis, 1),
@@ -358,7 +356,7 @@ def check_experts(config: Config, shape: model.ModelConfig, expert_axis: int) ->
 
 
 def _remarks(config: Config, local: Config) -> tuple[str, ...]:
-  """Lines about parts of model.path that are not read, and about adapters that do not fit it."""
+  """Warnings about parts of model.path that are not read, and adapters of another model."""
   sees = local.model.vision != "ignored"
   if local.model.path and model.ignores_parts(local.model.path, vision=sees):
     ignored = f"only the text part of {config.model.path} is read, trained and saved"
@@ -367,11 +365,11 @@ def _remarks(config: Config, local: Config) -> tuple[str, ...]:
 
 
 def _remarks_on_adapters(config: Config, local: Config) -> tuple[str, ...]:
-  """Whether the adapters at lora.path were trained on another model, as far as names say."""
+  """A warning if, by name, the adapters at lora.path were trained on another model."""
   if not config.lora.path:
     return ()
   base = model.base_of_adapters(local.lora.path)
-  # Folders are moved and copied, so only the last part of a path says something.
+  # Folders may be moved or copied, so only the last part of a path is compared.
   if not base or hub.short_name(base) == hub.short_name(config.model.path):
     return ()
   return (

@@ -9,19 +9,19 @@ from grpo_jax.types import Batch, Images, Visual
 
 
 def encoded_first(run: Run, prompts: PromptBatch) -> PromptBatch:
-  """The prompts with their images encoded, if `Parameters.encodes_first`."""
+  """Encodes the images of prompts to visual tokens, if `Parameters.encodes_first`."""
   if not run.parameters.encodes_first or prompts.images is None:
     return prompts
   return dataclasses.replace(prompts, visual=_encoded(run, prompts.images))
 
 
 def with_images(run: Run, batch: Batch, prompts: PromptBatch) -> Batch:
-  """The batch with its prompts' images: as visual tokens by now, if the vision tower is frozen.
+  """Adds the images of its prompts to a batch: as visual tokens if the vision tower is frozen.
 
   Args:
     run: The run.
     batch: The batch on the mesh.
-    prompts: Its prompts.
+    prompts: The prompts of the batch.
   """
   if prompts.visual is not None:
     return batch.replace(visual=prompts.visual)

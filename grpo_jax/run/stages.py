@@ -1,4 +1,4 @@
-"""The programs of a run's steps with the shapes of their arguments, before they are compiled."""
+"""The programs of a run's steps with the shapes of their arguments, for plans and compilation."""
 
 from collections.abc import Iterator, Mapping
 import dataclasses
@@ -25,15 +25,15 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-  """A compiled program, or one of those that do something together.
+  """A jitted function of a `Program`, with the shapes of its arguments.
 
   Attributes:
     program: The function to compile.
-    arguments: The shapes, dtypes and places of its arguments.
-    runs: How often it is called.
-    rounds: How often its loops run in a call at most, by the largest value of their counter.
-    cache: The bytes of the key/value cache that it takes or makes.
-    visual: The bytes of visual tokens that wait beside its arguments.
+    arguments: The shapes, dtypes and shardings of the arguments.
+    runs: How many times it is called.
+    rounds: The most iterations of its loops per call, by the loops' upper bound.
+    cache: The bytes of the key/value cache that it reads or returns.
+    visual: The bytes of visual tokens that exist besides its arguments.
   """
 
   program: Jitted
@@ -50,16 +50,16 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A piece of a run's work before its compilation, such as an update, as one program or several.
+  """A phase of a step, such as sampling or an update, as one jitted function or several.
 
   Attributes:
-    name: The name of the work, such as "sample".
-    runs: How often it runs in a step, as a text. "3/50" is 3 times every 50 steps.
+    name: The name of the phase, such as "sample".
+    runs: How many times it runs in a step, as a text. "3/50" is 3 times every 50 steps.
     stages: The functions to compile, in the order in which they run.
-    held: Bytes by kind of what the run holds on one device while the program runs.
+    held: The bytes that the run holds on one device while the program runs, by kind.
     taken: The kinds in `held` that are arguments of the program.
-    gradients: The bytes of its sum of gradients. 0 if it computes none.
-    tokens: The largest number of rounds in which its loops decode a token for each row. 0 without.
+    gradients: The bytes of the sum of gradients. 0 if it computes none.
+    tokens: The maximum number of decoding steps, each a token for every row. 0 if it decodes none.
   """
 
   name: str
@@ -75,7 +75,7 @@ def programs(run: Run) -> Iterator[Program]:
   """The programs of the run's steps, in the order in which they first run."""
   config, algo, parts = run.config, run.config.algo, _ProgramArguments(run)
   G = config.batch.group_size
-  # Devices that only sample draw the share of their own process.
+  # Devices that only sample draw only the prompts of their process.
   shares = run.processes if run.parameters.sampling.is_apart else 1
   P, of_eval = config.batch.prompts // shares, config.eval.batch // shares
   if config.warm_start.steps:
@@ -101,27 +101,27 @@ def programs(run: Run) -> Iterator[Program]:
 
 
 def compile_ahead(run: Run, compiler: Compiler) -> None:
-  """Has compiled what the first steps will call, so that they need not wait for all of it.
+  """Starts to compile the programs of the first steps in the background.
 
-  What depends on the data, such as the programs that compute prompts, is left to its first call.
-  The first evaluation calls its own programs at once.
+  Programs whose shapes depend on the data, such as prefill, are compiled at the first call, and so
+  are the programs of evaluation.
 
   Args:
-    run: The run. Its prompts are read.
-    compiler: Compiles them in the background.
+    run: The run, whose prompts have been read.
+    compiler: Compiles programs in the background.
   """
   if jax.process_count() > 1 and run.parameters.model.platform == "gpu":
-    # Processes share the work of choosing kernels. One would wait for another that has cancelled.
+    # Processes share GPU autotuning, so one would wait for another that has cancelled compilation.
     return
   config, parts = run.config, _ProgramArguments(run)
   if config.samples_in_turn and not config.keeps_flight and not config.environment.harness:
-    run.programs.sampler(keeps_experts=config.learner.router_replay)  # made by this thread
+    run.programs.sampler(keeps_experts=config.learner.router_replay)  # cached before threads use it
     compiler.prepare(lambda: parts.compile_sampling(compiler))
   parts.compile_learning(compiler)
 
 
 class _ProgramArguments:
-  """The arguments of a run's programs, and what the run holds beside them.
+  """Makes the `Program`s of a run, with the shapes of their arguments and the bytes held.
 
   Attributes:
     reference: All parameters of the reference policy, or None.
@@ -142,7 +142,7 @@ class _ProgramArguments:
     self._rows = sharding.batch_sharding(run.mesh)
 
   def sampling(self, name: str, runs: str, prompts: int, group_size: int) -> Program:
-    """A sampler of so many prompts."""
+    """The sampler of `prompts` prompts, with `group_size` completions each."""
     stages = tuple(self._sampling_stages(name, prompts, group_size))
     tokens = int(sum(stage.runs * sum(stage.rounds.values()) for stage in stages))
     held = self._held.sampling
@@ -151,16 +151,16 @@ class _ProgramArguments:
     return Program(name, runs, stages, held, self._held.sampled, tokens=tokens)
 
   def _beside_flight(self, held: dict[str, float]) -> dict[str, float]:
-    """Adds the rows of training that stay in flight, if there are any, to what is held."""
+    """Adds the bytes of training rows that stay in flight, if there are any, to `held`."""
     flight = self._run.programs.flight_bytes
     return held | {"rows in flight": flight} if flight else held
 
   def _sampling_stages(self, name: str, prompts: int, group_size: int) -> Iterator[Stage]:
-    """The functions that a sampler calls if no completion ends early.
+    """Yields the functions that a sampler calls if no completion ends early.
 
-    The first prompts begin together. Then chunks decode their rows, in a cache that grows from one
-    of `pace.slots` to the next. Where there are more rows than seats, the other prompts arrive when
-    the first rows have ended, in waves.
+    `begin` prefills the first prompts. Then each `chunk` decodes tokens for their rows, in a cache
+    that grows through the sizes `pace.slots`. If the grid has fewer rows than the call, `arrive`
+    prefills the other prompts when the first rows have ended, in waves.
     """
     is_encoded = self._run.parameters.encodes_first and name in ("sample", "greedy")
     keeps_experts = name == "sample" and self._config.learner.router_replay
@@ -176,13 +176,13 @@ class _ProgramArguments:
     cache = device_bytes(flight.cache)
     yield Stage(programs.begin, begin, cache=cache, visual=visual_of_others)
     waves = -(-prompts * group_size // grid.rows)
-    written = 0  # tokens of the first rows, before a chunk of these slots
+    written = 0  # tokens of the first rows that smaller caches hold
     for slots in pace.slots:
       flight = programs.abstract(grid, slots, self._sampled, S, settings)
-      # The token that is drawn last needs no slot.
+      # The last token of a completion needs no slot.
       needed = min(slots, programs.decoding.max_tokens - 1)
       rounds = needed - written
-      if slots == pace.slots[-1]:  # the rows of later waves find a cache of the full size
+      if slots == pace.slots[-1]:  # rows of later waves start with the largest cache
         if prompts > grid.places:
           waiting = (
             self._prompts(pace.prompts_at_once, is_encoded),
@@ -216,7 +216,7 @@ class _ProgramArguments:
       )
 
   def encode(self) -> Program:
-    """A frozen vision tower on the images of a batch."""
+    """Encodes the images of a batch with a frozen vision tower."""
     P = self._config.batch.prompts
     images = self._with_rows(images_of(self._config, self._run.parameters.model, P), P)
     stage = Stage(self._run.encode, (self._run.parameters.abstract_base, images))
@@ -244,14 +244,14 @@ class _ProgramArguments:
     return Program("update", str(algo.updates_per_step), (stage,), held, taken, gradients)
 
   def compile_sampling(self, compiler: Compiler) -> None:
-    """Has the first chunk of a step compiled."""
+    """Starts to compile the first decoding chunk of a step."""
     batch = self._config.batch
     stages = self._sampling_stages("sample", batch.prompts, batch.group_size)
     chunk = next(stage for stage in stages if stage.rounds)
     chunk.program.compile_ahead(compiler, *chunk.arguments)
 
   def compile_learning(self, compiler: Compiler) -> None:
-    """Has compiled what follows the sampling of a step."""
+    """Starts to compile the programs of a step after sampling."""
     programs, algo = self._run.programs, self._config.algo
     if algo.uses_reference and not algo.needs_full_kl:
       batch = self._batch.without_experts()
@@ -274,7 +274,7 @@ class _ProgramArguments:
     return state, base, self.reference, part
 
   def warm_start(self) -> Program:
-    """A supervised update on one completion of each prompt, which makes no micro-batches."""
+    """A supervised update on one completion of each prompt, without micro-batches."""
     batch = Batch(
       prompts_PS=self._batch.prompts_PS,
       prompt_lengths_P=self._batch.prompt_lengths_P,
@@ -316,7 +316,7 @@ class _ProgramArguments:
     return self._with_rows(self._with_images(batch, P), P)
 
   def _with_images(self, batch: Batch, count: int) -> Batch:
-    """The batch of so many prompts with the most images that they can have, or visual tokens."""
+    """Adds the largest images that `count` prompts can have, or their visual tokens, to a batch."""
     config, parameters = self._config, self._run.parameters
     if not parameters.model.has_frozen_tower:
       return batch.replace(images=images_of(config, parameters.model, count))
@@ -324,14 +324,14 @@ class _ProgramArguments:
     return batch.replace(visual=visual)
 
   def _experts(self, *shape: int) -> jax.ShapeDtypeStruct | None:
-    """The shape of the sampler's experts for so many tokens, where the learner uses them."""
+    """The shape of the sampler's experts for tokens of this shape. None without router_replay."""
     model_config = self._run.parameters.model
     if not self._config.learner.router_replay:
       return None
     return self._host_array(model_config.experts_dtype, *shape, model_config.experts_in_all)
 
   def _prompts(self, count: int, is_encoded: bool = False) -> Prompts:
-    """So many prompts with the most images that they can have, which may be encoded already."""
+    """The shapes of `count` prompts with the largest images, as visual tokens if `is_encoded`."""
     S, parameters = self._config.data.max_prompt_tokens, self._run.parameters
     images: Any = images_of(self._config, parameters.model, count)
     if is_encoded:
@@ -342,16 +342,16 @@ class _ProgramArguments:
     )
 
   def _settings(self, rows: int) -> RowSettings:
-    """The shapes of the settings of so many rows."""
+    """The shapes of the sampling settings of `rows` rows."""
     settings = by_row(settings_of(self._config.sampling, 1.0), rows, 1)
     return jax.tree.map(lambda x: self._host_array(x.dtype, *x.shape), settings)
 
   def _host_array(self, dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array that lies on the host."""
+    """The shape and dtype of an array on the host, without sharding."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
   def _with_rows(self, batch: Tree, count: int) -> Tree:
-    """The arrays of a batch with so many prompts, on the mesh."""
+    """The shapes of a batch, resized to `count` prompts and sharded on the mesh."""
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self._rows)

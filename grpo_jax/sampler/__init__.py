@@ -1,6 +1,6 @@
-"""Decoding: requests in, tokens and log-probs out.
+"""Decoding: takes requests, returns tokens and log-probs.
 
-`rows.py` is the loop, which takes a step function and knows no model. `seats.py` says which rows
-are in it. `programs.py` compiles both with a model, and `prefixes.py` what a prefix cache
-needs. It may import model/, parallel/ and what lies below them.
+`rows.py` has the decoding loop, which calls a step function and knows no model. `seats.py` assigns
+rows to seats of the batch. `programs.py` compiles the loop with a model, and `prefixes.py` adds the
+programs of a prefix cache. This package may import model/, parallel/ and the packages below them.
 """

@@ -1,7 +1,7 @@
-"""Filters of sampling: which tokens may be drawn, given their logits.
+"""Sampling filters such as top-k: they mask logits, so that some tokens cannot be drawn.
 
-To add one, write its function and its record here, a field of `RowSettings` in logits.py and a
-setting in config.py. A program adds its own with `register_filter`, and changes nothing here.
+To add a built-in filter, write a function and an entry of FILTERS here, a field of `RowSettings` in
+logits.py and a setting in config.py. A user's program calls `register_filter` instead.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from grpo_jax.settings import LARGEST_FLOAT, LARGEST_INT, SMALLEST_FLOAT, Config
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-  """One way to drop tokens.
+  """A sampling filter.
 
   Attributes:
-    apply: (logits_BV, value_B) -> logits_BV, with -inf where the token is dropped. The logits are
-      divided by the temperature, and -inf where another filter has dropped the token. It keeps the
-      likeliest token, and all tokens of rows where it is off.
-    off: The value with which it drops nothing, an int if its values are whole.
-    limits: The least and the largest value that a request may have. One below `off` means off.
+    apply: (logits_BV, value_B) -> logits_BV with -inf for dropped tokens. The logits are already
+      divided by the temperature, and -inf for tokens that earlier filters dropped. It never drops
+      the likeliest token of a row, and drops nothing in rows whose value is `off`.
+    off: The value that turns the filter off, an int if the filter's values are integers.
+    limits: The smallest and largest value that a request may set. Values below `off` mean off.
   """
 
   apply: Callable[[jax.Array, jax.Array], jax.Array]
@@ -35,28 +35,28 @@ class Filter:
 
 
 def top_k(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
-  """Drops all but the k likeliest tokens. Equal logits at the threshold are kept or dropped alike.
+  """Keeps the k likeliest tokens, and those that are as likely as the kth.
 
   Args:
-    logits_BV: The logits.
-    k_B: k of each row. 0 is off.
+    logits_BV: float32.
+    k_B: int32, k of each row. 0 is off.
 
   Returns:
-    [B, V]
+    The logits [B, V] with -inf for the other tokens.
   """
-  most_B = jnp.where(k_B > 0, k_B, jnp.inf)  # no limit where it is off
+  most_B = jnp.where(k_B > 0, k_B, jnp.inf)  # no limit if the filter is off
   return _likeliest(logits_BV, jnp.ones_like(logits_BV), most_B)
 
 
 def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-  """Drops all but the fewest likeliest tokens whose probability reaches p (Holtzman 1904.09751).
+  """Keeps the fewest likeliest tokens whose total probability reaches p (Holtzman 1904.09751).
 
   Args:
-    logits_BV: The logits. Their probabilities are those of the tokens that are left.
-    p_B: p of each row. 1 is off.
+    logits_BV: float32. Probabilities are normalised over the tokens that earlier filters kept.
+    p_B: float32, p of each row. 1 is off.
 
   Returns:
-    [B, V]
+    The logits [B, V] with -inf for the other tokens.
   """
   weights_BV = jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))
   most_B = jnp.where(p_B < 1, p_B * weights_BV.sum(-1), jnp.inf)
@@ -64,28 +64,28 @@ def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
 
 
 def min_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-  """Drops tokens less likely than p times the likeliest (Nguyen 2407.01082).
+  """Drops tokens that are less likely than p times the likeliest token (Nguyen 2407.01082).
 
   Args:
-    logits_BV: The logits.
-    p_B: p of each row. 0 is off.
+    logits_BV: float32.
+    p_B: float32, p of each row. 0 is off.
 
   Returns:
-    [B, V]
+    The logits [B, V] with -inf for dropped tokens.
   """
-  least_B = logits_BV.max(-1) + jnp.log(p_B)  # -inf where it is off
+  least_B = logits_BV.max(-1) + jnp.log(p_B)  # -inf if the filter is off
   return jnp.where(logits_BV < least_B[:, None], -jnp.inf, logits_BV)
 
 
-# In the order in which they are applied, which is that of Hugging Face's generate. Those of users
-# follow, in the order of their names.
+# The order of application is the same as in Hugging Face's generate. Registered filters follow the
+# built-in ones, sorted by name.
 FILTERS: dict[str, Filter] = {
   "top_k": Filter(top_k, 0, (-1, LARGEST_INT)),
   "top_p": Filter(top_p, 1.0, (SMALLEST_FLOAT, 1)),
   "min_p": Filter(min_p, 0.0, (0, 1)),
 }
 BUILT_IN = tuple(FILTERS)
-# The other parameters of requests to an endpoint.
+# The other parameters of requests to an endpoint. No filter may be registered under such a name.
 OF_REQUESTS = tuple(
   "add_generation_prompt best_of chat_template_kwargs continue_final_message echo frequency_penalty"
   " function_call functions ignore_eos logit_bias logprobs max_completion_tokens max_tokens"
@@ -97,21 +97,22 @@ OF_REQUESTS = tuple(
 
 
 def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-  """Gives a filter of sampling of this program a name in configs: that of its function.
+  """Registers a user's sampling filter under its function's name. Works as a decorator.
 
-  It can be used as a decorator. `sampling.filters=("NAME=VALUE",)` then turns it on, and requests
-  to an endpoint of this process may have NAME as a parameter.
+  `sampling.filters=("NAME=VALUE",)` turns the filter on in a config. Requests to an endpoint of
+  this process may set it as the parameter NAME.
 
   Args:
-    compute: (logits_BV, value_B1) -> bool [B, V], in JAX: the tokens of B rows that may be drawn.
-      The logits are divided by the temperature, and -inf where a filter before it has dropped the
-      token. The value is a number above 0 of each row. The likeliest token may always be drawn.
+    compute: (logits_BV, value_B1) -> bool [B, V] in JAX, True for tokens that may be drawn. The
+      logits are already divided by the temperature, and -inf for tokens that earlier filters
+      dropped. Rows with value 0 ignore the result. Each row's likeliest token is always kept.
 
   Returns:
-    The function.
+    `compute` itself.
 
   Raises:
-    ConfigError: A filter, a setting or a parameter of requests has this name, or it has none.
+    ConfigError: The function has no name, or the name is already that of a built-in filter, a
+      setting or a parameter of requests.
   """
   name = name_of(compute)
   if hasattr(Sampling, name) and name not in FILTERS:
@@ -132,6 +133,7 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
       is_kept_BV = found_BV | (logits_BV == largest_B1) | (value_B1 == 0)
       return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
 
+    # A program with this filter also decodes batches in which no row uses it.
     return jax.lax.cond((value_B != 0).any(), drop, lambda: logits_BV)
 
   register("filter", FILTERS, compute, Filter(apply, 0.0, (0, LARGEST_FLOAT)))
@@ -139,27 +141,27 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
 
 
 def values_of(sampling: Sampling) -> dict[str, float]:
-  """The filters that a config turns on, with their values. Raises ConfigError as `own_values`."""
+  """The values of a config's active filters, by name. Raises ConfigError as `own_values` does."""
   values = {name: getattr(sampling, name) for name in BUILT_IN} | own_values(sampling.filters)
   return {name: value for name, value in values.items() if value != FILTERS[name].off}
 
 
 def has_filters(sampling: Sampling) -> bool:
-  """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
+  """Whether a draw may differ from softmax(logits / temperature)."""
   return bool(changes_draws(sampling) or sampling.min_tokens)
 
 
 def changes_draws(sampling: Sampling) -> bool:
-  """Whether a copy of the logits is changed before each draw. `min_tokens` needs none."""
+  """Whether each draw changes a copy of the logits. `min_tokens` needs no copy."""
   return bool(values_of(sampling) or sampling.regex or sampling.banned)
 
 
 def own_values(filters: Sequence[str]) -> dict[str, float]:
-  """The values of `sampling.filters` by name.
+  """Parses `sampling.filters` into a dict of the values by name.
 
   Raises:
-    ConfigError: An entry is not NAME=NUMBER with the name of a filter that was registered and a
-      number above 0.
+    ConfigError: An entry is not NAME=NUMBER with a number above 0, NAME is not registered, or NAME
+      appears twice.
   """
   found = dict[str, float]()
   for entry in filters:
@@ -169,7 +171,7 @@ def own_values(filters: Sequence[str]) -> dict[str, float]:
       raise ConfigError(f"{key}: set sampling.{name} instead")
     if name not in FILTERS:
       raise ConfigError(
-        f"{key}: name a filter that was registered, or call grpo_jax.register_filter first"
+        f"{key}: there is no such filter; register it with grpo_jax.register_filter first"
       )
     try:
       value = float(text)
@@ -182,19 +184,21 @@ def own_values(filters: Sequence[str]) -> dict[str, float]:
 
 
 def _likeliest(logits_BV: jax.Array, weights_BV: jax.Array, most_B: jax.Array) -> jax.Array:
-  """Keeps the tokens before which less than `most_B` of the weight lies. Drops the others.
+  """Keeps a token if all tokens with larger logits together weigh less than the row's limit.
 
-  A token lies before another if its logit is larger. The likeliest is always kept. Where no row has
-  a limit, nothing is computed.
+  The smallest kept logit is found by bisection over the integers that order float32 numbers. A sort
+  of the vocabulary takes 10 to 40 times longer on a CPU. If devices split the vocabulary, they
+  exchange one number per row in each of the 32 steps.
 
-  It finds the least logit that is kept by bisection, over the integers that order float32 numbers.
-  A sort of the vocabulary takes 10 to 40 times longer on a CPU. Where devices split the vocabulary,
-  one number for a row travels at each of the 32 steps.
+  Args:
+    logits_BV: float32.
+    weights_BV: float32, the weight of each token, at least 0.
+    most_B: The limit of each row, above 0. inf means no limit.
   """
 
   def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    low_B, high_B = bounds  # the least that is kept lies above the first, and not above the second
-    middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)  # their mean, which does not overflow
+    low_B, high_B = bounds  # low_B < the smallest kept logit <= high_B
+    middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)  # the mean, computed without overflow
     before_BV = logits_BV > _from_order(middle_B)[:, None]
     is_kept_B = jnp.where(before_BV, weights_BV, 0).sum(-1) < most_B
     return jnp.where(is_kept_B, low_B, middle_B), jnp.where(is_kept_B, middle_B, high_B)
@@ -209,7 +213,7 @@ def _likeliest(logits_BV: jax.Array, weights_BV: jax.Array, most_B: jax.Array) -
 
 
 def _to_order(x: jax.Array) -> jax.Array:
-  """float32 -> int32 in the same order."""
+  """Maps float32 to int32 monotonically: a larger number has a larger integer."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
 

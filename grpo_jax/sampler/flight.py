@@ -1,4 +1,4 @@
-"""Rows in flight as data, and where they lie on the mesh."""
+"""Rows in flight (the completions that are decoded together) as arrays, and their shardings."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ from grpo_jax.types import Images, Visual
 
 
 class Flight(struct.PyTreeNode):
-  """Rows in flight.
+  """The rows in flight with their prompts and cache: N places, one prompt each, with Q seats each.
 
   Attributes:
-    cache: The cache of a grid of N places with Q seats each.
-    last_ND: The features of each prompt's last token, from which the first logits come.
-    rows: The N * Q rows.
-    next_N: int32, the position of the first token after each prompt, where images give prompts
-      positions of their own. None: it is the prompt's length.
+    cache: The keys, values and states of the N prompts and the N * Q rows.
+    last_ND: The features of each prompt's last token. The first logits of new rows need them.
+    rows: The R = N * Q rows. Row n * Q + q is in seat q of place n.
+    next_N: int32, the position of the first token after each prompt. It is not the prompt's length
+      if image tokens have positions in several axes. None for models without such positions.
   """
 
   cache: model.Cache
@@ -33,18 +33,18 @@ class Flight(struct.PyTreeNode):
 
   @property
   def grid(self) -> Grid:
-    """Its places and seats."""
+    """The places N and the seats Q of each."""
     return Grid(*self.cache.lengths_PG.shape)
 
 
 class NewRows(NamedTuple):
-  """Which seats get new rows, and what these are drawn with.
+  """Describes the rows that start in a chunk, in arrays over all R seats.
 
   Attributes:
-    is_new_R: bool.
-    key_R2: uint32, the data of the key that its random numbers come from.
-    number_R: int32, the number of the row, on which they depend, too.
-    settings: How the row draws, as arrays [R].
+    is_new_R: bool, True for seats that get a new row. The other arrays are not read elsewhere.
+    key_R2: uint32, the data of each row's random key.
+    number_R: int32, the number that is folded into the key (see `row_uniforms`).
+    settings: How each row draws, as arrays [R].
   """
 
   is_new_R: np.ndarray
@@ -54,14 +54,14 @@ class NewRows(NamedTuple):
 
 
 class Prompts(struct.PyTreeNode):
-  """Prompts that are computed together.
+  """A batch of n prompts for one forward pass.
 
   Attributes:
     tokens_nS: int32, right-padded.
     lengths_n: int32, how many tokens each prompt has.
-    shared: How many tokens at their start are the same in all of them, and computed once. They
-      end before the first image.
-    images: The images of the prompts, encoded or not, or None if they have none.
+    shared: The length of the common beginning of all prompts, which is computed once. It ends
+      before the first image.
+    images: The images of the prompts, as patches or encoded. None without images.
   """
 
   tokens_nS: Any
@@ -71,14 +71,14 @@ class Prompts(struct.PyTreeNode):
 
 
 class Resumed(NamedTuple):
-  """Which rows go on, and with which tokens.
+  """Describes the paused rows whose cache is rolled, in arrays over all R seats.
 
   Attributes:
-    is_resumed_R: bool.
-    kept_R: int32, how many of its tokens the row keeps. At least 1.
-    token_R: int32, the last of them.
-    given_RT: int32, the tokens that follow, in their places, and -1 elsewhere.
-    limit_R: int32, after so many tokens the row ends again.
+    is_resumed_R: bool, True for paused rows, with or without a reply. Other seats do not change.
+    kept_R: int32, how many of its first tokens the row keeps. At least 1.
+    token_R: int32, the last of the kept tokens.
+    given_RT: int32, entry t is the reply's token for index t of the completion, or -1.
+    limit_R: int32, the number of tokens at which the row ends next. Kept tokens count.
   """
 
   is_resumed_R: np.ndarray
@@ -89,7 +89,7 @@ class Resumed(NamedTuple):
 
 
 def shard_grid(config: model.ModelConfig, flight: Flight) -> Grid:
-  """The part of its grid that one shard of the mesh holds."""
+  """The grid of one shard of the mesh, which holds an equal share of the places."""
   N, Q = flight.grid
   return Grid(N // config.row_shards, Q)
 
@@ -97,25 +97,27 @@ def shard_grid(config: model.ModelConfig, flight: Flight) -> Grid:
 def on_each_shard(
   config: model.ModelConfig, function: Any, flight: Flight, *arrays: jax.Array
 ) -> Flight:
-  """function(flight, *arrays), where each shard of the mesh sees its own rows alone."""
+  """Runs function(flight, *arrays) -> Flight on each shard of the mesh, with that shard's rows.
+
+  The first axis of each array is split over the shards.
+  """
   rows = config.rows
   if config.row_shards == 1:
     return constrain_flight(config, function(flight, *arrays))
-  of_flight = _specs(config, flight)
-  in_specs = (of_flight, *[PartitionSpec(*rows.spec)] * len(arrays))
+  flight_specs = _specs(config, flight)
+  in_specs = (flight_specs, *[PartitionSpec(*rows.spec)] * len(arrays))
   return jax.shard_map(
-    function, mesh=rows.mesh, in_specs=in_specs, out_specs=of_flight, check_vma=False
+    function, mesh=rows.mesh, in_specs=in_specs, out_specs=flight_specs, check_vma=False
   )(flight, *arrays)
 
 
 def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
-  """How a Flight lies on the mesh: rows and places over the shards, heads over `tensor`."""
+  """The PartitionSpecs of a Flight: rows and places split over the shards, heads over `tensor`."""
   if config.on_one_device:
     return jax.tree.map(lambda _: PartitionSpec(), flight)
   axes = config.rows.spec[0]
 
-  def own(x: jax.Array) -> PartitionSpec:
-    """Keys or values [L, P, K, G, C, E]: places P over the shards, heads K over `tensor`."""
+  def of_rows(x: jax.Array) -> PartitionSpec:  # keys or values [L, P, K, G, C, E], maybe without L
     return PartitionSpec(*[None] * (x.ndim - 5), axes, config.axis_of(x.shape[-4]))
 
   def of_prompts(x_LPKSE: jax.Array) -> PartitionSpec:
@@ -124,15 +126,15 @@ def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
   by_row = PartitionSpec(axes)
   cache = flight.cache
 
-  def states(of_rows: bool, x: jax.Array) -> PartitionSpec:
-    """Heads are the first axis of a state."""
-    outer = (None, axes, None) if of_rows else (None, axes)
+  def states(has_rows: bool, x: jax.Array) -> PartitionSpec:
+    """Splits states [L, P, heads, ...] or, of rows, [L, P, G, heads, ...]."""
+    outer = (None, axes, None) if has_rows else (None, axes)
     return PartitionSpec(*outer, config.axis_of(x.shape[len(outer)]))
 
   return Flight(
     cache=cache.replace(
-      keys=jax.tree.map(own, cache.keys),
-      values=jax.tree.map(own, cache.values),
+      keys=jax.tree.map(of_rows, cache.keys),
+      values=jax.tree.map(of_rows, cache.values),
       time=PartitionSpec(),
       lengths_PG=by_row,
       prefix=cache.prefix.replace(
@@ -150,7 +152,7 @@ def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
 
 
 def constrain_flight(config: model.ModelConfig, flight: Flight) -> Flight:
-  """Fixes the shardings of a Flight's arrays, so that no program is compiled for other ones."""
+  """Fixes the shardings of a Flight's arrays, so that programs are not recompiled for others."""
   if config.rows is None:
     return flight
   return jax.lax.with_sharding_constraint(flight, flight_shardings(config, flight))
@@ -166,13 +168,13 @@ def flight_shardings(config: model.ModelConfig, flight: Flight) -> Flight:
 
 
 def constrain_rows(config: model.ModelConfig, x: jax.Array) -> jax.Array:
-  """Fixes the sharding of an array [R, ...]: its rows are split over the shards."""
+  """Fixes the sharding of an array [R, ...], whose first axis is split over the shards."""
   rows = config.rows
   return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
 
 def everywhere(config: model.ModelConfig, tree: Any) -> Any:
-  """The arrays, whole on every device."""
+  """Replicates the arrays of a tree on every device."""
   rows = config.rows
   if rows is None:
     return tree

@@ -1,4 +1,4 @@
-"""Guides say which tokens a row may draw next, by the package llguidance, which is optional."""
+"""Guides restrict which tokens a row may draw next. They need the optional package llguidance."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -13,45 +13,45 @@ from grpo_jax.settings import ConfigError, shown
 
 
 class Guided(Protocol):
-  """Says what a row may draw, whatever the others do. `Guide` is one."""
+  """Restricts the tokens of a single row, such as `Guide` does with a grammar."""
 
   def fill(self, bits_W: np.ndarray) -> None:
-    """Sets the bit of each token that may follow, and of no other."""
+    """Overwrites int32 words with a mask: bit t % 32 of word t // 32 is 1 if token t may follow."""
 
   def take(self, tokens: Sequence[int]) -> bool:
-    """The row has drawn these. Returns whether that may be."""
+    """Appends tokens that the row has drawn. Returns False if they are not allowed."""
 
   @property
   def is_whole(self) -> bool:
-    """Whether an answer may end after what the row has drawn."""
+    """Whether the answer may end after the tokens that the row has drawn."""
 
 
 class Guide:
-  """A `Guided` of llguidance."""
+  """A `Guided` that follows a grammar of llguidance."""
 
   def __init__(self, matcher: Any) -> None:
-    """`matcher` is a LLMatcher."""
+    """`matcher` is an LLMatcher that has consumed no tokens."""
     self._matcher = matcher
 
   def fill(self, bits_W: np.ndarray) -> None:
-    """Sets the bit of each token that may follow, and of no other. int32."""
+    """Writes the mask of the tokens that may follow. `bits_W` is a contiguous int32 array."""
     self._matcher.unsafe_compute_mask_ptr(bits_W.ctypes.data, bits_W.nbytes)
 
   def take(self, tokens: Sequence[int]) -> bool:
-    """The row has drawn these. Returns whether the form allows them."""
+    """Appends tokens that the row has drawn. Returns False if the grammar forbids them."""
     return bool(self._matcher.consume_tokens(list(tokens)))
 
   @property
   def is_whole(self) -> bool:
-    """Whether what was drawn has the form, and not the beginning of it alone."""
+    """Whether the drawn tokens match the whole grammar, rather than only a beginning of it."""
     return not self._matcher.is_error() and self._matcher.is_accepting()
 
 
 def lexicon(tokenizer: Tokenizer, vocabulary: int) -> Any:
-  """The LLTokenizer of a tokenizer. `vocabulary` is how many ids the model has.
+  """Returns llguidance's LLTokenizer of a tokenizer. `vocabulary` is V, the model's token ids.
 
   Raises:
-    ConfigError: llguidance is not installed, or the tokenizer lacks what it needs.
+    ConfigError: llguidance is not installed, or the tokenizer has no tokenizer.json or no stop ids.
   """
   try:
     from llguidance import LLTokenizer
@@ -66,15 +66,18 @@ def lexicon(tokenizer: Tokenizer, vocabulary: int) -> Any:
 def guides_of(
   sampling: Sampling, tokenizer: Tokenizer, vocabulary: int
 ) -> Callable[[], Guide] | None:
-  """Makes the guide of a new row, or None where sampling.regex and sampling.banned are empty.
+  """Compiles sampling.regex and sampling.banned into a grammar for rows.
 
   Args:
     sampling: The section of the config.
     tokenizer: The tokenizer of the model.
-    vocabulary: How many ids the model has.
+    vocabulary: V, how many token ids the model has.
+
+  Returns:
+    A function that makes the guide of a new row. None if both settings are empty.
 
   Raises:
-    ConfigError: llguidance is not installed, or it cannot read the expression.
+    ConfigError: llguidance is missing, does not support the tokenizer, or rejects the grammar.
   """
   if not sampling.regex and not sampling.banned:
     return None
@@ -86,6 +89,7 @@ def guides_of(
     raise ConfigError(f"{where}: {error}") from None
   from llguidance import LLMatcher
 
+  # A regular expression must match the whole completion, so no special token may interrupt it.
   special = [] if sampling.regex else [*tokenizer.special_texts]
   special = [i for i in special if i not in tokenizer.stop_ids and i < vocabulary]
   grammar = _grammar(sampling.regex, sampling.banned, special)
@@ -100,33 +104,33 @@ def _copy(matcher: Any) -> Guide:
 
 
 def _grammar(regex: str, banned: Sequence[str], special: Sequence[int]) -> str:
-  """A grammar in Lark: texts that match, without those that are banned.
+  """Returns a Lark grammar of the texts that match `regex` and contain no text of `banned`.
 
   Args:
-    regex: An expression that the whole text matches. "" is anything.
-    banned: Texts that it does not hold.
-    special: The ids of special tokens that may come between texts.
+    regex: A regular expression for the whole text. "" matches anything.
+    banned: The texts that must not occur.
+    special: The ids of special tokens that may occur between texts.
   """
   anything = "(?s:.*)"
   terms = [f"/{_in_lark(regex) or anything}/"]
   if banned:
     terms.append(f"~/{anything}({'|'.join(map(_literal, banned))}){anything}/")
-  # Without the option, a text without a choice could be drawn in one way of many.
+  # Without this option, llguidance would force one tokenization of text that the grammar dictates.
   text = f'%llguidance {{"no_forcing": true}}\nTEXT: {" & ".join(terms)}'
   if not special:
     return f"{text}\nstart: TEXT"
-  # Two texts side by side could hold a banned one together, so a special token is between them.
+  # Two adjacent texts could form a banned text together, so a special token must separate them.
   ids = ",".join(map(str, special))
   return f"{text}\nstart: TEXT? (special+ TEXT?)*\nspecial: <[{ids}]>"
 
 
 def _in_lark(regex: str) -> str:
-  """A regular expression between the slashes of Lark, on one line."""
+  """Escapes the slashes and newlines of a regular expression, so that it fits between Lark's //."""
   written = {"/": "\\x2F", "\n": "\\x0A"}
   written |= {f"\\{character}": code for character, code in written.items()}
   return re.sub(r"(?s)\\.|/|\n", lambda found: written.get(found[0], found[0]), regex)
 
 
 def _literal(text: str) -> str:
-  """An expression that matches a text alone."""
+  """Returns a regular expression that matches exactly this text."""
   return "".join(c if c.isalnum() and c.isascii() else f"\\x{{{ord(c):X}}}" for c in text)

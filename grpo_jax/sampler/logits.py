@@ -1,4 +1,4 @@
-"""From logits to a token: filters, the draw, and the log-probs of the drawn token."""
+"""Draws tokens from logits: filters, the draw, and the log-probs of the drawn tokens."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from grpo_jax.model.layouts import in_order
 from grpo_jax.sampler.filters import BUILT_IN, FILTERS
 
-BRANCH = 16  # children of a node in the tree over the vocabulary
-_FEWEST_FASTEST = 64  # rows for which padding costs a TPU less than copies
+BRANCH = 16  # children of each node in the tree over the vocabulary (see `draw`)
+_FEWEST_FASTEST = 64  # from so many rows on, padding them costs a TPU less than copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Decoding:
 
 
 class RowSettings(struct.PyTreeNode):
-  """How rows draw their tokens. Each setting is a number, or an array with one for each row.
+  """How rows draw their tokens. Each setting is a number, or an array with an entry for each row.
 
-  None is off for all rows. A program is then compiled without that part.
+  None turns a setting off for all rows, and programs are compiled without it.
 
   Attributes:
-    temperature: At 0 the row takes the likeliest token.
+    temperature: The divisor of the logits. At 0, rows take the likeliest token.
     top_k: Draw from the k likeliest tokens. 0 is off.
     top_p: Draw from the fewest likeliest tokens whose probability reaches p. 1 is off.
-    min_p: Drop tokens less likely than min_p times the likeliest. 0 is off.
-    min_tokens: Draw no stop id before the row has so many tokens.
-    max_tokens: The row's longest completion. That of `Decoding` is the limit of all rows.
-    own: The values of filters that a program has registered, by name. 0 is off.
+    min_p: Drop tokens that are less likely than min_p times the likeliest. 0 is off.
+    min_tokens: Rows draw no stop id before they have this many tokens.
+    max_tokens: The longest completion of the row. `Decoding.max_tokens` limits all rows.
+    own: The values of filters that the user's program has registered, by name. 0 is off.
   """
 
   temperature: Any = 1.0
@@ -56,7 +56,7 @@ class RowSettings(struct.PyTreeNode):
 
   @property
   def filter_values(self) -> dict[str, Any]:
-    """The value of each filter that a program is compiled with, in the order of `FILTERS`."""
+    """The values of all filters that are not None, by name, in the order of application."""
     own = self.own or {}
     built_in = {name: getattr(self, name) for name in BUILT_IN}
     known = {name: x for name, x in built_in.items() if x is not None}
@@ -64,22 +64,22 @@ class RowSettings(struct.PyTreeNode):
 
   @property
   def filters(self) -> bool:
-    """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
+    """Whether a draw may differ from softmax(logits / temperature)."""
     return bool(self.filter_values) or self.min_tokens is not None
 
   def with_filters(self, values: Mapping[str, Any]) -> "RowSettings":
-    """These settings with the values of filters, by name."""
+    """A copy with other values of filters, by name. Registered filters not in `values` are off."""
     built_in = {name: x for name, x in values.items() if name in BUILT_IN}
     own = {name: x for name, x in values.items() if name not in BUILT_IN}
     return self.replace(**built_in, own=own or None)
 
 
 def filtered(logits_BV: jax.Array, settings: RowSettings) -> jax.Array:
-  """Logits with -inf where a filter drops the token, in the order of `FILTERS`.
+  """Applies all filters: returns the logits [B, V] with -inf for dropped tokens.
 
   Args:
     logits_BV: float32, already divided by the temperature.
-    settings: The filters.
+    settings: The values of the filters, as arrays [B].
   """
   for name, value_B in settings.filter_values.items():
     logits_BV = FILTERS[name].apply(logits_BV, value_B)
@@ -87,31 +87,33 @@ def filtered(logits_BV: jax.Array, settings: RowSettings) -> jax.Array:
 
 
 def draws_per_token(vocabulary: int) -> int:
-  """How many uniform numbers one token takes: the levels of the tree that `draw` descends."""
+  """How many uniform numbers a draw needs: one for each level of the tree that `draw` descends."""
   return 1 + (draws_per_token(-(-vocabulary // BRANCH)) if vocabulary > BRANCH else 0)
 
 
 def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Draws a token from softmax(logits) for each row.
 
-  It descends a tree whose nodes hold the weight below them, and chooses one of at most BRANCH
-  children by inversion at each level. That is one pass over V, where a noise per token (Gumbel)
-  would cost most of a decode step. It also leaves few boundaries for rounding to cross, so that the
-  same key gives the same tokens on another mesh.
+  The tokens are the leaves of a tree. Each node holds the sum of exp(logits) below it. The draw
+  descends from the root and picks one of at most BRANCH children at each level by inverse transform
+  sampling. This reads the logits once, whereas Gumbel noise for each token would take most of a
+  decoding step. Each choice compares few sums, so rounding rarely changes it: the same key draws
+  the same tokens on another mesh.
 
   Args:
-    logits_BV: float32, may hold -inf.
+    logits_BV: float32, may contain -inf.
     uniforms_BN: Uniform numbers in [0, 1), N = draws_per_token(V).
 
   Returns:
-    Tokens, integers [B], and the logarithm of the sum of all exp(logits), float32 [B].
+    The tokens, integers [B], and logsumexp(logits), float32 [B].
   """
   V, largest_B = logits_BV.shape[1], logits_BV.max(-1)
 
   def weights(logits_BN: jax.Array) -> jax.Array:
     return jnp.exp(logits_BN - largest_B[:, None])
 
-  # The weights of all tokens are added and not kept: they are as large as the logits.
+  # The weights of single tokens are summed and not stored, because they need as much memory as the
+  # logits. levels[0] has the sums of BRANCH tokens each, and the last level at most BRANCH nodes.
   levels = [weights(logits_BV) if V <= BRANCH else _sums_of_weights(logits_BV, largest_B)]
   while levels[-1].shape[1] > BRANCH:
     levels[-1] = _padded(levels[-1], 0.0)
@@ -124,47 +126,48 @@ def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> tuple[jax.Array, jax.A
   if V <= BRANCH:
     return node_B, log_total_B
   tokens = node_B[:, None] * BRANCH + jnp.arange(BRANCH)
-  # There may be fewer than BRANCH tokens below the last node.
+  # The last node may have fewer than BRANCH tokens.
   logits = jnp.take_along_axis(logits_BV, tokens, axis=1, mode="fill", fill_value=-jnp.inf)
   return node_B * BRANCH + _invert(weights(logits), uniforms_BN[:, -1]), log_total_B
 
 
 def _padded(x_BN: jax.Array, value: float) -> jax.Array:
-  """With so many columns that each node has BRANCH children."""
+  """Pads the columns with `value` to a multiple of BRANCH."""
   padding = -x_BN.shape[1] % BRANCH
   return jnp.pad(x_BN, ((0, 0), (0, padding)), constant_values=value)
 
 
 def _sums(x_BN: jax.Array) -> jax.Array:
-  """The sum of the children of each node."""
-  # Not as a sum over [B, N / BRANCH, BRANCH]: a TPU pads the last axis of an array to 128.
+  """Sums each BRANCH adjacent columns: [B, N] -> [B, N / BRANCH]."""
+  # A sum over [B, N / BRANCH, BRANCH] would be slow: a TPU pads the last axis of an array to 128.
   block = (1, BRANCH)
   return jax.lax.reduce_window(x_BN, 0.0, jax.lax.add, block, block, "VALID")
 
 
 def _sums_of_weights(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
-  """The sums of exp(logits - largest) of each BRANCH neighbours."""
+  """Sums exp(logits - largest) over each BRANCH adjacent tokens: [B, ceil(V / BRANCH)]."""
   logits_BV = _padded(logits_BV, -jnp.inf)
 
   def by_window(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
     return _sums(jnp.exp(logits_BV - largest_B[:, None]))
 
-  # The compiler for TPUs writes the weights before it adds them in windows. Along an axis, it adds
-  # them while it computes them, if `_with_rows_varying_fastest`.
+  # With windows, the compiler for TPUs would write all weights to memory before it adds them. A sum
+  # along an axis adds them as they are computed, given `_with_rows_varying_fastest`.
   return jax.lax.platform_dependent(logits_BV, largest_B, tpu=sums_by_axis, default=by_window)
 
 
 def sums_by_axis(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
-  """The sums of exp(logits - largest) of each BRANCH neighbours, whose number divides V."""
+  """Sums exp(logits - largest) over each BRANCH adjacent tokens. V is a multiple of BRANCH."""
   by_node = logits_BV.reshape(len(logits_BV), -1, BRANCH)
   return jnp.exp(by_node - largest_B[:, None, None]).sum(-1)
 
 
 def _with_rows_varying_fastest(x_BV: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-  """Fixes the order in the memory of a TPU, which pads the axis that varies fastest to 128.
+  """Fixes the layout of logits in the memory of a TPU: rows vary fastest. A no-op elsewhere.
 
-  With the rows there, BRANCH neighbours of the vocabulary are a bitcast away. If XLA may choose, it
-  takes the vocabulary, and writes all weights, copies them into this order and reads them again.
+  A TPU pads the axis that varies fastest to 128. If rows do, [B, V] is reshaped to [B, V / BRANCH,
+  BRANCH] without a copy. XLA itself would let the vocabulary vary fastest, and would write all
+  weights, copy them into the other layout and read them again. Few rows cost too much padding.
   """
   shards = 1 if sharding is None else sharding.num_devices // sharding.mesh.shape["tensor"]
   if len(x_BV) // shards < _FEWEST_FASTEST:
@@ -181,16 +184,16 @@ def _with_rows_varying_fastest(x_BV: jax.Array, sharding: NamedSharding | None) 
 
 
 def _of_token(x_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-  """x[token] of each row."""
+  """Returns x_BV[b, tokens_B[b]] of each row b."""
   return jnp.take_along_axis(x_BV, tokens_B[:, None], axis=-1)[:, 0]
 
 
 def likeliest(logits_BV: jax.Array, temperature_B: Any, count: int) -> tuple[jax.Array, jax.Array]:
-  """The A = `count` likeliest tokens of each row, the likeliest first.
+  """Finds the A = `count` likeliest tokens of each row, in order of falling probability.
 
   Args:
     logits_BV: float32.
-    temperature_B: float32. 0 counts as 1.
+    temperature_B: float32. 0 is treated as 1.
     count: At most V.
 
   Returns:
@@ -215,15 +218,15 @@ def sample_token(
     logits_BV: float32.
     uniforms_BN: Uniform numbers in [0, 1), N = draws_per_token(V).
     settings: Temperature and filters of each row, as arrays [B].
-    is_barred_BV: Tokens that a row may not draw now, or None.
+    is_barred_BV: bool, True for tokens that a row may not draw now. None if all may be drawn.
     sharding: The sharding of the rows on a mesh of several devices. None on one device.
-    bias_BV: Added to the logits before the draw, or None.
+    bias_BV: float32, added to the logits before the draw, or None.
 
   Returns:
-    (token, logprob, behavior_logprob), each [B]. The first log-prob is under softmax(logits /
-    temperature), the second under the distribution with the bias that is left by the filters and
-    without the tokens that are barred. At temperature 0, the first is of temperature 1 and the
-    second is 0, because the choice is certain.
+    (token, logprob, behavior_logprob), each [B]. `logprob` is under softmax(logits / temperature).
+    `behavior_logprob` is under the distribution of the draw, with the bias and the filters and
+    without barred tokens. At temperature 0, `logprob` is under softmax(logits), and
+    `behavior_logprob` is 0 because the choice is certain.
   """
   is_greedy_B = settings.temperature == 0
   logits_BV = _with_rows_varying_fastest(logits_BV, sharding)
@@ -232,12 +235,12 @@ def sample_token(
   kept_BV = tempered_BV
   if bias_BV is not None:
     kept_BV = kept_BV + bias_BV / divisor_B1
-  if is_barred_BV is not None:  # before the filters, which could keep barred tokens alone
+  if is_barred_BV is not None:  # before the filters, which might drop all tokens but barred ones
     kept_BV = jnp.where(is_barred_BV, -jnp.inf, kept_BV)
   kept_BV = filtered(kept_BV, settings)
   drawn_B, log_total_B = draw(kept_BV, uniforms_BN)
 
-  def with_likeliest() -> jax.Array:  # `filtered` keeps the likeliest token
+  def with_likeliest() -> jax.Array:  # no filter drops the likeliest token
     return jnp.where(is_greedy_B, _with_rows_varying_fastest(kept_BV, sharding).argmax(-1), drawn_B)
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
@@ -249,11 +252,12 @@ def sample_token(
 
 
 def _invert(weights_BN: jax.Array, uniform_B: jax.Array) -> jax.Array:
-  """The first of N entries whose cumulative weight exceeds the uniform number.
+  """Samples an index [B] in proportion to weights, by inverse transform sampling.
 
-  It is never an entry of weight 0, whatever the rounding.
+  It is the first whose cumulative weight exceeds uniform_B * (the sum of all weights). Despite
+  rounding, it never has weight 0.
   """
   cumulative_BN = jnp.cumsum(weights_BN, axis=-1)
   index_B = (cumulative_BN <= uniform_B[:, None] * cumulative_BN[:, -1:]).sum(-1)
-  # Rounding can put the number past the sum of all weights.
+  # Rounding can put the threshold at the sum of all weights, which no cumulative weight exceeds.
   return jnp.where(index_B < weights_BN.shape[-1], index_B, weights_BN.argmax(-1))

@@ -1,7 +1,7 @@
-"""The programs of a prefix cache: prompts that begin as others did are computed from there on.
+"""Programs of a prefix cache: a prompt that begins like an earlier text is computed only after it.
 
-What is kept are texts: prompts, with the tokens that rows wrote after them. They lie in a `Prefix`
-of their own beside the rows in flight.
+A cached text is a prompt with the tokens that a row drew after it. All cached texts are in one
+`Prefix`, which is separate from the rows in flight.
 """
 
 import dataclasses
@@ -19,21 +19,20 @@ from grpo_jax.sampler.logits import likeliest
 from grpo_jax.sampler.programs import FlightPrograms, Prefilled
 from grpo_jax.types import Images
 
-_MOST_LOGITS = 2**25  # of the tokens of prompts, at once
+_MOST_LOGITS = 2**25  # logits of prompt tokens in memory at the same time
 
 
 class Suffixes(NamedTuple):
-  """The ends of n prompts whose beginnings are known.
+  """The suffixes of n prompts whose beginnings were computed earlier.
 
   Attributes:
-    tokens_nU: int32, the tokens after the beginning, right-padded.
-    lengths_n: int32, how many they are. At least 1.
-    from_n: int32, who has the beginning: a place of the flight or, counted on after these, a text
-      that is kept.
-    known_n: int32, the tokens of the beginning.
-    places_n: int32, which place gets the prompt. One past the last is left out.
-    shift_n: int32, the position of a token of the end minus its number. It is not 0 where images
-      before it have positions of their own.
+    tokens_nU: int32, the tokens after the known beginning, right-padded.
+    lengths_n: int32, how many tokens each suffix has. At least 1.
+    from_n: int32, the source of the beginning: place n of the flight, or N + t for cached text t.
+    known_n: int32, how many tokens the beginning has.
+    places_n: int32, the place that gets the whole prompt. Prompts with N or more are dropped.
+    shift_n: int32, the position of a suffix token minus its index in the prompt. It is not 0 after
+      images whose tokens have positions in several axes.
   """
 
   tokens_nU: np.ndarray
@@ -45,13 +44,13 @@ class Suffixes(NamedTuple):
 
 
 class EndedRows(NamedTuple):
-  """Rows whose prompts and own tokens are kept.
+  """Ended rows that become cached texts: their prompts with the tokens that they drew.
 
   Attributes:
-    rows_n: int32.
-    own_n: int32, how many of their own tokens are kept: fewer than they have drawn, because the
-      token that was drawn last has no keys yet.
-    texts_n: int32, the number of the text that each becomes. One past the last is left out.
+    rows_n: int32, the seats of the rows.
+    own_n: int32, how many drawn tokens are cached. Less than all, because the last drawn token has
+      no keys yet.
+    texts_n: int32, the slot in which each text is cached. Texts past the last slot are dropped.
   """
 
   rows_n: np.ndarray
@@ -63,10 +62,10 @@ class ScoredPrompts(struct.PyTreeNode):
   """The log-probs of the tokens of n prompts, under softmax(logits).
 
   Attributes:
-    logprobs_nS: float32. Place s has that of token s + 1, given those up to s. The place of the
-      last token and padding have numbers without a meaning.
-    alternatives_nSA: int32, the likeliest tokens in the place of token s + 1, the likeliest first.
-    alternative_logprobs_nSA: float32, their log-probs.
+    logprobs_nS: float32. Entry s is the log-prob of token s + 1 given tokens 0 to s. Entries at the
+      last token and at padding are meaningless.
+    alternatives_nSA: int32, entry s has the A likeliest tokens for index s + 1, likeliest first.
+    alternative_logprobs_nSA: float32, the log-probs of these.
   """
 
   logprobs_nS: jax.Array
@@ -75,20 +74,20 @@ class ScoredPrompts(struct.PyTreeNode):
 
 
 class PrefixPrograms(FlightPrograms):
-  """The programs of a flight whose places have one seat each, and those of its prefix cache."""
+  """The programs of a flight whose places have one seat each, and of its prefix cache."""
 
   @functools.cached_property
   def no_texts(self) -> Any:
-    """(flight, texts) -> a `Prefix` with room for so many texts."""
+    """(flight, texts) -> an empty `Prefix` with slots for `texts` cached texts."""
     return jax.jit(self._no_texts, static_argnums=1)
 
   @functools.cached_property
   def see(self) -> Any:
-    """(params, patches_NC, places_N2, seen_S) -> [n, K, S, D], the visual tokens of a picture.
+    """(params, patches_NC, places_N2, seen_S) -> [n, K, S, D]: encodes one picture for n prompts.
 
-    They lie at the tokens of n prompts that see them: `seen_S` is the number of a visual token, or
-    -1. Elsewhere there is 0. So this is compiled for sizes of pictures alone, and `arrive` for
-    lengths of prompts. Each of the mesh's row shards has one of the n.
+    seen_S is the number of the visual token at each prompt token, or -1, where the features are 0.
+    Encoding is a separate program, because it depends on the picture's size alone, and `arrive` on
+    the length of prompts. n is the number of row shards, because each needs a copy.
     """
     return jax.jit(self._see)
 
@@ -99,12 +98,12 @@ class PrefixPrograms(FlightPrograms):
 
   @functools.cached_property
   def go_on(self) -> Any:
-    """(flight, kept, params, Suffixes) -> Flight: computes the ends of prompts."""
+    """(flight, cached texts, params, Suffixes) -> Flight: computes the suffixes of prompts."""
     return jax.jit(self._go_on, donate_argnums=0)
 
   @functools.cached_property
   def keep(self) -> Any:
-    """(flight, kept, EndedRows) -> the texts that are kept, with those of these rows."""
+    """(flight, cached texts, EndedRows) -> Prefix: adds the texts of ended rows to the cache."""
     return jax.jit(self._keep, donate_argnums=1)
 
   def _no_texts(self, flight: Flight, texts: int) -> model.Prefix:
@@ -120,7 +119,7 @@ class PrefixPrograms(FlightPrograms):
   def _see(
     self, params: Any, patches_NC: jax.Array, places_N2: jax.Array, seen_S: jax.Array
   ) -> jax.Array:
-    seen_S2 = jnp.stack([jnp.minimum(seen_S, 0), seen_S], -1)  # of the first and only picture
+    seen_S2 = jnp.stack([jnp.minimum(seen_S, 0), seen_S], -1)  # picture 0 is the only one
     one = Images(patches_NC[None, None], places_N2[None, None], seen_S2[None])
     shards = self._config.row_shards
     visual = self._encode(params, jax.tree.map(lambda x: jnp.repeat(x, shards, 0), one))
@@ -136,14 +135,14 @@ class PrefixPrograms(FlightPrograms):
     return self._seated(flight, made, places_n), scores
 
   def _scores(self, params: Any, made: Prefilled, prompts: Prompts, count: int) -> ScoredPrompts:
-    """The log-probs of prompts, a few places at a time: all their logits would not fit the memory.
+    """Computes log-probs of prompts, a few token positions at a time: all logits need much memory.
 
-    `count` is the number of alternatives in each place.
+    `count` is A, the number of alternatives to each token.
     """
     n, S = prompts.tokens_nS.shape
     temperature_n = jnp.ones(n)
 
-    def of_place(hidden_and_next: tuple[jax.Array, jax.Array]) -> ScoredPrompts:
+    def of_position(hidden_and_next: tuple[jax.Array, jax.Array]) -> ScoredPrompts:
       hidden_nD, next_token_n = hidden_and_next
       logits_nV = model.unembed(params, self._config, hidden_nD)
       next_logit_n = jnp.take_along_axis(logits_nV, next_token_n[:, None], axis=1)[:, 0]
@@ -153,22 +152,24 @@ class PrefixPrograms(FlightPrograms):
     hidden_SnD = made.hidden_nTD.swapaxes(0, 1)
     next_token_Sn = jnp.roll(prompts.tokens_nS, -1, axis=1).T
     at_once = max(1, min(S, _MOST_LOGITS // (n * self._config.vocab_size)))
-    by_place = jax.lax.map(of_place, (hidden_SnD, next_token_Sn), batch_size=at_once)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1), by_place)
+    by_position = jax.lax.map(of_position, (hidden_SnD, next_token_Sn), batch_size=at_once)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1), by_position)
 
   def _go_on(self, flight: Flight, kept: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
-    """Computes the ends of prompts after their known beginnings, and puts them in their places."""
+    """Computes suffixes after their known beginnings, and puts the whole prompts into places."""
     tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
     (n, U), known = tokens_nU.shape, flight.cache.prefix
+    # Keys and values of prompts are never rounded to `cache_dtype`.
     config = dataclasses.replace(self._shaped(known.slots), cache_dtype="")
     N, is_kept_n = flight.grid.places, from_n >= flight.grid.places
 
-    def either(of_place: jax.Array, of_text: jax.Array) -> jax.Array:
+    def either(of_place: jax.Array, of_text: jax.Array) -> jax.Array:  # both [L, n, ...]
       is_text = is_kept_n.reshape(n, *[1] * (of_place.ndim - 2))
       return jnp.where(is_text, of_text, of_place)
 
     of_places = model.take_prompts(known, jnp.minimum(from_n, N - 1)).replace(lengths_P=known_n)
     of_texts = model.take_prompts(kept, jnp.maximum(from_n - N, 0)).replace(lengths_P=known_n)
+    # Arrays with one axis are `lengths_P`, which both have alike.
     beginnings = jax.tree.map(lambda x, y: x if x.ndim == 1 else either(x, y), of_places, of_texts)
     cache = model.empty_cache(config, beginnings, 1, U)
     positions_nU = (known_n + shift_n)[:, None] + jnp.arange(U)
@@ -189,16 +190,16 @@ class PrefixPrograms(FlightPrograms):
 
   def _keep(self, flight: Flight, kept: model.Prefix, ended: EndedRows) -> model.Prefix:
     rows_n, own_n, texts_n = map(jnp.asarray, ended)
-    if self._config.cache_dtype:  # own tokens are rounded: only the prompts are kept
-      texts = model.take_prompts(flight.cache.prefix, rows_n)
+    if self._config.cache_dtype:  # the rows' tokens are rounded, so only the prompts are cached
+      texts = model.take_prompts(flight.cache.prefix, rows_n)  # each place has one seat
     else:
       cache = model.take_rows(self._config, flight.cache, rows_n[:, None], rows_n)
-      # Passes since the last token that is kept was written.
+      # How many slots were written after the last token that is cached.
       passes_n = flight.rows.idle_R[rows_n] + flight.rows.drawn_R[rows_n] - 1 - own_n
       texts = model.rows_as_prompts(cache, own_n, passes_n)
     return self._as_prompts_lie(flight, model.put_prompts(kept, texts_n, texts))
 
   def _as_prompts_lie(self, flight: Flight, kept: model.Prefix) -> model.Prefix:
-    """Texts placed on the mesh as the prompts of the flight are."""
+    """Gives cached texts the shardings that the flight's prompts have."""
     flight = flight.replace(cache=flight.cache.replace(prefix=kept))
     return constrain_flight(self._config, flight).cache.prefix

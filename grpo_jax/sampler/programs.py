@@ -1,4 +1,4 @@
-"""The programs that draw rows in flight, with the model in them."""
+"""The compiled programs that run the model on prompts and on rows in flight."""
 
 import dataclasses
 import functools
@@ -36,23 +36,23 @@ from grpo_jax.sampler.rows import (
 from grpo_jax.sampler.seats import Grid
 from grpo_jax.types import Images, Visual
 
-MOST_PATCHES = 2**16  # of images that a device encodes together
-_MOST_SCORES = 2**26  # of attention, where prompts are computed after what they share
+MOST_PATCHES = 2**16  # patches of images that a device encodes at the same time
+_MOST_SCORES = 2**26  # attention scores up to which a shared beginning is computed once
 
 
 class KeptExperts(struct.PyTreeNode):
-  """The experts of the tokens that rows draw in a chunk, where the sampler keeps them.
+  """The experts that routers chose in the rounds of a chunk, for models with `keeps_experts`.
 
   Attributes:
-    round: int32 scalar, the column of the next round.
-    experts_RNY: For each of the N columns, the experts of the token that each row drew before.
+    round: int32 scalar, the column that the next round writes.
+    experts_RNY: Column n has the experts of each row's previous token, which round n read.
   """
 
   round: jax.Array
   experts_RNY: jax.Array
 
   def with_round(self, experts_R1Y: jax.Array) -> "KeptExperts":
-    """With the experts of one more round."""
+    """A copy with the experts of another round."""
     start = (0, self.round, 0)
     kept_RNY = jax.lax.dynamic_update_slice(self.experts_RNY, experts_R1Y, start)
     return KeptExperts(self.round + 1, kept_RNY)
@@ -62,11 +62,11 @@ class Prefilled(NamedTuple):
   """The results of the forward pass over n prompts.
 
   Attributes:
-    prefix: The keys and values, or states, of the prompts' tokens in all layers.
-    last_nD: The features of their last tokens.
+    prefix: The keys and values, or states, of the prompts in all layers.
+    last_nD: The features of each prompt's last token.
     next_n: int32, the position of the first token after each prompt, or None (see `Flight.next_N`).
-    experts_nSY: The experts of their tokens with `keeps_experts`, otherwise None.
-    hidden_nTD: The features of the tokens after those that all prompts share.
+    experts_nSY: The experts of each prompt token. None without `keeps_experts`.
+    hidden_nTD: The features of the tokens after the shared beginning.
   """
 
   prefix: model.Prefix
@@ -77,17 +77,18 @@ class Prefilled(NamedTuple):
 
 
 def most_rewound(columns: int) -> int:
-  """`Cache.rewind` of rows that draw up to so many tokens in a chunk.
+  """`Cache.rewind` for chunks of `columns` columns: by how many slots a row may be rolled.
 
-  A row goes on right after the chunk in which it ends, whose rounds are one fewer than the columns.
-  It keeps what it drew in the first round. In each of the others, it has paused or drawn a token
-  that it drops. A new row that keeps only the token that it drew without a round has no slots yet.
+  A paused row is rolled before each chunk, so at most one chunk has written slots after the row's
+  tokens. A chunk has `columns` - 1 rounds, each of which writes a slot. The row keeps the token of
+  the first round, or has no slots yet because its first token was drawn without a round. In each of
+  the other rounds, the row was paused or drew a token that it drops.
   """
   return max(0, columns - 2)
 
 
 class FlightPrograms:
-  """The compiled programs: one for each grid and size of the cache that occurs.
+  """The programs of a sampler. Each is compiled for every grid and cache size that occurs.
 
   Attributes:
     decoding: Stop ids and the longest completion.
@@ -95,23 +96,23 @@ class FlightPrograms:
   """
 
   def __init__(self, config: model.ModelConfig, decoding: Decoding, columns: int):
-    """`config` is the model in the dtype of sampling. The rest are attributes."""
+    """Compiles nothing yet. `config` is the model in the sampling dtype."""
     sharding = None if config.on_one_device else config.rows
     self.decoding = dataclasses.replace(decoding, sharding=sharding)
     self.columns, self._config = columns, config
 
   @property
   def vocabulary(self) -> int:
-    """V."""
+    """V, the number of logits."""
     return self._config.vocab_size
 
   @functools.cached_property
   def begin(self) -> Jitted:
-    """(grid, slots, params, Prompts, prompt_N, RowSettings) -> (Flight, experts).
+    """(grid, slots, params, Prompts, prompt_N, RowSettings) -> (Flight, experts): starts a flight.
 
-    prompt_N says which of the prompts each place gets. None means that there is one for each. The
-    settings are arrays [R] of the kind that the rows will have. The experts [n, S, Y] are those of
-    the prompts' tokens with `keeps_experts`, otherwise None.
+    prompt_N is the index of each place's prompt. None means that prompt n belongs to place n. The
+    settings are arrays [R] with the dtypes and filters of later rows. Their values are not read.
+    The experts [n, S, Y] of the prompt tokens are None without `keeps_experts`.
     """
     return Jitted(self._begin, static_argnums=(0, 1))
 
@@ -119,39 +120,40 @@ class FlightPrograms:
   def arrive(self) -> Jitted:
     """(flight, params, Prompts, places_n) -> (Flight, experts): computes prompts for n places.
 
-    The experts [n, S, Y] are those of the prompts' tokens, or None. A place past the last is left
-    out. The prompts may be padded to fewer tokens than a place has slots for.
+    A prompt whose place is N or more is dropped. The prompts may be padded to fewer tokens than the
+    flight has slots for. The experts are as in `begin`.
     """
     return Jitted(self._arrive, donate_argnums=0)
 
   @functools.cached_property
   def copy(self) -> Any:
-    """(flight, from_N) -> Flight with the prompt of place from_N[n] at each place n."""
+    """(flight, from_N) -> Flight: place n gets the prompt of place from_N[n] in the same shard."""
     return jax.jit(self._copy, donate_argnums=0)
 
   @functools.cached_property
   def move(self) -> Any:
-    """(flight, rows_NQ, places_N) -> Flight: rows take new seats.
+    """(flight, rows_NQ, places_N) -> Flight: moves rows and prompts into another grid [N, Q].
 
-    rows_NQ are the old seats of the new ones, and places_N the old places of the prompts.
+    rows_NQ is the old seat of each new seat's row, and places_N the old place of each prompt.
     """
     return jax.jit(self._move)
 
   @functools.cached_property
   def resume(self) -> Any:
-    """(flight, Resumed) -> Flight: rows that have ended go on."""
+    """(flight, Resumed) -> Flight: prepares paused rows to resume."""
     return jax.jit(self._resume, donate_argnums=0)
 
   @functools.cached_property
   def grow(self) -> Any:
-    """(flight, slots) -> Flight with a cache of so many slots."""
+    """(flight, slots) -> Flight whose cache has `slots` slots for the tokens of each row."""
     return jax.jit(self._grow, static_argnums=1)
 
   @functools.cached_property
   def chunk(self) -> Jitted:
-    """(params, flight, new, goes_on_R, chunk, extras=None) -> (Flight, Drawn, goes_on_R).
+    """(params, flight, NewRows, goes_on_R, Chunk, extras=None) -> (Flight, Drawn, goes_on_R).
 
-    All but the Flight lies whole on every device. The argument goes_on_R is False for free seats.
+    Decodes a chunk. goes_on_R is True for rows that draw and, in the result, for those that have
+    not ended. It is False for free seats and paused rows. Drawn and goes_on_R are replicated.
     """
 
     def key(params: Any, flight: Flight, *rest: Any, **options: Any) -> tuple[Grid, int]:
@@ -162,13 +164,13 @@ class FlightPrograms:
   def abstract(
     self, grid: Grid, slots: int, params: Any, prompt_slots: int, settings: RowSettings
   ) -> Flight:
-    """The shapes and places of a Flight.
+    """The shapes, dtypes and shardings of a Flight, without arrays.
 
     Args:
-      grid: Its places and seats.
-      slots: The slots of the cache.
+      grid: The places and seats.
+      slots: The cache slots of each row.
       params: Shapes of all parameters.
-      prompt_slots: S.
+      prompt_slots: S, the length that prompts are padded to.
       settings: Shapes of the rows' settings.
     """
     prompts = Prompts(
@@ -186,17 +188,18 @@ class FlightPrograms:
     )
 
   def no_experts(self, *shape: int) -> np.ndarray | None:
-    """-1 for the experts of so many tokens: [*shape, Y]. None without `keeps_experts`."""
+    """An array [*shape, Y] of -1 for tokens of unknown experts. None without `keeps_experts`."""
     config = self._config
     if not config.keeps_experts:
       return None
     return np.full((*shape, config.experts_in_all), -1, config.experts_dtype)
 
   def _prefill(self, params: Any, prompts: Prompts, slots: int) -> Prefilled:
-    """Computes prompts for places of so many slots."""
+    """Computes prompts for a flight whose places have `slots` slots for prompt tokens."""
     (n, S), shared = prompts.tokens_nS.shape, prompts.shared
     config = self._shaped(slots)
     visual = self._encode(params, prompts.images)
+    # After a cached beginning, attention holds all scores in memory.
     if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
       shared = 0
     positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
@@ -225,25 +228,25 @@ class FlightPrograms:
     return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts), hidden_nTD)
 
   def _encode(self, params: Any, images: Images | Visual | None) -> Visual | None:
-    """The visual tokens of prompts' images. Each device computes those of its own prompts."""
+    """Encodes the images of prompts, if any. Each device encodes the images of its prompts."""
     if images is None:
       return None
     if isinstance(images, Visual):
       return jax.tree.map(functools.partial(constrain_rows, self._config), images)
     n, I, N, _ = images.patches_PINC.shape
-    # The tower encodes a part of the prompts at a time, so that its activations fit the memory. The
-    # parts are of equal size, as few as hold at most MOST_PATCHES patches on each device.
+    # The tower encodes the prompts in batches of equal size, so that its activations fit in memory.
+    # The size is the largest with at most MOST_PATCHES patches, or one prompt, on each device.
     on_device = n // self._config.row_shards
     most = max(1, MOST_PATCHES // (I * N))
     sizes = [size for size in range(1, on_device + 1) if on_device % size == 0 and size <= most]
-    parts = on_device // max(sizes)
+    batches = on_device // max(sizes)
 
     def split(x: Any) -> jax.Array:
-      """[parts, n / parts, ...], where each device has its share of every part."""
+      """[n, ...] -> [batches, n / batches, ...]. Each device has an equal share of every batch."""
       x = constrain_rows(self._config, jnp.asarray(x))
-      return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+      return x.reshape(-1, batches, *x.shape[1:]).swapaxes(0, 1)
 
-    def join(x: jax.Array) -> jax.Array:
+    def join(x: jax.Array) -> jax.Array:  # the inverse of `split`
       return constrain_rows(self._config, x.swapaxes(0, 1).reshape(n, *x.shape[2:]))
 
     encode = functools.partial(model.encode, params, self._config)
@@ -258,7 +261,7 @@ class FlightPrograms:
     prompt_N: jax.Array | None,
     settings: RowSettings,
   ) -> tuple[Flight, jax.Array | None]:
-    """Makes a flight whose places have prompts and whose rows have drawn nothing yet."""
+    """Makes a flight whose places have prompts and whose seats are all free (see `begin`)."""
     made = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
     prefix, last_nD, next_n = made.prefix, made.last_nD, made.next_n
     if prompt_N is not None:
@@ -286,7 +289,7 @@ class FlightPrograms:
     return self._seated(flight, made, places_n), made.experts_nSY
 
   def _seated(self, flight: Flight, made: Prefilled, places_n: jax.Array) -> Flight:
-    """The Flight with prompts at n places. One past the last is left out."""
+    """Puts computed prompts into n places of a flight. Those with a place >= N are dropped."""
     next_N = flight.next_N
     prefix = model.put_prompts(flight.cache.prefix, places_n, made.prefix)
     last_ND = flight.last_ND.at[places_n].set(made.last_nD, mode="drop")
@@ -317,17 +320,18 @@ class FlightPrograms:
         next_N=jax.tree.map(lambda x: x[places_N], flight.next_N),
       )
 
-    # Rows stay on their devices, where they are counted from 0.
+    # Rows never leave their shard, and `move` sees the rows and places of one shard alone.
     shard = shard_grid(self._config, flight)
     return on_each_shard(self._config, move, flight, rows_NQ % shard.rows, places_N % shard.places)
 
   def _resume(self, flight: Flight, resumed: Resumed) -> Flight:
-    """Lets rows go on after their first `kept_R` tokens, where each has a reply to read first."""
+    """Drops all but the first `kept_R` tokens of paused rows, and stores the tokens of replies."""
 
     def resume(flight: Flight, *arrays: jax.Array) -> Flight:
       rows, (is_resumed_R, kept_R, token_R, given_RT, limit_R) = flight.rows, arrays
-      # A row's tokens must lie in the slots written last. After them, slots were written in the
-      # rounds in which it was idle, and by the tokens that it drops.
+      # All rows write into the same slot, and the cache expects a row's tokens in the slots written
+      # last. So the row's tokens move over the slots that were written after them: by rounds in
+      # which the row was idle, and by tokens that it drops.
       by_R = jnp.where(is_resumed_R, rows.idle_R + rows.drawn_R - kept_R, 0)
       cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid))
       settings = rows.settings
@@ -358,7 +362,7 @@ class FlightPrograms:
     chunk: Chunk,
     extras: Extras | None = None,
   ) -> tuple[Flight, Drawn, jax.Array]:
-    """Lets new rows draw their first token, then all rows draw one token in each round."""
+    """Draws the first tokens of new rows, then a token of each row in each round (see `chunk`)."""
     cache, rows, (N, Q) = flight.cache, flight.rows, flight.grid
     config = self._shaped(cache.prefix.slots)
     T, V = self.decoding.max_tokens, config.vocab_size
@@ -367,8 +371,8 @@ class FlightPrograms:
 
     def with_new(uniforms_RTU: jax.Array) -> jax.Array:
       keys_R = jax.random.wrap_key_data(new.key_R2)
-      drawn_RTU = row_uniforms(keys_R, new.number_R, T, V)
-      return jnp.where(is_new_R[:, None, None], drawn_RTU, uniforms_RTU)
+      new_RTU = row_uniforms(keys_R, new.number_R, T, V)
+      return jnp.where(is_new_R[:, None, None], new_RTU, uniforms_RTU)
 
     uniforms_RTU = jax.lax.cond(is_new_R.any(), with_new, lambda x: x, rows.uniforms_RTU)
     rows = Rows(
@@ -376,7 +380,7 @@ class FlightPrograms:
       drawn_R=jnp.where(is_new_R, 0, rows.drawn_R),
       goes_on_R=constrain_rows(self._config, goes_on_R),
       settings=jax.tree.map(
-        lambda own_R, old_R: jnp.where(is_new_R, own_R, old_R), new.settings, rows.settings
+        lambda new_R, old_R: jnp.where(is_new_R, new_R, old_R), new.settings, rows.settings
       ),
       uniforms_RTU=uniforms_RTU,
       idle_R=jnp.where(is_new_R, 0, rows.idle_R),
@@ -388,9 +392,10 @@ class FlightPrograms:
 
     def step(carry: tuple[model.Cache, KeptExperts | None], rows: Rows) -> Any:
       cache, kept = carry
-      own_R = jnp.maximum(rows.drawn_R - 1, 0)  # a free seat may have drawn nothing
-      cache = cache.replace(lengths_PG=own_R.reshape(N, Q))
-      token_R1, positions_R1 = rows.token_R[:, None], (next_R + own_R)[:, None]
+      # The last drawn token is the input of this step. The cache has those before it.
+      cached_R = jnp.maximum(rows.drawn_R - 1, 0)  # a free seat may have drawn nothing
+      cache = cache.replace(lengths_PG=cached_R.reshape(N, Q))
+      token_R1, positions_R1 = rows.token_R[:, None], (next_R + cached_R)[:, None]
       counts_R = rows.goes_on_R.astype(jnp.int32)
       hidden_R1D, cache, experts = model.routed_features(
         params, config, token_R1, positions_R1, cache, counts_R
@@ -407,12 +412,12 @@ class FlightPrograms:
     (cache, kept), rows, drawn = decode_chunk(step, carry, rows, drawn, self.decoding, chunk)
     if kept is not None:
       drawn = drawn.replace(experts_RNY=kept.experts_RNY)
-    seen = everywhere(self._config, (drawn, rows.goes_on_R))
+    for_host = everywhere(self._config, (drawn, rows.goes_on_R))
     flight = Flight(cache, flight.last_ND, rows.replace(extras=None), flight.next_N)
-    return constrain_flight(self._config, flight), *seen
+    return constrain_flight(self._config, flight), *for_host
 
   def _nothing_kept(self, rows: Rows) -> "KeptExperts | None":
-    """Before the first round of a chunk. None without `keeps_experts`."""
+    """`KeptExperts` before the first round of a chunk. None without `keeps_experts`."""
     config = self._config
     if not config.keeps_experts:
       return None
@@ -422,6 +427,6 @@ class FlightPrograms:
     )
 
   def _shaped(self, prompt_slots: int) -> model.ModelConfig:
-    """The model for prompts of so many tokens."""
+    """The model config for sequences of `prompt_slots` prompt tokens and T completion tokens."""
     length = prompt_slots + self.decoding.max_tokens
     return dataclasses.replace(self._config, length=length)

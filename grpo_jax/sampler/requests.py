@@ -1,8 +1,8 @@
 """The interface between the code that wants completions and the samplers that draw them.
 
-Requests for groups go in, and rows come out when they end. If its request says `pauses`, a row that
-ends keeps its seat and waits for a reply. Tools and environments live above this interface, so they
-work with every `GroupSampler`.
+A caller submits requests for groups and receives rows when they end. If a request sets `pauses`, a
+row that ends keeps its seat and waits for a reply. Tools and environments call this interface, so
+they work with every `GroupSampler`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,17 +14,17 @@ from grpo_jax.types import Completions
 
 
 class GroupRequest(NamedTuple):
-  """A group to draw.
+  """A request for a group: G completions of a prompt.
 
   Attributes:
-    number: The number of the group in all answers.
-    prompts: A set of prompts that has the group's prompt. A set is computed together.
+    number: The caller's number for the group, which results repeat.
+    prompts: A batch of prompts that contains the group's prompt. A batch is computed together.
     place: The index of the group's prompt in `prompts`.
-    key: uint32, the data of the key that the random numbers come from.
+    key: uint32, the data of the random key.
     first_row: The number of the group's first row. Row r draws with fold_in(key, r).
-    settings: How its rows draw, as numbers or arrays [G].
-    turn_tokens: The most tokens that a row draws before it ends or pauses. 0 means as many as it
-      may have.
+    settings: How the rows draw, as numbers or arrays [G].
+    turn_tokens: The most tokens that a row draws before it ends or pauses. 0 means no limit but the
+      row's longest completion.
     pauses: Whether a row that has ended waits for `GroupSampler.go_on`.
   """
 
@@ -39,13 +39,14 @@ class GroupRequest(NamedTuple):
 
 
 class StoppedRow(NamedTuple):
-  """A row that has ended, or that pauses.
+  """A row that pauses until its reply.
 
   Attributes:
-    prompt: The number of its group.
-    member: Its number in the group.
-    tokens: All tokens after the prompt, those of replies included.
-    stopped_by: The stop id, or the last token of a text, that ended it. -1 where a limit did.
+    prompt: The number of the row's group.
+    member: The row's index in the group.
+    tokens: All tokens after the prompt, including those of replies.
+    stopped_by: The stop id, or the last token of a stop text, that ended the row. -1 if the row
+      reached a limit.
     room: How many more tokens the row may have.
   """
 
@@ -60,8 +61,8 @@ class Finished(NamedTuple):
   """Groups whose rows have all ended.
 
   Attributes:
-    prompts: The numbers of the groups.
-    completions: The completions of these groups, as numpy arrays.
+    prompts: The numbers of the P groups.
+    completions: Their completions in the same order, as numpy arrays.
   """
 
   prompts: list[int]
@@ -74,7 +75,7 @@ class News(NamedTuple):
   Attributes:
     paused: Rows that wait for `GroupSampler.go_on`.
     finished: Groups whose rows have all ended, each once.
-    ended: How many rows have ended, rows of unfinished groups included. None if it is not known.
+    ended: How many rows have ended, including rows of unfinished groups. None if unknown.
   """
 
   paused: Sequence[StoppedRow] = ()
@@ -87,20 +88,20 @@ class GroupSampler(Protocol):
 
   @property
   def draws(self) -> bool:
-    """Whether a row can draw tokens before another reply comes."""
+    """Whether some row can draw tokens before the next reply arrives."""
 
   def submit(self, requests: Sequence[GroupRequest]) -> None:
     """Queues groups for seats, in this order."""
 
   def go_on(self, number: int, member: int, tokens: Sequence[int] | None) -> None:
-    """Lets a row that pauses go on with the tokens of a reply. None, or too many, end it."""
+    """Replies to a paused row with tokens. None, or more tokens than fit, ends the row."""
 
   def cancel(self) -> None:
     """Drops all groups."""
 
   def advance(self) -> News:
-    """Samples on for a short while. Where no row can draw, it returns at once."""
+    """Decodes for a short while. Returns at once if no row can draw."""
 
 
-# Maps rows that have ended to the tokens with which each goes on, or None.
+# (paused rows) -> for each row, the tokens of its reply, or None to end the row.
 Reply = Callable[[list[StoppedRow]], Sequence[Sequence[int] | None]]

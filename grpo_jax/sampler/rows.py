@@ -1,6 +1,6 @@
-"""Rows in flight: each draws its next token until it ends, at a position of its own.
+"""The decoding loop: rows draw token after token until they end, each at its own position.
 
-It takes a step function and a cache, and knows no model.
+The loop calls a step function with a cache, and knows no model.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from grpo_jax.sampler.logits import (
 
 
 class Extras(struct.PyTreeNode):
-  """Parts of the draw that few rows need. A program that has one is compiled when it is needed.
+  """Rarely used options of the draw. Each combination has a program, compiled at first use.
 
   Attributes:
-    allowed_RW: int32, a bit for each token that the row may draw next, 32 in each of W words. None
-      if all rows may draw all.
-    biased_RN: int32, N tokens of each row. An id past the vocabulary is none.
-    bias_RN: float32, what is added to their logits. Log-probs stay those of the model. None if no
-      row has any.
-    alternatives: A, how many of the likeliest tokens are returned beside each drawn one.
+    allowed_RW: int32, a mask of the tokens that the row may draw next: bit t % 32 of word t // 32
+      is 1 if token t is allowed. None if all rows may draw all tokens.
+    biased_RN: int32, N tokens of each row with a bias. Ids >= V are padding.
+    bias_RN: float32, the number added to the logit of each biased token before the draw. Log-probs
+      ignore it. None if no row has a bias.
+    alternatives: A, how many of the likeliest tokens are returned with each drawn one.
   """
 
   allowed_RW: Any = None
@@ -41,14 +41,14 @@ class Rows(struct.PyTreeNode):
   """The rows that are decoded together.
 
   Attributes:
-    token_R: int32, the token that each row drew last.
-    drawn_R: int32, how many tokens it has drawn.
-    goes_on_R: bool, False for rows that have ended and for free seats.
+    token_R: int32, the last token of each row.
+    drawn_R: int32, how many tokens the row has drawn or taken from replies.
+    goes_on_R: bool, False for rows that have ended or pause, and for free seats.
     settings: How each row draws, as arrays [R].
-    uniforms_RTU: Uniform numbers in [0, 1), from `row_uniforms`.
+    uniforms_RTU: Uniform numbers in [0, 1) for each token, from `row_uniforms`.
     idle_R: int32, how many rounds have passed since the row drew its last token.
-    given_RT: int32, the tokens that the row takes instead of drawing them, and -1 where it draws.
-    extras: Other parts of the draw, or None.
+    given_RT: int32, the tokens of replies, which the row takes instead of drawing. -1 elsewhere.
+    extras: Further options of the draw, or None.
   """
 
   token_R: jax.Array
@@ -61,24 +61,24 @@ class Rows(struct.PyTreeNode):
   extras: Extras | None = None
 
 
-# step(cache, rows) -> (logits_RV of the next token, cache). It computes token_R, which is token
-# number drawn_R - 1 of each row. A row that has ended has none: its logits are not read.
+# step(cache, rows) -> (logits_RV of the next token, cache). The step reads token_R, the token with
+# index drawn_R - 1 of each row. Logits of rows that have ended are not used.
 Step = Callable[[Any, Rows], tuple[jax.Array, Any]]
 
 
 class Drawn(struct.PyTreeNode):
-  """The tokens that rows drew in a chunk. Its N columns are rounds.
+  """The tokens of a chunk: column 0 has first tokens of new rows, column n those of round n.
 
   Attributes:
-    is_drawn_RN: bool, whether the row drew or took a token in the round. The rest is 0 where it
-      did not.
+    is_drawn_RN: bool, whether the row drew a token in the column, or took one from a reply. Tokens
+      and log-probs are 0 elsewhere.
     tokens_RN: int32.
-    logprobs_RN: float32, 0 for a token that was given.
-    behavior_logprobs_RN: float32, the same.
+    logprobs_RN: float32, under softmax(logits / temperature). 0 for tokens of replies.
+    behavior_logprobs_RN: float32, under the distribution of the draw. 0 for tokens of replies.
     stopped_by_R: int32, the stop id that ended the row in this chunk, or -1.
-    experts_RNY: The experts of the token before, if whoever decodes keeps them.
-    alternatives_RNA: int32, the likeliest tokens in the place of each, the likeliest first. None if
-      `Extras.alternatives` is 0.
+    experts_RNY: The experts of the row's previous token. None without `keeps_experts`.
+    alternatives_RNA: int32, the likeliest tokens for the position of each token, likeliest first.
+      None if `Extras.alternatives` is 0.
     alternative_logprobs_RNA: float32, their log-probs under softmax(logits / temperature).
   """
 
@@ -93,11 +93,11 @@ class Drawn(struct.PyTreeNode):
 
 
 class Chunk(NamedTuple):
-  """When a chunk ends.
+  """When a chunk ends: at the first of two limits.
 
   Attributes:
-    rounds: int32 scalar, after so many rounds.
-    ended: int32 scalar, or once more rows than this have ended in it.
+    rounds: int32 scalar, the most rounds.
+    ended: int32 scalar. The chunk ends when more rows than this have ended during the chunk.
   """
 
   rounds: Any
@@ -107,16 +107,16 @@ class Chunk(NamedTuple):
 def draw_first(
   rows: Rows, first_logits: Callable[[], jax.Array], decoding: Decoding, columns: int
 ) -> tuple[Rows, Drawn]:
-  """Draws the first tokens of new rows, those with drawn_R = 0.
+  """Draws the first tokens of new rows, which are rows that go on with drawn_R = 0.
 
   Args:
     rows: The rows.
-    first_logits: () -> the logits [R, V] that follow the prompts. Called if there are new rows.
+    first_logits: () -> the logits [R, V] after the prompts. Only computed if there are new rows.
     decoding: Stop ids and the longest completion.
-    columns: N.
+    columns: N, how many columns the chunk has.
 
   Returns:
-    The rows and what they drew, in N columns. Only the first has been used.
+    The updated rows, and the chunk's `Drawn`, in which only column 0 is filled.
   """
   shape = (len(rows.token_R), columns)
   count = rows.extras.alternatives if rows.extras else 0
@@ -140,27 +140,27 @@ def draw_first(
 def decode_chunk(
   step: Step, cache: Any, rows: Rows, drawn: Drawn, decoding: Decoding, chunk: Chunk
 ) -> tuple[Any, Rows, Drawn]:
-  """Draws tokens until the chunk ends or every row has ended.
+  """Draws tokens until the chunk ends, its columns are full or every row has ended.
 
   Args:
-    step: Computes the next logits.
-    cache: The cache of the rows.
-    rows: The rows, after `draw_first`.
-    drawn: The tokens of this chunk so far. It has a column for each round, after the first.
+    step: Computes the next logits and updates the cache.
+    cache: Passed to `step`. Its type is up to the step.
+    rows: The rows, as `draw_first` returns them.
+    drawn: The chunk's tokens, as `draw_first` returns them. Round n fills column n, from 1.
     decoding: Stop ids and the longest completion.
-    chunk: When it ends.
+    chunk: When the chunk ends.
 
   Returns:
-    The cache, the rows and what they have drawn.
+    The updated cache, rows and `drawn`.
   """
   columns = drawn.tokens_RN.shape[1]
-  before = rows.goes_on_R.sum()
+  going_at_start = rows.goes_on_R.sum()
 
   def unfinished(loop: tuple) -> jax.Array:
     column, _, rows, _ = loop
     going = rows.goes_on_R.sum()
     within = (column < columns) & (column <= chunk.rounds)
-    return within & (going > 0) & (before - going <= chunk.ended)
+    return within & (going > 0) & (going_at_start - going <= chunk.ended)
 
   def body(loop: tuple) -> tuple:
     column, cache, rows, drawn = loop
@@ -182,7 +182,7 @@ def _draw(
   column: jax.Array,
   decoding: Decoding,
 ) -> tuple[Rows, Drawn]:
-  """The rows in `draws_R` draw their next token into a column."""
+  """Draws a token for each row in `draws_R` (bool), and writes it into a column of `drawn`."""
   uniforms_RU = jnp.take_along_axis(rows.uniforms_RTU, rows.drawn_R[:, None, None], 1)[:, 0]
   given_R = jnp.take_along_axis(rows.given_RT, rows.drawn_R[:, None], 1)[:, 0]
   is_given_R, stop_ids = given_R >= 0, jnp.asarray(decoding.stop_ids, jnp.int32)
@@ -203,7 +203,7 @@ def _draw(
     decoding.sharding,
     _bias(extras, logits_RV.shape),
   )
-  # A given token is not the policy's: it has no log-prob, and ends no row even if it is a stop id.
+  # The policy did not choose tokens of replies, so they have no log-prob and never stop a row.
   token_R = jnp.where(is_given_R, given_R, token_R.astype(jnp.int32))
   logprobs = [jnp.where(is_given_R, 0, x_R) for x_R in logprobs]
   stops_R = draws_R & ~is_given_R & (token_R[:, None] == stop_ids).any(-1)
@@ -235,7 +235,7 @@ def _draw(
 def _with_alternatives(
   drawn: Drawn, logits_RV: jax.Array, settings: RowSettings, column: jax.Array
 ) -> Drawn:
-  """Puts the likeliest tokens into a column, for rows that draw nothing too."""
+  """Writes the likeliest tokens of all rows into a column, even of rows that draw nothing."""
   count = drawn.alternatives_RNA.shape[2]
   tokens_RA, logprobs_RA = likeliest(logits_RV, settings.temperature, count)
   put = jax.lax.dynamic_update_index_in_dim
@@ -246,7 +246,7 @@ def _with_alternatives(
 
 
 def _bias(extras: Extras, shape: tuple[int, int]) -> jax.Array | None:
-  """The bias of all logits, float32 [R, V], or None."""
+  """Spreads the biases over the vocabulary: float32 [R, V], or None without biases."""
   if extras.bias_RN is None:
     return None
   rows_R1 = jnp.arange(shape[0])[:, None]
@@ -254,7 +254,7 @@ def _bias(extras: Extras, shape: tuple[int, int]) -> jax.Array | None:
 
 
 def _bits(words_RW: jax.Array, count: int) -> jax.Array:
-  """The first bits of each row's words, bool [R, count]. The lowest of a word comes first."""
+  """Unpacks the first `count` bits of each row's int32 words, lowest bit first: bool [R, count]."""
   bits = (words_RW[:, :, None] >> jnp.arange(32)) & 1
   return bits.reshape(len(words_RW), -1)[:, :count] == 1
 
@@ -262,10 +262,10 @@ def _bits(words_RW: jax.Array, count: int) -> jax.Array:
 def row_uniforms(
   keys_R: jax.Array, rows_R: jax.Array, max_tokens: int, vocabulary: int
 ) -> jax.Array:
-  """The uniform numbers of each row, float32 [R, T, U], U = draws_per_token(V).
+  """Returns the uniform numbers for all draws, float32 [R, T, U], U = draws_per_token(V).
 
-  Row r draws with fold_in(keys_R[r], rows_R[r]), so its tokens do not depend on the other rows.
+  Row r uses the key fold_in(keys_R[r], rows_R[r]), so its tokens do not depend on other rows.
   """
   shape = (max_tokens, draws_per_token(vocabulary))
-  own_R = jax.vmap(jax.random.fold_in)(keys_R, rows_R)
-  return jax.vmap(lambda row_key: jax.random.uniform(row_key, shape))(own_R)
+  row_keys_R = jax.vmap(jax.random.fold_in)(keys_R, rows_R)
+  return jax.vmap(lambda row_key: jax.random.uniform(row_key, shape))(row_keys_R)

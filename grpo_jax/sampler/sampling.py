@@ -1,4 +1,4 @@
-"""The sampler of a run: which programs, how many seats, and whole batches of prompts."""
+"""The sampler of a run: chooses programs, seats and cache sizes, and completes prompts."""
 
 from collections.abc import Callable, Iterable, Iterator
 import functools
@@ -22,7 +22,7 @@ from grpo_jax.sampler.stop import End
 from grpo_jax.sampler.stream import Feed, Pace, Stream
 from grpo_jax.types import Completions, Images, Visual
 
-# sampling.temperature_schedule: (first, last, how many steps later) -> the temperature of a step.
+# sampling.temperature_schedule: (first, last, steps from first to last) -> (step -> temperature).
 TEMPERATURES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
   "constant": lambda first, last, steps: optax.constant_schedule(first),
   "linear": optax.linear_schedule,
@@ -30,19 +30,19 @@ TEMPERATURES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
 }
 
 _LONGEST_CHUNK = 64
-_SHARED_STEP = 32  # each other length is compiled
+_SHARED_STEP = 32  # each length of a shared beginning needs a compiled program
 # A call that computes less does not repay the time to compile smaller grids.
 _SHRINKS_FROM = 1e10  # floating point operations
-_SMALLER, _FEWEST_ROWS = (2, 4, 8, 32), 8  # shares of a shard's rows, and the fewest of them
+_SMALLER, _FEWEST_ROWS = (2, 4, 8, 32), 8  # divisors of a shard's rows, and the smallest quotient
 
 
 def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...]) -> Decoding:
-  """The limits of a config, with the model's own stop ids before the config's."""
+  """The limits of a config. The model's stop ids come before those of the config."""
   return Decoding(sampling.max_tokens, tuple(dict.fromkeys((*stop_ids, *sampling.stop_ids))))
 
 
 def settings_of(sampling: Sampling, temperature: float) -> RowSettings:
-  """How the rows of a config draw at a temperature. At 0, filters change nothing."""
+  """How the rows of a config draw at a temperature. At 0, filters are left out: they do nothing."""
   settings = RowSettings(temperature, min_tokens=sampling.min_tokens or None)
   if not temperature:
     return settings
@@ -55,14 +55,14 @@ class Draws(NamedTuple):
   Attributes:
     key: The root of the random numbers.
     settings: Temperature, filters and limits: numbers, or arrays that broadcast to [P, G].
-    first_prompt: The number of the first prompt.
-    end: Finds how many tokens a row keeps where a text ends it. None: no text ends rows.
-    reply: Says how rows that have ended go on: with the tokens of an environment, for example. It
-      is asked between two chunks, for all rows at once that have just ended. A row whose reply
-      leaves no room for another token has ended. None means that none goes on.
-    turn_tokens: The most tokens that a row draws before it is asked for its reply. 0 means as many
-      as the row may have.
-    at_once: The most prompts in flight, a multiple of the mesh's row shards. 0 means all.
+    first_prompt: The number of the first prompt, which the random numbers depend on.
+    end: Cuts rows at stop texts (see stop.py). None: no text ends rows.
+    reply: Maps rows that have just ended to the tokens with which they resume, for example those of
+      an environment. Called between two chunks with all such rows. A row ends if its reply is None
+      or leaves no room for another token. None: no row resumes.
+    turn_tokens: The most tokens that a row draws before its next reply. 0 means no limit but the
+      row's longest completion.
+    at_once: The most prompts in flight, rounded up to a multiple of the row shards. 0 means all.
   """
 
   key: jax.Array
@@ -82,7 +82,7 @@ class Sampler:
   number of rows that are decoded together.
 
   Attributes:
-    programs: The compiled programs that draw rows.
+    programs: The compiled programs.
   """
 
   def __init__(
@@ -98,20 +98,20 @@ class Sampler:
     Args:
       config: The model, in the dtype of sampling.
       decoding: Stop ids and the longest completion.
-      weights: How many parameters the model has. It says when it pays to move rows together.
-      rows: The most rows in flight, or (prompts, members) -> those of such a call. 0 means all.
-      guide: Makes what says which tokens a new row may draw. None: all of them.
+      weights: How many parameters the model has. Few make smaller grids not worth compiling.
+      rows: The most rows in flight, or (prompts, members) -> this number. 0 means all.
+      guide: Makes the `Guided` of a new row, which restricts its tokens. None: no restrictions.
     """
     self._config, self._weights, self._guide = config, weights, guide
     self._rows = functools.cache(rows) if callable(rows) else lambda *call: rows
     self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
 
   def pace(self, prompts: int, members: int, in_order: bool = False) -> Pace:
-    """How `members` completions of so many prompts at once are decoded.
+    """Chooses grids and cache sizes for `prompts` groups in flight.
 
     Args:
-      prompts: A multiple of the mesh's row shards.
-      members: G.
+      prompts: How many groups should fit, a multiple of the mesh's row shards.
+      members: G, the completions of each group.
       in_order: Whether free seats go to the oldest groups first, because others will follow.
     """
     shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
@@ -138,14 +138,14 @@ class Sampler:
     keeps_versions: bool = False,
     in_order: bool = False,
   ) -> Stream:
-    """Samples groups that come and go.
+    """Makes a stream, to which groups are submitted at any time.
 
     Args:
-      feed: The weights of each chunk.
-      prompts: How many groups should fit at once, a multiple of the mesh's row shards.
-      members: G, of each group.
-      end: Ends rows at texts, or None.
-      keeps_versions: Whether completions have the version of the weights of each token.
+      feed: Returns the weights for each chunk.
+      prompts: How many groups should fit, a multiple of the mesh's row shards.
+      members: G, the completions of each group.
+      end: Cuts rows at stop texts, or None.
+      keeps_versions: Whether completions record the version of the weights that drew each token.
       in_order: Whether free seats go to the oldest groups first, because others will follow.
     """
     pace = self.pace(prompts, members, in_order)
@@ -157,11 +157,11 @@ class Sampler:
     prompt_lengths_P: np.ndarray,
     images: Images | Visual | None = None,
   ) -> Prompts:
-    """Prompts for requests.
+    """Makes a batch of prompts for requests, and finds the tokens that all prompts share.
 
     Args:
       prompts_PS: int32, right-padded.
-      prompt_lengths_P: int32, their tokens.
+      prompt_lengths_P: int32, how many tokens each prompt has.
       images: The images of the prompts, as numpy arrays, or encoded on the mesh, or None.
     """
     tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
@@ -182,16 +182,16 @@ class Sampler:
     """Completes each prompt `members` times.
 
     Args:
-      params: All parameters, as `Parameters.for_sampling` returns them, or what gives those of each
-        chunk.
+      params: All parameters, as `Parameters.for_sampling` returns them, or a `Feed`, which returns
+        the parameters for each chunk.
       prompts_PS: int32, right-padded. P is a multiple of the mesh's row shards.
-      prompt_lengths_P: int32, their tokens.
-      members: G.
+      prompt_lengths_P: int32, how many tokens each prompt has.
+      members: G, the completions of each prompt.
       draws: How to draw: keys, temperatures, filters and when rows end.
       images: The images of the prompts, as numpy arrays, or encoded on the mesh, or None.
 
     Yields:
-      Groups as they finish, each prompt once.
+      Groups as they finish. Each prompt occurs once, as its index in `prompts_PS`.
     """
     feed = params if callable(params) else lambda: (params, 0)
     P = len(prompts_PS)
@@ -214,7 +214,7 @@ class Sampler:
 
 
 def requests_of(prompts: Prompts, members: int, draws: Draws) -> list[GroupRequest]:
-  """One request for each prompt, numbered from 0."""
+  """Makes a request for each prompt, numbered from 0, with `members` completions each."""
   P, key = len(prompts.lengths_n), np.asarray(jax.random.key_data(draws.key))
   shape = (P, members)
   settings = jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), shape), draws.settings)
@@ -225,7 +225,7 @@ def requests_of(prompts: Prompts, members: int, draws: Draws) -> list[GroupReque
       place=p,
       key=key,
       first_row=(draws.first_prompt + p) * members,
-      settings=jax.tree.map(lambda x: x[p], settings),  # noqa: B023  it is called at once
+      settings=jax.tree.map(lambda x: x[p], settings),  # noqa: B023  tree.map calls it right here
       turn_tokens=draws.turn_tokens,
       pauses=draws.reply is not None,
     )
@@ -236,22 +236,22 @@ def requests_of(prompts: Prompts, members: int, draws: Draws) -> list[GroupReque
 def shared_tokens(
   prompts_PS: np.ndarray, lengths_P: np.ndarray, images: Images | Visual | None = None
 ) -> int:
-  """How many tokens all prompts have in common at their start, in steps of `_SHARED_STEP`.
+  """Returns the length of the beginning that all prompts share, rounded down to `_SHARED_STEP`.
 
-  Each prompt has at least one token after them. A single prompt shares nothing. Tokens of images
-  are equal where the images are not.
+  The beginning ends before the first image and before the last token of the shortest prompt. A
+  single prompt shares nothing.
   """
   if len(prompts_PS) < 2:
     return 0
   differs_S = (prompts_PS != prompts_PS[:1]).any(0)
-  if images is not None:
+  if images is not None:  # different images have the same placeholder tokens
     differs_S |= np.asarray(images.is_seen_PS).any(0)
   same = int(differs_S.argmax()) if differs_S.any() else len(differs_S)
   return min(same, int(lengths_P.min()) - 1) // _SHARED_STEP * _SHARED_STEP
 
 
 def whole(parts: Iterable[Finished]) -> Completions:
-  """The completions of all prompts of a call, in their order."""
+  """Joins the completions of all groups, in the order of their numbers."""
   collected = list(parts)
   order = np.argsort(np.concatenate([part.prompts for part in collected]))
   trees = [part.completions for part in collected]
@@ -264,10 +264,10 @@ def longest_chunk(max_tokens: int) -> int:
 
 
 def sizes_up_to(longest: int, step: int = 1) -> list[int]:
-  """The sizes, in tokens, that programs are compiled for on the way to `longest`.
+  """Returns the sizes, in tokens, through which a buffer grows to `longest`: at most four.
 
-  There are at most four. Each is double the one before. None is below 32 unless `longest` is. Each
-  is a multiple of `step`, and the last holds at least `longest`.
+  Each size is about twice the previous one. Programs are compiled for each. Sizes are rounded up to
+  multiples of `step`, and are at least 32 unless `longest` is smaller.
   """
   sizes = [longest]
   while len(sizes) < 4 and sizes[-1] > 32:

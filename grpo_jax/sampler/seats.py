@@ -1,9 +1,9 @@
-"""Who sits where: assigns the rows of groups to the seats that are decoded together. Pure Python.
+"""Assigns the rows of groups to the seats of the decoding batch. Pure Python and numpy.
 
-The seats are a grid [N, Q] with one prompt for each of the N places, whose members take its Q
-seats one after another. So a prompt is computed once and held once, however many members it has.
-When nobody waits any more and few seats are taken, the rows that are left move together into a
-smaller grid. There, a prompt may have several places.
+The seats are a grid [N, Q]. Each of the N places has one prompt, and the members of the prompt's
+group take its Q seats one after another. So a prompt is computed and stored once, however many
+members it has. When no row waits and few seats are taken, the remaining rows move into a smaller
+grid, in which a prompt may have several places.
 
 The places may be split over shards, such as the devices of a mesh. Rows never leave their shard.
 """
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Rows that have ended keep their seats until they are this share of all, if others wait for them.
+# While rows wait for seats, a chunk ends once more than this share of the rows have ended in it.
 IDLE_SHARE = 0.1
-NOBODY = -1
+NOBODY = -1  # in arrays: a place without a prompt, or a seat without a row
 
 
 class Grid(NamedTuple):
@@ -33,17 +33,17 @@ class Grid(NamedTuple):
 
 
 def first_grid(prompts: int, members: int, rows: int = 0, shards: int = 1) -> Grid:
-  """The seats that a call begins with.
+  """Chooses the grid with which a call starts.
 
   Args:
     prompts: P, a multiple of `shards`.
-    members: G.
+    members: G, the completions of each prompt.
     rows: The most rows in flight. 0 means all.
-    shards: The parts that the places are split into.
+    shards: How many shards the places are split over.
 
   Returns:
-    A seat for every row. Or, where those are too many, one place for each prompt or, if even those
-    are too many, as many places of one seat as there may be.
+    A grid with a seat for every row if `rows` allows it. Otherwise as many places as `rows` allows,
+    with rows // P seats each, or one seat.
   """
   if not rows or rows >= prompts * members:
     return Grid(prompts, members)
@@ -56,10 +56,10 @@ class Move(NamedTuple):
 
   Attributes:
     grid: The new grid [N', Q'].
-    rows_NQ: int [N', Q'], the old seat n * Q + q of each new seat. Where nobody sits, the first of
-      the shard.
-    places_N: int [N'], the old place of each new place's prompt. Where there is none, the first of
-      the shard.
+    rows_NQ: int [N', Q'], the old seat n * Q + q of the row in each new seat. Empty seats have the
+      first old seat of their shard.
+    places_N: int [N'], the old place of the prompt at each new place. Empty places have the first
+      old place of their shard.
   """
 
   grid: Grid
@@ -69,17 +69,17 @@ class Move(NamedTuple):
 
 @dataclasses.dataclass
 class Seats:
-  """The rows in flight, and those that wait.
+  """The rows in flight, and those that wait. The functions of this module change it in place.
 
   Attributes:
-    grid: The seats that there are.
-    shards: D, the parts with equally many places that rows stay in.
-    members: G, the members of each prompt.
+    grid: The current grid.
+    shards: D, how many shards the places are split over, equally many places each.
+    members: G, the members of each prompt's group.
     prompt_N: int, the prompt at each place, or NOBODY.
     row_NQ: int, the row p * G + g in each seat, or NOBODY.
-    waiting_P: int, the number of each prompt's first member that has not had a seat yet.
-    queue: The prompts that have had no place yet, in their order.
-    in_order: The prompts of which members may wait, the oldest first.
+    waiting_P: int, the first member of each prompt that has not had a seat yet. G if all have.
+    queue: The prompts that have not had a place yet, in order of submission.
+    in_order: All prompts with members that may still wait, the oldest first.
   """
 
   grid: Grid
@@ -98,7 +98,7 @@ class Seats:
 
 
 def no_one(prompts: int, members: int, grid: Grid, shards: int = 1) -> Seats:
-  """Empty seats, for which all rows of P prompts wait."""
+  """Makes a grid of empty seats, with all rows of P prompts waiting."""
   return Seats(
     grid=grid,
     shards=shards,
@@ -112,15 +112,16 @@ def no_one(prompts: int, members: int, grid: Grid, shards: int = 1) -> Seats:
 
 
 def widen(seats: Seats, prompts: int) -> None:
-  """Makes room for so many prompts, of which the new ones do not wait."""
+  """Extends the arrays to `prompts` prompts. The new numbers have no waiting members yet."""
   more = prompts - len(seats.waiting_P)
   seats.waiting_P = np.append(seats.waiting_P, np.full(more, seats.members))
 
 
 def wait(seats: Seats, prompt: int) -> None:
-  """All members of a prompt wait, after those that wait already.
+  """Queues all members of a prompt behind those that already wait.
 
-  Its number may be that of a prompt whose members have all left. That one's places are free.
+  The number may be reused after all members of an earlier prompt have left. The places that still
+  had the earlier prompt become free.
   """
   seats.prompt_N[seats.prompt_N == prompt] = NOBODY
   seats.in_order = [p for p in seats.in_order if p != prompt]
@@ -135,7 +136,13 @@ def leave(seats: Seats, rows: Iterable[int]) -> None:
 
 
 class Arrival(NamedTuple):
-  """A prompt that gets a place: a new one, or one that has a place already."""
+  """A prompt that gets a place.
+
+  Attributes:
+    place: The place n.
+    prompt: The prompt p.
+    copied_from: Another place of the shard with the same prompt. NOBODY: it must be computed.
+  """
 
   place: int
   prompt: int
@@ -143,11 +150,13 @@ class Arrival(NamedTuple):
 
 
 def fill_places(seats: Seats, batch: int = 1) -> list[Arrival]:
-  """Gives free places to prompts: first to those that come next, then to those with most waiting.
+  """Assigns free places to queued prompts or, if none is queued, to prompts with waiting members.
+
+  Among the latter, the prompt with the most members without a seat gets a place first.
 
   Args:
-    seats: The seats.
-    batch: Prompts that come next wait until they are so many, or the last.
+    seats: The seats, which are updated.
+    batch: Queued prompts get places only if this many of them fit, or all that are left.
   """
   has_row_N = (seats.row_NQ != NOBODY).any(1)
   has_more_N = (seats.prompt_N != NOBODY) & (seats.waiting_P[seats.prompt_N] < seats.members)
@@ -173,16 +182,16 @@ def fill_places(seats: Seats, batch: int = 1) -> list[Arrival]:
 
 
 def fill_places_in_order(seats: Seats, batch: int = 1) -> list[Arrival]:
-  """Gives each free place to the oldest prompt whose members find no free seat.
+  """Assigns each free place to the oldest prompt that has more waiting members than free seats.
 
   Args:
-    seats: The seats.
-    batch: Not read: a free seat costs more than a prompt that is computed with few others.
+    seats: The seats, which are updated.
+    batch: Ignored: an idle seat costs more than computing a prompt in a small batch.
   """
   del batch
   free_N = (seats.row_NQ == NOBODY).sum(1)
   has_row_N = free_N < seats.grid.seats
-  wanting_P = seats.members - seats.waiting_P
+  wanting_P = seats.members - seats.waiting_P  # reduced by the seats that are reserved for them
   np.subtract.at(wanting_P, seats.prompt_N[has_row_N], free_N[has_row_N])
   for place in np.flatnonzero(~has_row_N & (seats.prompt_N != NOBODY)).tolist():
     prompt = seats.prompt_N[place]
@@ -208,7 +217,7 @@ def fill_places_in_order(seats: Seats, batch: int = 1) -> list[Arrival]:
 
 
 def _most_wanted(seats: Seats, place: int) -> int:
-  """A place in the same shard whose prompt has most members that find no free seat, or NOBODY."""
+  """Finds the place of the shard whose prompt has most members without a free seat, or NOBODY."""
   shard = _shards_of(seats, np.arange(seats.grid.places)) == _shards_of(seats, place)
   here = np.flatnonzero(shard & (seats.prompt_N != NOBODY))
   if not len(here):
@@ -225,7 +234,7 @@ def _shards_of(seats: Seats, places: np.ndarray | int) -> np.ndarray | int:
 
 
 def take_seats(seats: Seats) -> list[int]:
-  """Seats the members that wait for a free seat at their prompt's place. Returns their rows."""
+  """Assigns free seats to waiting members of the place's prompt. Returns the rows p * G + g."""
   taken: list[int] = []
   if seats.all_seated:
     return taken
@@ -242,16 +251,16 @@ def take_seats(seats: Seats) -> list[int]:
 
 
 def move_together(seats: Seats, grids: Sequence[Grid]) -> Move | None:
-  """Moves the rows into the smallest of some grids that holds them, if nobody waits.
+  """Moves all rows into the smallest grid of `grids` that holds them, if no row waits.
 
   Returns:
-    The move, or None if no smaller grid holds them.
+    The move, or None if a row waits or no grid is both smaller and large enough.
   """
   if not seats.all_seated:
     return None
   sitting = np.flatnonzero(seats.row_NQ.reshape(-1) != NOBODY)
   places = sitting // seats.grid.seats
-  # The seats of each prompt in each shard.
+  # groups[shard] has an array for each prompt: the seats that its rows take now.
   groups: list[list[np.ndarray]] = []
   for shard in range(seats.shards):
     here = sitting[_shards_of(seats, places) == shard]
@@ -259,26 +268,27 @@ def move_together(seats: Seats, grids: Sequence[Grid]) -> Move | None:
     groups.append([here[prompts == prompt] for prompt in dict.fromkeys(prompts.tolist())])
 
   def holds(grid: Grid) -> bool:
-    needed = max(sum(-(-len(own) // grid.seats) for own in shard) for shard in groups)
+    needed = max(sum(-(-len(taken) // grid.seats) for taken in shard) for shard in groups)
     return grid.rows < seats.grid.rows and needed * seats.shards <= grid.places
 
   fitting = [grid for grid in grids if holds(grid)]
   if not fitting:
     return None
   grid = min(fitting, key=lambda grid: grid.rows)
-  each = grid.places // seats.shards
+  each = grid.places // seats.shards  # new places per shard
+  # At first, every new place and seat refers to the first old one of its shard.
   old = np.arange(seats.shards).repeat(each) * (seats.grid.places // seats.shards)
   move = Move(grid, np.tile(old[:, None] * seats.grid.seats, (1, grid.seats)), old)
   row_NQ, prompt_N = np.full(grid, NOBODY), np.full(grid.places, NOBODY)
   for shard, of_prompts in enumerate(groups):
     n = shard * each
-    for own in of_prompts:
-      for start in range(0, len(own), grid.seats):
-        some = own[start : start + grid.seats]
-        move.rows_NQ[n, : len(some)] = some
-        move.places_N[n] = some[0] // seats.grid.seats
-        row_NQ[n, : len(some)] = seats.row_NQ.reshape(-1)[some]
-        prompt_N[n] = seats.prompt_N[some[0] // seats.grid.seats]
+    for taken in of_prompts:
+      for start in range(0, len(taken), grid.seats):
+        moved = taken[start : start + grid.seats]  # the old seats of place n's rows
+        move.rows_NQ[n, : len(moved)] = moved
+        move.places_N[n] = moved[0] // seats.grid.seats
+        row_NQ[n, : len(moved)] = seats.row_NQ.reshape(-1)[moved]
+        prompt_N[n] = seats.prompt_N[moved[0] // seats.grid.seats]
         n += 1
   seats.grid, seats.row_NQ, seats.prompt_N = grid, row_NQ, prompt_N
   return move

@@ -1,18 +1,18 @@
-"""Texts that end a completion. The host looks for them between two chunks."""
+"""Stop texts, which end a completion. The host looks for them between two chunks."""
 
 from collections.abc import Callable, Sequence
 
-# (token ids of a row, how many of them were looked at before) -> how many to keep, which are more
-# than were looked at, or None.
+# (token ids of a row, how many of them were checked before) -> how many tokens the row keeps, which
+# is more than were checked. None: the row goes on.
 End = Callable[[Sequence[int], int], int | None]
 
 
 def end_at(texts: Sequence[str], decode_text: Callable[[list[int]], str]) -> End:
-  """Ends a row at the first token with which its text holds one of `texts`.
+  """Makes an `End` that keeps a row's tokens up to the first one that completes a stop text.
 
   Args:
-    texts: The texts that end a row.
-    decode_text: Makes a text from token ids.
+    texts: The stop texts.
+    decode_text: Token ids -> text.
   """
 
   def holds(ids: Sequence[int]) -> bool:

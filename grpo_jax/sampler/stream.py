@@ -1,7 +1,7 @@
-"""Draws groups in the seats of one sampler: requests for groups in, rows out.
+"""The sampler's scheduler: takes requests for groups, decodes their rows and returns completions.
 
 Rows are decoded in chunks, each of which is one call of a compiled program. Between two chunks,
-rows that have ended leave, groups that wait take their seats, and the cache grows or shrinks. A row
+rows that have ended leave, waiting groups take their seats, and the cache grows or shrinks. A row
 that pauses keeps its seat and its cache while the others go on.
 """
 
@@ -24,7 +24,7 @@ from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
 from grpo_jax.sampler.stop import End
 from grpo_jax.types import Completions
 
-_SOONEST_LOOK = 16  # tokens after which the host looks for texts that end a row
+_SOONEST_LOOK = 16  # the most rounds of a chunk if the host looks for stop texts
 _MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
 
 
@@ -32,20 +32,20 @@ class Feed(Protocol):
   """Weights that may change while rows are decoded."""
 
   def __call__(self) -> tuple[model.Params, int]:
-    """The weights of the next chunk, and their version."""
+    """Returns the weights for the next chunk, and their version."""
 
 
 class Pace(NamedTuple):
-  """How rows are decoded. It changes no token.
+  """Grids and sizes of decoding. They affect speed and memory, but no token.
 
   Attributes:
-    grid: The seats at first.
+    grid: The first grid.
     smaller: The grids that rows move into when few are left and no group waits.
-    slots: The sizes of the cache that it grows through.
-    prompts_at_once: How many prompts that waited for a place are computed together.
-    shards: The parts of the mesh that hold different rows.
-    in_order: Whether free seats go to the oldest groups first, because others will follow. Else the
-      members of a group follow each other at its place, so that its prompt is held once.
+    slots: The sizes of the cache, in slots per row, through which it grows.
+    prompts_at_once: How many queued prompts are computed together.
+    shards: How many shards of the mesh hold different rows.
+    in_order: Whether free seats go to the oldest groups first, because others will follow. If not,
+      the members of a group follow each other at one place, so that its prompt is stored once.
   """
 
   grid: Grid
@@ -57,11 +57,11 @@ class Pace(NamedTuple):
 
 
 class SeatRounds(NamedTuple):
-  """Counts how many seats were used.
+  """Counts how many seats were used in the rounds of all chunks.
 
   Attributes:
-    used: The number of tokens that rows drew or took in rounds.
-    all: The sum of the numbers of seats of all rounds.
+    used: How often a seat drew a token in a round, or took one from a reply.
+    all: The number of seats, summed over all rounds.
   """
 
   used: int = 0
@@ -69,12 +69,12 @@ class SeatRounds(NamedTuple):
 
   @property
   def idle(self) -> float:
-    """The share of the seats that drew nothing. NaN before the first round."""
+    """The share of seats without a token, over all rounds. NaN before the first round."""
     return 1 - self.used / self.all if self.all else float("nan")
 
 
 def by_row(settings: RowSettings, prompts: int, members: int) -> RowSettings:
-  """The settings as arrays of all rows [P * G], float32 or int32."""
+  """Broadcasts settings to arrays [P * G] with an entry per row, float32 or int32. None stays."""
 
   def rows(setting: Any, is_whole: bool) -> np.ndarray | None:
     if setting is None:
@@ -96,8 +96,8 @@ def by_row(settings: RowSettings, prompts: int, members: int) -> RowSettings:
 class Stream:
   """A `GroupSampler` on devices of this process.
 
-  It holds its groups in places of arrays [X, G, ...]: x is the place of a group there, and
-  x * G + g the number of a row.
+  Groups are stored in host arrays [X, G, ...]. x is the index of a group there, which later groups
+  reuse, and x * G + g the number of a row. `Seats` calls x the prompt p.
 
   Attributes:
     seat_rounds: How well the seats were used since the stream was made.
@@ -114,16 +114,17 @@ class Stream:
     keeps_versions: bool = False,
     guide: Callable[[], Guided] | None = None,
   ):
-    """Begins without groups.
+    """Starts without groups.
 
     Args:
       programs: The compiled programs.
-      feed: The weights of each chunk.
-      pace: How rows are decoded.
-      members: G, of every group.
-      end: Finds how many tokens a row keeps where a text ends it. None: no text ends rows.
-      keeps_versions: Whether completions have the version of the weights of each token.
-      guide: Makes what says which tokens a new row may draw, or None. No row may pause then.
+      feed: Returns the weights for each chunk.
+      pace: Grids and sizes of decoding.
+      members: G, the completions of every group.
+      end: Cuts rows at stop texts. None: no text ends rows.
+      keeps_versions: Whether completions record the version of the weights that drew each token.
+      guide: Makes the `Guided` of a new row, which restricts its tokens, or None. Rows with a
+        `Guided` must not pause.
     """
     self._guide = guide
     self._programs, self._feed, self._pace, self._end = programs, feed, pace, end
@@ -134,30 +135,29 @@ class Stream:
   def _forget(self) -> None:
     """Drops all groups and their arrays."""
     members = self._members
-    # Who sits where, and which rows and prompts wait.
     self._seats = seats_lib.no_one(0, members, self._pace.grid, self._pace.shards)
-    self._flight: Flight | None = None  # the rows and their cache on the devices, once some began
-    # Whether the tokens of rows that pause lie in the slots written last, where they must lie when
-    # a row goes on. A chunk writes further slots, so the cache of such rows is rolled after it.
+    self._flight: Flight | None = None  # the rows and their cache on the devices. None at first
+    # Whether the cached tokens of paused rows are in the slots written last, as a row needs when it
+    # resumes. Each chunk writes further slots, so the cache of these rows is rolled after it.
     self._has_rolled = True
     self._rounds = 0  # since the cache counted from 0
-    self._requests: dict[int, GroupRequest] = {}  # by their place x
-    self._place_of: dict[int, int] = {}  # the other way round
-    self._free = list[int]()
+    self._requests: dict[int, GroupRequest] = {}  # by index x
+    self._place_of: dict[int, int] = {}  # `GroupRequest.number` -> x
+    self._free = list[int]()  # unused indices x
     self._going_X = np.zeros(0, int)  # rows of each group that have not ended
-    self._ended_rows = 0  # that `advance` has not returned yet
-    self._ready = list[int]()  # places of finished groups that `advance` has not returned yet
-    self._paused: dict[int, int] = {}  # the seats of rows that pause, by their numbers
-    self._guides: dict[int, Guided] = {}  # of the rows in flight, by their numbers
-    # (number of a row, tokens that it goes on with, or None to end it), for the next `advance`
+    self._ended_rows = 0  # how many `advance` has not reported yet
+    self._ready = list[int]()  # indices x of finished groups that `advance` has not returned yet
+    self._paused: dict[int, int] = {}  # number of a paused row -> its seat
+    self._guides: dict[int, Guided] = {}  # of the rows in flight, by row number
+    # (number of a row, tokens of its reply, or None to end it), for the next `advance`
     self._replies: list[tuple[int, Sequence[int] | None]] = []
-    self._drawn: Completions | None = None  # made for the first group
-    self._settings: RowSettings  # of all rows, made with `_drawn`
+    self._drawn: Completions | None = None  # of all groups, made for the first one
+    self._settings: RowSettings  # arrays [X * G], made with `_drawn`
     self._keys_X2 = np.zeros((0, 0), np.uint32)  # `GroupRequest.key` of each group
     self._first_X = np.zeros(0, np.int32)  # `GroupRequest.first_row` of each group
     self._limits_XG = np.zeros((0, members), int)  # the most tokens of each row
-    self._is_given = np.zeros((0, 0, 0), bool)  # tokens of replies
-    self._turn_XG = np.zeros((0, members), int)  # where the tokens after the last reply begin
+    self._is_given = np.zeros((0, 0, 0), bool)  # [X, G, T], True for tokens of replies
+    self._turn_XG = np.zeros((0, members), int)  # index of the first token after the last reply
 
   @property
   def draws(self) -> bool:
@@ -167,7 +167,7 @@ class Stream:
 
   @property
   def _has_room(self) -> bool:
-    """Whether groups that are not submitted yet could take seats at once."""
+    """Whether the caller could fill free seats at once by submitting more groups."""
     return self.is_kept_full and self._seats.all_seated and (self._seats.row_NQ == NOBODY).any()
 
   def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -209,8 +209,8 @@ class Stream:
       paused = [self._stopped_row(row) for row in pausing]
       self._count_ended([row for row in ended if not self._requests[row // G].pauses])
     ready, places = self._ready, len(self._requests)
-    # Not one by one, because the caller spends time on each call. But groups that it submits then
-    # could take the free seats.
+    # Finished groups are returned several at a time, because the caller spends time on each call.
+    # With free seats, they are returned at once, so that the caller can submit other groups.
     is_few = 4 * len(ready) < min(places, self._pace.grid.places) and not self._has_room
     ended_rows, self._ended_rows = self._ended_rows, 0
     if not ready or (is_few and self.draws):
@@ -219,11 +219,10 @@ class Stream:
     return News(paused, [self._take_finished(sorted(ready))], ended_rows)
 
   def _take_replies(self) -> None:
-    """Lets rows go on with their replies, or ends them. Rolls the cache of other paused rows.
+    """Resumes rows with their replies, or ends them. Rolls the cache of all other paused rows.
 
-    All rows write their next token into the same slot (see model/cache.py). So what a paused row
-    had in the slots written last must move on by the rounds that passed, whether it goes on now or
-    not.
+    All rows write their next token into the same slot (see model/cache.py). So the cached tokens of
+    a paused row must move by as many slots as rounds have passed, whether it resumes now or not.
     """
     T, replies = self._programs.decoding.max_tokens, dict(self._replies)
     self._replies = []
@@ -264,7 +263,7 @@ class Stream:
       self._flight = self._programs.resume(self._flight, resumed)
 
   def _count_ended(self, rows: Sequence[int]) -> None:
-    """Counts rows that have ended. A group whose rows have all ended is ready to be returned."""
+    """Records that rows have ended. A group is ready to be returned once all its rows have."""
     self._ended_rows += len(rows)
     for row in rows:
       self._guides.pop(row, None)
@@ -274,10 +273,10 @@ class Stream:
         self._ready.append(x)
 
   def _draw_chunk(self, params: model.Params, version: int) -> list[int]:
-    """Lets rows take seats and move together, and decodes a chunk.
+    """Assigns seats, decodes a chunk and stores its tokens.
 
     Returns:
-      The rows that have ended in it. Those that pause keep their seats.
+      The numbers of the rows that have ended or paused in the chunk. Paused rows keep their seats.
     """
     is_new_R = self._take_seats()
     row_R = self._seats.row_NQ.reshape(-1).copy()
@@ -289,7 +288,7 @@ class Stream:
       chunk = chunk._replace(rounds=min(chunk.rounds, soonest))
     extras = None
     if self._guide is not None:
-      # The host looks at each token. New rows draw one without a round.
+      # The next mask depends on this token, so a chunk draws one. New rows draw it without a round.
       most = np.int32(0 if is_new_R.any() else 1)
       chunk, extras = chunk._replace(rounds=min(chunk.rounds, most)), self._allowed_tokens(row_R)
     going_R = taken_R.copy()
@@ -321,10 +320,10 @@ class Stream:
     return rows
 
   def _take_seats(self) -> np.ndarray:
-    """Lets waiting rows take free seats, and moves all rows into fewer seats if few are left.
+    """Assigns free seats to waiting rows, and moves all rows into fewer seats if few are left.
 
     Returns:
-      bool, which seats have a row that has just sat down.
+      bool [R], True for seats that have a new row.
     """
     seats = self._seats
     new_rows = seats_lib.take_seats(seats)
@@ -336,16 +335,16 @@ class Stream:
     return np.isin(seats.row_NQ.reshape(-1), new_rows)
 
   def _rounds_to_look(self, is_new_R: np.ndarray) -> int:
-    """The rounds after which the host looks whether a text has ended a row."""
+    """The most rounds before the host must look for stop texts."""
     can_pause = any(request.pauses for request in self._requests.values())
     if not can_pause or not self._flight.cache.states:
       return _SOONEST_LOOK
-    # A row that pauses goes on after the last token of the text. A state cannot drop the tokens
-    # that were drawn after it, so the host looks after each. New rows draw one without a round.
+    # A paused row resumes after the last token of the stop text. A recurrent state cannot drop
+    # later tokens, so the host looks after every token. New rows draw one without a round.
     return 0 if is_new_R.any() else 1
 
   def _allowed_tokens(self, row_R: np.ndarray) -> Extras:
-    """The tokens that each row may draw next. Free seats may draw all."""
+    """The masks of tokens that the rows may draw next. Free seats may draw all tokens."""
     words = -(-self._programs.vocabulary // 32)
     allowed_RW = np.full((len(row_R), words), -1, np.int32)
     for bits_W, row in zip(allowed_RW, row_R.tolist(), strict=True):
@@ -358,9 +357,10 @@ class Stream:
   def _without_full_grammars(
     self, row_R: np.ndarray, drawn: Drawn, goes_on_R: np.ndarray
   ) -> np.ndarray:
-    """goes_on_R, without rows whose grammar has become too large to take another token.
+    """Passes the drawn tokens to the rows' guides.
 
-    Grammars take the tokens that were drawn.
+    Returns:
+      goes_on_R, but False for rows whose grammar has become too large to take another token.
     """
     goes_on_R = goes_on_R.copy()
     for seat in np.flatnonzero(drawn.is_drawn_RN.any(1) & goes_on_R):
@@ -369,7 +369,7 @@ class Stream:
     return goes_on_R
 
   def _count_seats(self, drawn: Drawn, chunk: Chunk) -> None:
-    """Counts the seats of a chunk's rounds, and those that drew."""
+    """Adds the rounds of a chunk to `seat_rounds`."""
     in_rounds_RN = drawn.is_drawn_RN[:, 1:]  # new rows draw their first token without a round
     rounds = int(in_rounds_RN.any(0).sum())
     self._rounds += int(chunk.rounds)
@@ -379,16 +379,16 @@ class Stream:
     )
 
   def _place_prompts(self, params: model.Params) -> None:
-    """Lets prompts that wait take free places, and computes them there.
+    """Assigns free places to waiting prompts, and computes the prompts there.
 
-    At first, the places are filled by one program that makes the cache. Later ones arrive beside
-    others. A place whose prompt another place has already gets a copy.
+    The first prompts are computed by the program that makes the cache, and later ones in batches. A
+    prompt that another place already has is copied.
     """
     seats, batch = self._seats, self._pace.prompts_at_once
     fill = seats_lib.fill_places_in_order if self._pace.in_order else seats_lib.fill_places
     arrivals = fill(seats, batch)
     if self._flight is None and not seats.queue:
-      # The places that are left get copies, for members that wait.
+      # All prompts have a place. The remaining places get copies for members that wait.
       arrivals = [*arrivals, *fill(seats, batch)]
     new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
     copies = [arrival for arrival in arrivals if arrival.copied_from != NOBODY]
@@ -409,20 +409,20 @@ class Stream:
       self._flight = self._programs.copy(self._flight, from_N)
 
   def _first_of_same_set(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """The first arrivals whose prompts lie in the same arrays, so that one program takes them."""
+    """The longest start of `arrivals` whose prompts share one `Prompts`, for one program call."""
     prompts = [self._requests[arrival.prompt].prompts for arrival in arrivals]
     is_same = [one is prompts[0] for one in prompts]
     return list(arrivals[: is_same.index(False) if False in is_same else None])
 
   def _begin_with_prompts(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
-    """Lets the first prompts take places, and the copies of these prompts with them."""
+    """Makes the flight with the first prompts, including the copies of these prompts."""
     pace = self._pace
     n = -(-len(arrivals) // pace.shards) * pace.shards
     xs = [arrivals[i % len(arrivals)].prompt for i in range(n)]
-    there = self._seats.prompt_N.tolist()
+    of_places = self._seats.prompt_N.tolist()
     prompt_N = None
-    if xs != there:
-      prompt_N = np.array([xs.index(x) if x in xs else 0 for x in there])
+    if xs != of_places:
+      prompt_N = np.array([xs.index(x) if x in xs else 0 for x in of_places])
     any_R = np.zeros(pace.grid.rows, int)
     settings = jax.tree.map(lambda x: x[any_R], self._settings)
     some = self._prompts_of(xs)
@@ -432,7 +432,7 @@ class Stream:
     self._keep_prompts(xs, experts)
 
   def _add_prompts(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
-    """Lets some prompts take places beside others."""
+    """Computes at most `prompts_at_once` prompts for places of the flight."""
     batch = self._pace.prompts_at_once
     xs = [arrivals[i % len(arrivals)].prompt for i in range(batch)]
     places = np.full(batch, self._seats.grid.places)
@@ -443,12 +443,12 @@ class Stream:
     self._keep_prompts(xs, experts)
 
   def _keep_prompts(self, xs: Sequence[int], experts: jax.Array | None) -> None:
-    """Keeps the experts of the prompts' tokens, if there are any."""
+    """Stores the experts [n, S, Y] of prompt tokens, if they are not None."""
     if experts is not None:
       self._drawn.prompt_experts_PSY[xs] = jax.device_get(experts)
 
   def _prompts_of(self, xs: Sequence[int]) -> Prompts:
-    """The prompts of some groups, which lie in the same arrays."""
+    """The prompts of groups whose requests share one `Prompts`."""
     prompts = self._requests[xs[0]].prompts
     places = np.array([self._requests[x].place for x in xs])
     if np.array_equal(places, np.arange(len(prompts.lengths_n))):
@@ -456,7 +456,7 @@ class Stream:
     return jax.tree.map(lambda x: x[places], prompts)
 
   def _with_room(self, longest: int) -> Chunk:
-    """Makes room in the cache for the next tokens, and decides how many of them to draw.
+    """Makes room in the cache for the next tokens, and decides when the chunk ends.
 
     Args:
       longest: The most tokens that a row in flight has drawn.
@@ -469,7 +469,7 @@ class Stream:
       slots = next(size for size in self._pace.slots if size > written)
       self._flight, self._rounds = self._programs.grow(self._flight, slots), 0
     rounds = min(self._programs.columns - 1, slots - written)
-    if self._paused:  # they can be taken back by so many rounds
+    if self._paused:  # their cache can be rolled by at most `most_rewound(columns)` slots
       rounds = min(rounds, max(1, self._programs.columns - 2))
     going = int((seats.row_NQ != NOBODY).sum()) - len(self._paused)
     if self._has_room:
@@ -484,12 +484,14 @@ class Stream:
   def _append_drawn(
     self, row_R: np.ndarray, drawn: Drawn, is_new_R: np.ndarray, version: int
   ) -> None:
-    """Puts the tokens of a chunk behind those that the rows have drawn before."""
+    """Appends the tokens of a chunk to the completions of its rows.
+
+    row_R is the number of the row in each seat, or NOBODY. is_new_R is True for new rows.
+    """
     out = self._drawn
-    seat, column = np.nonzero(drawn.is_drawn_RN)  # of each token of the chunk
-    x, g = np.divmod(row_R[seat], self._members)  # its prompt and member
-    # Column 0 has the first tokens of new rows, which are drawn from their prompts. The other rows
-    # begin in column 1.
+    seat, column = np.nonzero(drawn.is_drawn_RN)  # entry i belongs to token i of the chunk
+    x, g = np.divmod(row_R[seat], self._members)  # its group and member
+    # Column 0 has the first tokens of new rows. Other rows draw their first one in column 1.
     token = out.lengths_PG[x, g] + column - 1 + is_new_R[seat]
     for kept, new in (
       (out.tokens_PGT, drawn.tokens_RN),
@@ -497,12 +499,12 @@ class Stream:
       (out.behavior_logprobs_PGT, drawn.behavior_logprobs_RN),
     ):
       kept[x, g, token] = new[seat, column]
-    out.sampled_PGT[x, g, token] = ~self._is_given[x, g, token]  # given ones are of tools
+    out.sampled_PGT[x, g, token] = ~self._is_given[x, g, token]
     if out.versions_PGT is not None:
       out.versions_PGT[x, g, token] = version
     if out.experts_PGTY is not None:
-      # A round computes the token before the one that it draws, so its experts are of that one.
-      # Before the first token of a row lies its prompt, which is not part of the completion.
+      # A round reads the previous token and draws the next, so its experts belong to the former.
+      # A first token is drawn from the prompt, whose experts are stored elsewhere.
       is_later = column > 0
       before = x[is_later], g[is_later], token[is_later] - 1
       out.experts_PGTY[before] = drawn.experts_RNY[seat[is_later], column[is_later]]
@@ -512,7 +514,7 @@ class Stream:
     out.stopped_by_PG[x, g] = drawn.stopped_by_R[drew]
 
   def _cut_at_texts(self, row_R: np.ndarray, drawn: Drawn, end: End) -> np.ndarray:
-    """Cuts rows where a text ends them. Returns which ones were cut, bool [R]."""
+    """Cuts rows after stop texts. Returns bool [R], True for rows that were cut."""
     counts_R = drawn.is_drawn_RN.sum(1)
     is_cut = [
       count > 0 and self._cut_at_text(row, count, end) for row, count in zip(row_R, counts_R)
@@ -520,17 +522,17 @@ class Stream:
     return np.array(is_cut, bool)
 
   def _cut_at_text(self, row: int, new: int, end: End) -> bool:
-    """Cuts a row where a text ends it. Returns whether one did.
+    """Cuts a row after a stop text that it wrote since its last reply. Returns whether it did.
 
     Args:
-      row: The row.
-      new: How many of its tokens are new.
-      end: Finds the end.
+      row: The number of the row.
+      new: How many of the row's tokens are from this chunk.
+      end: Finds stop texts.
     """
     out, (x, g) = self._drawn, divmod(row, self._members)
     length, start = int(out.lengths_PG[x, g]), int(self._turn_XG[x, g])
-    own = out.tokens_PGT[x, g, start:length].tolist()
-    kept = end(own, max(0, length - new - start)) if own else None
+    turn = out.tokens_PGT[x, g, start:length].tolist()
+    kept = end(turn, max(0, length - new - start)) if turn else None
     if kept is None:
       return False
     kept += start
@@ -553,7 +555,7 @@ class Stream:
     )
 
   def _take_finished(self, xs: list[int]) -> Finished:
-    """Removes finished groups at these places, and returns their completions."""
+    """Removes the finished groups with indices `xs`, and returns their completions."""
     numbers = [self._requests.pop(x).number for x in xs]
     for number in numbers:
       del self._place_of[number]
@@ -564,7 +566,7 @@ class Stream:
     return Finished(numbers, completions)
 
   def _add_places(self, more: int, like: GroupRequest) -> None:
-    """Makes room for more groups whose prompts and settings have the shapes of `like`."""
+    """Extends the host arrays by `more` groups, whose prompts and settings are shaped as `like`."""
     old, G, T = len(self._going_X), self._members, self._programs.decoding.max_tokens
     empty, settings = self._empty_completions(more, like), by_row(self._own_settings(like), more, G)
     if self._drawn is None:
@@ -586,7 +588,7 @@ class Stream:
     seats_lib.widen(self._seats, old + more)
 
   def _own_settings(self, request: GroupRequest) -> RowSettings:
-    """How the rows of a group draw, with the limit of a turn."""
+    """The settings of a group's rows, with `max_tokens` limited to the first turn."""
     T, settings = self._programs.decoding.max_tokens, request.settings
     if not request.turn_tokens:
       return settings
@@ -594,7 +596,7 @@ class Stream:
     return settings.replace(max_tokens=np.minimum(most, request.turn_tokens))
 
   def _empty_completions(self, groups: int, like: GroupRequest) -> Completions:
-    """Completions of so many groups without a token yet."""
+    """Makes empty completions for `groups` groups with the shapes of `like`."""
     X, G, T = groups, self._members, self._programs.decoding.max_tokens
     return Completions(
       tokens_PGT=np.zeros((X, G, T), np.int32),

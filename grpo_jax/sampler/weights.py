@@ -1,4 +1,4 @@
-"""The parameters as the sampler reads them, with a dtype, a mesh and stacks of their own."""
+"""Converts parameters for the sampler, which may use another dtype, mesh and layout of layers."""
 
 import dataclasses
 import functools
@@ -11,20 +11,20 @@ from grpo_jax.config import Sampling
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.sharding import leaf_path
 
-_MOST_UNROLLED_LAYERS = {"cpu": 8, "gpu": 48}  # by platform
+_MOST_UNROLLED_LAYERS = {"cpu": 8, "gpu": 48}  # by platform. Other platforms unroll none
 
 
 class SamplingWeights:
   """Converts parameters for the sampler.
 
   Attributes:
-    model: The model as it is computed while sampling.
+    model: The model config for sampling.
     mesh: The sampler's mesh.
-    is_apart: Whether it has devices of its own, which do nothing but sample.
+    is_apart: Whether the sampler's mesh has other devices than the learner's.
   """
 
   def __init__(self, shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh):
-    """`shape` is the trained model on the mesh of the run, `mesh` the sampler's."""
+    """Compiles nothing yet. `shape` is the model on the learner's mesh, `mesh` the sampler's."""
     self._trained_model, self._sampling, self.mesh = shape, sampling, mesh
     self.model = sampling_config(shape, sampling, mesh)
     self.is_apart = set(mesh.devices.flat) != set(shape.rows.mesh.devices.flat)
@@ -34,11 +34,11 @@ class SamplingWeights:
     self._whole = jax.jit(_itself, out_shardings=everywhere)
 
   def convert(self, params: Any) -> Any:
-    """The parameters as they are sampled from: themselves, or a copy."""
+    """Returns the parameters for sampling: `params` itself if it suits, otherwise a copy."""
     return params if self.suits(params) else self._convert(params)
 
   def _moved(self, params: Any) -> Any:
-    """A copy on other devices, which has arrived."""
+    """Copies the parameters to the sampler's devices. Returns when the copy is complete."""
     cast = self._cast(params)
     places = sharding.param_specs(cast, self.mesh)
     if jax.process_count() > 1:
@@ -46,16 +46,17 @@ class SamplingWeights:
     return jax.block_until_ready(jax.device_put(cast, places))
 
   def _moved_from_all(self, x: jax.Array, where: jax.sharding.Sharding) -> jax.Array:
-    """A copy on devices of this process, of an array that lies on those of all processes.
+    """Copies an array that is sharded over all processes to sampling devices of this process.
 
-    JAX moves no array from the mesh of several processes to another. So each process gets the whole
-    array on the devices that learn, one array after the other, and moves it on.
+    JAX cannot move an array from a mesh of several processes to another mesh. So the array is first
+    replicated on the learner's devices, and each process moves its replica. Arrays are copied one
+    after the other, because a replica needs much memory.
     """
     whole = self._whole(x).addressable_data(0)
     return jax.block_until_ready(jax.device_put(whole, where))
 
   def abstract(self, params: Any) -> Any:
-    """`convert` for shapes and shardings."""
+    """The shapes, dtypes and shardings that `convert` returns for abstract parameters."""
     if self.suits(params):
       return params
     converted = jax.eval_shape(self._in_dtype, params)
@@ -67,12 +68,12 @@ class SamplingWeights:
     return jax.tree.map(place, converted, places)
 
   def suits(self, params: Any) -> bool:
-    """Whether the parameters can be sampled from as they are."""
+    """Whether the sampler can use the parameters without a conversion."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     names = [(leaf_path(path), x) for path, x in leaves]
     has_dtype = all(x.dtype == sampling_dtype(name, x, self._sampling.dtype) for name, x in names)
-    is_wide = any(model.is_projection(name) for name, _ in names)
-    if self._sampling.weights_dtype and is_wide:
+    has_projections = any(model.is_projection(name) for name, _ in names)
+    if self._sampling.weights_dtype and has_projections:
       return False
     is_there = self.mesh == self._trained_model.rows.mesh
     return has_dtype and is_there and not self.model.unrolled
@@ -94,11 +95,11 @@ def _itself(x: jax.Array) -> jax.Array:
 def sampling_config(
   shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh
 ) -> model.ModelConfig:
-  """The model as it is computed while sampling, on the sampler's mesh."""
-  # CPUs and GPUs copy the part of a stack that a product reads, for every token: weights, keys and
-  # values. The compiler for TPUs reads it in place. The time that a compiler takes grows with
-  # unrolled layers. On a CPU, 30 took three to five times as long, and sampling 4 to 6% less
-  # (LOG.md, 2026-11-24). On a GPU, 24 take half as long again, and move three fifths of the bytes.
+  """The model config for sampling: the sampler's dtypes and mesh, with layers maybe unrolled."""
+  # In a loop over stacked layers, CPUs and GPUs copy each layer's weights, keys and values for
+  # every token. TPUs read them in place. But unrolled layers take longer to compile. On a CPU, 30
+  # layers compile three to five times as long, and sampling takes 4 to 6% less (LOG.md,
+  # 2026-11-24). On a GPU, 24 layers compile 1.5 times as long and move 3/5 of the bytes.
   most = _MOST_UNROLLED_LAYERS.get(shape.platform, 0)
   unrolled = shape.num_layers <= most
   dtype, cache_dtype = sampling.dtype or shape.dtype, sampling.cache_dtype
@@ -107,7 +108,7 @@ def sampling_config(
 
 
 def cast_for_sampling(params: Any, sampling: Sampling) -> Any:
-  """The parameters in sampling.dtype and, where they are projections, sampling.weights_dtype."""
+  """Casts parameters to sampling.dtype, and projections to sampling.weights_dtype if it is set."""
 
   def cast(path: tuple[Any, ...], x: jax.Array) -> Any:
     name = leaf_path(path)
@@ -119,15 +120,15 @@ def cast_for_sampling(params: Any, sampling: Sampling) -> Any:
 
 
 def sampling_dtype(name: str, x: Any, dtype: str) -> Any:
-  """The dtype in which the parameter of this path is sampled from."""
+  """The sampler's dtype for the parameter with the path `name`. `dtype` is sampling.dtype."""
   return matrix_dtype(x, x.ndim - model.is_stacked(name), dtype)
 
 
 def matrix_dtype(x: Any, ndim: int, dtype: str) -> Any:
-  """The dtype of a parameter whose tree is kept in `dtype`, where '' changes nothing.
+  """The dtype of a parameter when its tree is cast to `dtype`. '' leaves all dtypes unchanged.
 
-  Norm scales stay float32, because they are multiplied with in float32. Quantised arrays stay as
-  they are. `ndim` are the dimensions without the one of stacked layers.
+  Only floating-point matrices are cast. Norm scales stay float32, because models multiply by them
+  in float32. `ndim` is the number of axes of x, without the axis of stacked layers.
   """
   is_converted = dtype and ndim > 1 and x.dtype in ("float32", "bfloat16")
   return dtype if is_converted else x.dtype

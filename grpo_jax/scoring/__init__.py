@@ -1,4 +1,4 @@
-"""Scores completions: calls reward functions for them, reward models and a teacher.
+"""Scores completions with reward functions, reward models and a teacher.
 
-It may import rollouts/, rewards/, run/ and what lies below them.
+This package may import rollouts/, rewards/, run/ and the folders below them.
 """

@@ -1,6 +1,6 @@
 """Learned rewards: models in Hugging Face folders that score a text or its steps.
 
-They lie on the policy's mesh, and all processes compute them together.
+The models are sharded over the policy's mesh, and all processes compute together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,9 +42,9 @@ class Text:
 
 
 class RewardModel:
-  """A reward function, as grpo_jax/rewards describes them, that is named after its folder.
+  """A reward function (see grpo_jax/rewards) that computes a model, and is named after its folder.
 
-  Every process calls it together with the others, each with its own texts.
+  All processes call it together, each with its own texts.
 
   A *ForSequenceClassification model scores a text by the output of its head at the last token, as
   TRL's GRPOTrainer does. A *ForTokenClassification model scores each step by the probability of
@@ -52,7 +52,7 @@ class RewardModel:
   that is longer than the model's positions is not scored.
   """
 
-  # See grpo_jax/rewards/marks.py. It computes on the devices of the run, all processes together.
+  # Marks of grpo_jax/rewards/marks.py: it uses the devices of the run, so no worker can call it.
   in_process = True
   needs_every_row = True
 
@@ -63,13 +63,13 @@ class RewardModel:
     dtype: str,
     hosts: Hosts,
   ) -> None:
-    """Reads the model onto the mesh.
+    """Loads the model onto the mesh.
 
     Args:
       name: A folder, or a name on huggingface.co.
-      config: The section `reward`.
+      config: The section `reward` of the config.
       dtype: The dtype of weights and computation.
-      hosts: The mesh of the run and its processes.
+      hosts: The processes of the run and their mesh.
 
     Raises:
       ConfigError: The folder is no reward model of a known family, or its tokenizer cannot be read.
@@ -91,25 +91,25 @@ class RewardModel:
   def __call__(
     self, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
   ) -> list[Steps | None]:
-    """The scored steps of each completion, or None for one that is not scored.
+    """Returns the steps (end in characters, score) of each completion, or None if it is too long.
 
-    The score of a whole text is returned as one step that ends where the completion ends.
+    A model that scores whole texts returns one step that ends where the completion ends.
     """
     conversations = columns.get("messages", prompts)
     texts = self._hosts.on_each(
       lambda: self._make_texts(self._tokens, self._separator, conversations, completions)
     )
-    # Every process has texts of its own. The N texts of all are scored together, on the whole mesh,
-    # and each process keeps the scores of its own.
+    # The N texts of all processes are scored together on the whole mesh. Then each process keeps
+    # only the scores of its own texts.
     here = self._hosts.index
     lengths = np.array([len(text.ids) for text in texts], np.int32)
     processes = np.full(len(texts), here, np.int32)
     lengths_N, process_N = self._hosts.join_rows((lengths, processes))
     tokens_NT = self._hosts.join_rows(_padded(texts, lengths_N.max(initial=0)))
-    number_N = np.cumsum(process_N == here) - 1  # in `texts`, of a row of this process
+    number_N = np.cumsum(process_N == here) - 1  # the index in `texts`, for this process's rows
     scored_steps: list[Steps | None] = [None] * len(texts)
     fitting = np.flatnonzero(lengths_N <= self._model.max_positions)
-    # Sorted, so that the texts of a batch have about the same length.
+    # Sorted by length, so that batches need little padding.
     fitting = fitting[np.argsort(lengths_N[fitting], kind="stable")]
     for start in range(0, len(fitting), self._batch):
       chosen = fitting[start : start + self._batch]
@@ -122,7 +122,7 @@ class RewardModel:
     return scored_steps
 
   def check_conversations(self) -> None:
-    """Raises ConfigError if the model cannot read conversations."""
+    """Raises ConfigError if the model's tokenizer cannot render conversations."""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     try:
       self._tokens.render(messages, generation_prompt=False)
@@ -131,9 +131,9 @@ class RewardModel:
       raise ConfigError(f"reward.functions: {self.__name__}: {reason}") from None
 
   def _batch_of(self, rows: np.ndarray, longest: int) -> np.ndarray:
-    """int32 [reward.batch, T] from padded rows, of which the longest has `longest` tokens.
+    """Pads rows, of which the longest has `longest` tokens, to int32 [reward.batch, T].
 
-    T is a power of two, so that only few lengths are compiled.
+    T is a power of two or the model's limit, so that few shapes are compiled.
     """
     T = min(1 << (int(longest) - 1).bit_length(), self._model.max_positions)
     tokens_BT = np.zeros((self._batch, T), np.int32)
@@ -142,11 +142,12 @@ class RewardModel:
     return tokens_BT
 
   def _forward(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
-    """float32 [B, T]: the score at each token."""
+    """Returns the score at each token, float32 [B, T]."""
     T = tokens_BT.shape[1]
     padding = -T % (2 * self._model.context) if self._model.context > 1 else 0
     tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, padding))) if padding else tokens_BT
-    config = dataclasses.replace(self._model, length=T)  # which may choose the rotary angles
+    # Some models choose their rotary angles by the length, which excludes the padding for shards.
+    config = dataclasses.replace(self._model, length=T)
     positions_BT = jnp.broadcast_to(jnp.arange(T + padding).clip(max=T - 1), tokens_BT.shape)
     # Set here, because the process-wide default is the policy's precision.
     precision = "float32" if config.dtype == "float32" else None
@@ -158,9 +159,9 @@ class RewardModel:
 def whole_texts(
   tokens: Tokenizer, separator: str, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[Text]:
-  """Prompt and completion as one text with one score.
+  """Tokenises prompt and completion as one text with one score.
 
-  The score is the one at the last token that is not the padding token, as in transformers.
+  The score is read at the last token that is not the padding token, as in transformers.
   """
   del separator
   pairs = zip(prompts, completions)
@@ -174,10 +175,10 @@ def whole_texts(
 def stepwise(
   tokens: Tokenizer, separator: str, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[Text]:
-  """The beginning-of-text token, the prompt, then each step and a separator.
+  """Tokenises the beginning-of-text token, the prompt, and each step followed by a separator.
 
-  Each part is tokenised alone, as in training. A completion is split into steps at the separator.
-  Blank steps are left out. A completion with only blank steps is one step.
+  Each of these is tokenised separately, as in TRL's training. Completions are split into steps at
+  the separator. Blank steps are skipped. A completion with only blank steps is one step.
   """
   steps = [_split_steps(completion, separator) for completion in completions]
   bos_ids, separator_ids = tokens.encode_batch([tokens.special.get("bos_token", ""), separator])
@@ -197,24 +198,24 @@ def stepwise(
 
 
 def _padded(texts: Sequence[Text], width: int) -> np.ndarray:
-  """The token ids of N texts, int32 [N, width]."""
+  """Pads the token ids of N texts to int32 [N, width]."""
   tokens_NT = np.zeros((len(texts), width), np.int32)
   for tokens_T, text in zip(tokens_NT, texts):
     tokens_T[: len(text.ids)] = text.ids
   return tokens_NT
 
 
-# By ModelConfig.labels: one label scores a text, two say whether a step is wrong or right.
+# By ModelConfig.labels: models with one label score a text, with two labels (wrong, right) steps.
 TEXTS_BY_LABELS = {1: whole_texts, 2: stepwise}
 
 
 def _last_position(ids: Sequence[int], pad_id: int) -> int:
-  """The position of the last token that is not the padding token, or 0."""
+  """Returns the position of the last token that is not the padding token, or 0."""
   return max((position for position, token in enumerate(ids) if token != pad_id), default=0)
 
 
 def _split_steps(completion: str, separator: str) -> list[tuple[str, int]]:
-  """Each step with its end in characters of the completion, which includes its separator."""
+  """Returns each step and where it ends in characters, including its separator."""
   steps = []
   end = 0
   for step in completion.split(separator):
@@ -225,9 +226,9 @@ def _split_steps(completion: str, separator: str) -> list[tuple[str, int]]:
 
 
 def _text(tokens: Tokenizer, prompt: Prompt, completion: str | None = None) -> str:
-  """The text that the model reads: the prompt alone, or the prompt and the completion.
+  """Returns the text for the model: the prompt, and the completion if there is one.
 
-  A conversation passes through the model's own chat template.
+  The reward model's own chat template renders conversations.
   """
   if isinstance(prompt, str):
     return prompt + (completion or "")

@@ -1,4 +1,4 @@
-"""Calls a run's reward functions for rollouts, and counts what failed."""
+"""Calls a run's reward functions for rollouts, and counts failures."""
 
 import collections
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,10 +29,10 @@ from grpo_jax.settings import ConfigError, RunFailed, shown
 from grpo_jax.types import Rewards
 
 _KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # failures with a metric
-_MOST_ROWS_TRIED = 2048  # of the data, to find some for a function
-_MOST_LOOKED_AT = 256  # rows of those that are not in memory, and may hold images
+_MOST_ROWS_TRIED = 2048  # rows of the data among which to find rows that a function can use
+_MOST_LOOKED_AT = 256  # rows to check for types if they are not in memory (they may have images)
 _MOST_NAMED = 3  # rows in a warning
-_MOST_COMPARED, _MOST_TRIALS = 16, 4  # rows for a first call of a function, and such calls
+_MOST_COMPARED, _MOST_TRIALS = 16, 4  # candidate rows for trial calls of a function; trial calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Report:
   """The failures and logged values of scoring, on all processes. Reports can be added.
 
   Attributes:
-    failed: How many completions have no reward for a reason, by metric.
-    logged: The sum and the number of the values that functions gave to log_metric, by name.
-    unscored: Why no completion of a process has a reward of a function, by its name.
+    failed: By metric, how many completions have no reward because of one kind of failure.
+    logged: By name, (sum, count) of the values that functions passed to log_metric.
+    unscored: By function, why it scored no completion at all on some process.
   """
 
   failed: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -59,7 +59,7 @@ class Report:
     return Report(failed, logged, other.unscored | self.unscored)
 
   def metrics(self) -> dict[str, float]:
-    """The counts, and the means of what was logged."""
+    """Returns the counts of failures, and the means of the logged values."""
     means = {name: total / count for name, (total, count) in self.logged.items()}
     return disjoint(means, {name: float(count) for name, count in self.failed.items()})
 
@@ -69,7 +69,7 @@ class Scores(struct.PyTreeNode):
 
   Attributes:
     rewards: The rewards as numpy arrays, the same on every process.
-    extras_PG: object array of dicts: what functions gave to log_extra, by column.
+    extras_PG: object array of dicts: the values that functions passed to log_extra, by column.
     report: The failures and logged values.
   """
 
@@ -79,7 +79,7 @@ class Scores(struct.PyTreeNode):
 
 
 class _Place(NamedTuple):
-  """Where the rows of a process lie in a batch of groups, and what they are, for messages."""
+  """Identifies the rows of a process in warnings: step, first prompt in the batch, G, columns."""
 
   step: int
   first_prompt: int
@@ -92,8 +92,8 @@ class Weighted(NamedTuple):
 
   Attributes:
     function: The function.
-    weight: Its weight in the sum.
-    tasks: The tasks that it is for, as an entry of reward.tasks. "" means all.
+    weight: The weight of the function in the sum.
+    tasks: The entry of reward.tasks: the tasks that the function scores. "" means all.
   """
 
   function: rewards_lib.Reward
@@ -104,12 +104,12 @@ class Weighted(NamedTuple):
 class Scorer:
   """Scores rollouts with a run's reward functions. All processes call it together.
 
-  A function gets the completions of whole groups, but only those of its own process.
+  A function gets the completions of whole groups, but only the groups of its process.
 
   Attributes:
-    names: The names under which the J functions report.
+    names: The names of the J functions in metrics.
     weights: The weight of each function.
-    gets_more: Whether completions may have further columns, which a harness returns.
+    gets_more: Whether a harness or environment may add columns that are not known before.
   """
 
   def __init__(
@@ -120,14 +120,14 @@ class Scorer:
     caller: rewards_lib.Caller,
     needs_steps: bool = False,
   ):
-    """Takes the functions.
+    """Stores the functions.
 
     Args:
       functions: The reward functions.
-      hosts: The processes that score.
-      decode_text: Makes a text from token ids.
+      hosts: The processes of the run.
+      decode_text: Decodes token ids to a text.
       caller: Calls the functions.
-      needs_steps: Whether the advantage reads the rewards of steps, placed on tokens.
+      needs_steps: Whether the advantage needs the rewards of steps at their tokens.
     """
     self._functions = [one.function for one in functions]
     self.names = [rewards_lib.name_of(function) for function in self._functions]
@@ -139,12 +139,12 @@ class Scorer:
     self._tasks = [one.tasks for one in functions]
 
   def check_arguments(self, prompts: PromptSet, key: str) -> None:
-    """Checks the functions on these prompts, and says on stderr what is odd.
+    """Checks the functions on these prompts, and prints warnings to stderr.
 
-    It also sees whether a function reads texts or messages.
+    Also finds out whether a user's function expects texts or messages.
 
     Args:
-      prompts: The prompts whose completions they will score.
+      prompts: The prompts whose completions the functions will score.
       key: The config key that names the functions.
 
     Raises:
@@ -169,8 +169,8 @@ class Scorer:
     columns = ["completions", "completion_ids", *first.columns]
     columns += ["turns", "turn_rewards"] if prompts.has_turns else []
     for function, name in zip(self._functions, self.names):
-      given = columns + self._more(function)
-      rewards_lib.check_arguments(function, name, key, given, optional=prompts.fields)
+      available = columns + self._more(function)
+      rewards_lib.check_arguments(function, name, key, available, optional=prompts.fields)
       if check := getattr(function, "check_rows", None):
         try_rows = functools.partial(check, f"{key}: {name}", function)
         self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))
@@ -179,7 +179,7 @@ class Scorer:
       self._see_what_they_read(prompts, key)
 
   def _see_what_they_read(self, prompts: PromptSet, key: str) -> None:
-    """Sees which functions of the user read messages, and says it."""
+    """Finds out by trial calls which functions of the user expect messages, and prints it."""
     for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
       more = {column: [None, None] for column in self._more(function)}
       trials = (more | columns for columns in _trials(prompts, dispatch.tasks_in(entry)))
@@ -205,11 +205,11 @@ class Scorer:
       )
 
   def _more(self, function: rewards_lib.Reward) -> list[str]:
-    """Columns that a function may get beside those that are known."""
+    """Returns the columns that a function needs and that a harness may add, or []."""
     return rewards_lib.needed_by(function) if self.gets_more else []
 
   def _tell_unreadable(self, prompts: PromptSet, key: str) -> None:
-    """Says on stderr which rows functions can give no reward for, because of what the rows hold."""
+    """Warns of rows that built-in functions cannot score, because a column is missing or wrong."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
       if not conversation.is_of_user(function) and hasattr(function, "reads"):
@@ -223,7 +223,7 @@ class Scorer:
       ", whose completions count as wrong" if key == "eval.function" else ""
     )
     for (entry, *items), names in groups.items():
-      own = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))
+      own = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))  # rows to be scored
       found = [(place, problem) for place, row in own if (problem := _unreadable(dict(items), row))]
       if found:
         named = "; ".join(f"{place} {problem}" for place, problem in found[:_MOST_NAMED])
@@ -236,15 +236,15 @@ class Scorer:
         )
 
   def __call__(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Scores:
-    """The scores of rollouts. Each process scores its own prompts."""
+    """Scores rollouts. Each process calls the functions for its own prompts."""
     return self.start(rollouts, prompts, step).result()
 
   def start(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Pending[Scores]:
-    """Lets the workers begin.
+    """Starts scoring in the workers.
 
     Returns:
-      The scores. Whoever asks for them calls the functions that no worker calls. All processes ask
-      together.
+      Pending scores. `result` calls the functions that run in this process, and exchanges the
+      scores, so all processes must call it together.
     """
     own = take(rollouts, prompts.own)
     columns = completion_columns(own, prompts)
@@ -254,7 +254,7 @@ class Scorer:
 
     def finish() -> Scores:
       answers = {}
-      # The workers compute meanwhile, so what they compute comes last.
+      # First call the functions that run in this process, because the workers compute meanwhile.
       order = sorted(zip(self._functions, self.names, asked), key=self._comes_last)
       for _, name, answer in order:
         answers[name] = self._hosts.on_each(answer.result)
@@ -263,23 +263,24 @@ class Scorer:
     return Pending(finish, together(asked).futures)
 
   def has_votes(self, tasks: Collection[str]) -> bool:
-    """Whether the first function for each of some tasks says which answer it reads."""
+    """Returns whether the first function of each of these tasks can vote: it reports answers."""
     firsts = (self._first_for(task) for task in tasks)
     return all(function is not None and has_votes(function) for function in firsts)
 
   def _first_for(self, task: str) -> rewards_lib.Reward | None:
-    named = zip(self._functions, map(dispatch.tasks_in, self._tasks), strict=True)
-    return next((function for function, own in named if not own or task in own), None)
+    """Returns the first function that scores a task, or None."""
+    pairs = zip(self._functions, map(dispatch.tasks_in, self._tasks), strict=True)
+    return next((function for function, tasks in pairs if not tasks or task in tasks), None)
 
   def start_votes(
     self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0
   ) -> Pending[np.ndarray]:
-    """Lets the workers see which completions of a prompt have equal answers.
+    """Starts to find out which completions of a prompt have equal answers.
 
     Returns:
-      float64 [P, G, J] of this process's own prompts: completions of a prompt whose answers are
-      equal for function j have equal numbers there. NaN for no answer. Whoever asks for it calls
-      the functions that no worker calls. All processes ask together.
+      Pending votes, float64 [P, G, J], for the prompts of this process. Two completions of a prompt
+      have the same number for function j if it reads equal answers in them. NaN means no answer.
+      All processes must call `result` together.
     """
     own = take(rollouts, prompts.own)
     columns = completion_columns(own, prompts)
@@ -300,17 +301,18 @@ class Scorer:
 
     return Pending(finish, together(asked).futures)
 
-  def _comes_last(self, named: tuple[rewards_lib.Reward, str, Any]) -> bool:
-    return self._caller.uses_workers(named[0])
+  def _comes_last(self, asked: tuple[rewards_lib.Reward, str, Any]) -> bool:
+    """Returns whether workers call a function. It is the key by which `start` sorts."""
+    return self._caller.uses_workers(asked[0])
 
   def _scored(
     self, own: Rollouts, answers: Mapping[str, rewards_lib.Answer], place: _Place
   ) -> Scores:
-    """The scores of all processes, from the answers for the rows of this one."""
+    """Builds the scores of all processes from the functions' answers for this process's rows."""
     scores = self._hosts.on_each(lambda: rewards_lib.scores_of(answers, self.weights))
     P, G = own.texts_PG.shape
     scores_PGJ = np.stack(list(scores.values()), -1).reshape(P, G, -1)
-    step_rewards = None, None  # and where the steps end, for rewards of steps within a completion
+    step_rewards = None, None  # (rewards, ends), both float32 [P, G, T], if they are needed
     if self._needs_steps:
       steps = [
         None if has_mark(function, "by_turn") else answer.steps
@@ -327,7 +329,7 @@ class Scorer:
     return Scores(rewards, self._extras(answers, P, G), self._report(answers, place))
 
   def _extras(self, answers: Mapping[str, rewards_lib.Answer], P: int, G: int) -> np.ndarray:
-    """The dicts that functions gave to log_extra, of all processes."""
+    """Gathers the values that functions passed to log_extra, from all processes, [P, G] dicts."""
     rows: list[dict[str, Any]] = [{} for _ in range(P * G)]
     for answer in answers.values():
       for column, values in answer.extras.items():
@@ -336,14 +338,14 @@ class Scorer:
     has_some = self._hosts.any_process(any(answer.extras for answer in answers.values()))
     if has_some:
       rows = [json.loads(line) for line in self._hosts.join_lines([*map(json.dumps, rows)])]
-    else:
+    else:  # nothing was logged: exchange only the number of rows
       rows = [{} for _ in range(int(self._hosts.join_rows(np.ones(P * G, np.int32)).sum()))]
     extras_N = np.empty(len(rows), object)
     extras_N[:] = rows
     return extras_N.reshape(-1, G)
 
   def _report(self, answers: Mapping[str, rewards_lib.Answer], place: _Place) -> Report:
-    """Counts failures, of all processes, and says the first one of each function on stderr."""
+    """Counts failures of all processes. Prints each function's first failure to stderr."""
     counts: dict[str, int] = {}
     logged: dict[str, tuple[float, int]] = {}
     unscored: dict[str, str] = {}
@@ -370,7 +372,7 @@ class Scorer:
 def _try_rows(
   try_rows: Callable[[Iterator[tuple[str, Mapping[str, Any]]]], str], prompts: PromptSet
 ) -> None:
-  """Lets a function try rows, and says what it says."""
+  """Passes (name, fields) of some rows to `try_rows`, and prints the warning that it returns."""
   examples = ((index, prompts.example(index)) for index in _some_places(prompts))
   rows = ((example.get("place") or f"prompt {index}", example) for index, example in examples)
   with doing("trying reward functions on some rows"):
@@ -380,7 +382,7 @@ def _try_rows(
 
 
 def _why_unscored(name: str, answer: rewards_lib.Answer, entry: str, place: _Place) -> str:
-  """Why no completion has a reward of a function whose entry in reward.tasks is given."""
+  """Returns why a function scored no completion. `entry` is its entry in reward.tasks."""
   if answer.failures:
     return answer.failures[0].text
   found = sorted({str(task) for task in place.columns.get("task", ())})
@@ -395,7 +397,7 @@ def _why_unscored(name: str, answer: rewards_lib.Answer, entry: str, place: _Pla
 
 
 def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
-  """A line that names the first completion without a reward, and why it has none."""
+  """Makes a warning that counts failures, and describes the first completion without a reward."""
   first = answer.failures[0]
   p, g = divmod(first.row, place.group_size)
   kinds = collections.Counter(failure.kind for failure in answer.failures)
@@ -408,12 +410,12 @@ def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
 
 
 def _some_places(prompts: PromptSet) -> list[int]:
-  """The places of some rows, in a random order that is always the same."""
+  """Returns the indices of some rows, in a random order that is always the same."""
   count = min(len(prompts), _MOST_ROWS_TRIED)
   return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
 
 
-# The types that a function reads: for each of its columns, or for several of which it needs one.
+# The types that a function accepts: by column, or by several columns of which it needs one.
 _Kinds = Mapping[tuple[str, ...], tuple[type, ...]]
 
 
@@ -422,16 +424,16 @@ def _rows_of_tasks(
   kinds: _Kinds,
   tasks: Sequence[str],
 ) -> list[tuple[str, Mapping[str, Any]]]:
-  """The rows that a function is for: of its tasks, or else of those whose rows have its columns."""
+  """Selects the rows of `tasks` or, if that is empty, of each task with a row of all columns."""
   if not tasks:
-    having = [row for _, row in rows if all(_first(names, row) is not None for names in kinds)]
-    tasks = [row.get("task") for row in having or [row for _, row in rows]]
+    complete = [row for _, row in rows if all(_first(names, row) is not None for names in kinds)]
+    tasks = [row.get("task") for row in complete or [row for _, row in rows]]
   known = set(map(str, tasks))
   return [one for one in rows if str(one[1].get("task")) in known]
 
 
 def _unreadable(kinds: _Kinds, row: Mapping[str, Any]) -> str:
-  """The reason why a function cannot read a row. "" if it can."""
+  """Returns why a row does not have the columns and types of `kinds`. "" if it has them."""
   for names, types in kinds.items():
     value = _first(names, row)
     if value is None:
@@ -442,17 +444,17 @@ def _unreadable(kinds: _Kinds, row: Mapping[str, Any]) -> str:
 
 
 def _first(names: Sequence[str], row: Mapping[str, Any]) -> Any:
-  """The first value that a row has in some columns, or None."""
+  """Returns the first value in these columns of a row that is not None, or None."""
   return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def _trials(prompts: PromptSet, tasks: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-  """The columns of made-up completions, for a first call of a function that is for these tasks.
+  """Yields the columns of made-up completions, for trial calls of a function for these tasks.
 
-  A function may look at nothing where a column is None, as those of other tasks of a mixture are.
-  So there is a trial for each of some tasks, with the row that has the most columns.
+  In a mixture, columns of other tasks are None, and a function may then return early and read
+  nothing. So there is one trial for each of several tasks, with a row with the fewest None.
   """
-  best: dict[str, tuple[int, int]] = {}  # the number of columns of a row and its place, by the task
+  best: dict[str, tuple[int, int]] = {}  # by task, (number of columns, -index) of its best row
   rows = ((place, prompts.example(place)) for place in _some_places(prompts))
   own = (one for one in rows if not tasks or str(one[1].get("task")) in tasks)
   for place, example in itertools.islice(own, _MOST_COMPARED):
@@ -463,7 +465,7 @@ def _trials(prompts: PromptSet, tasks: Sequence[str]) -> Iterator[dict[str, list
 
 
 def _made_up_columns(prompts: PromptSet, place: int) -> dict[str, list[Any]]:
-  """The columns of two made-up completions of a prompt: some functions compare the members."""
+  """Returns the columns of two made-up completions of a prompt. One is too few to compare."""
   batch = prompt_batch(prompts, np.array([place, place]))
   ids = batch.prompts_PS[:, :1].tolist()
   turns: dict[str, list[Any]] = {}
@@ -479,11 +481,11 @@ def _made_up_columns(prompts: PromptSet, place: int) -> dict[str, list[Any]]:
 
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
-  """The arguments of reward functions: for each a list with a value for every completion.
+  """Builds the arguments of reward functions: by name, a list with a value for each completion.
 
   Args:
     rollouts: The completions of the prompts that this process scores.
-    prompts: The batch, whose columns hold these prompts.
+    prompts: The batch. Its columns contain only these prompts.
   """
   P, G = rollouts.texts_PG.shape
   columns = {

@@ -1,4 +1,4 @@
-"""The jobs of a run's workers: its reward functions, its tools and environments, its harness."""
+"""Sets up what a run's workers call: reward functions, tools and environments, or a harness."""
 
 from collections.abc import Sequence
 import functools
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class Scorers:
-  """The reward functions of a run, for training and for evaluation, and what answers the policy.
+  """A run's reward functions for training and evaluation, and its tools, environments or harness.
 
-  They share the workers.
+  All of them share the same workers.
 
   Attributes:
     remarks: Lines that a user should read about the functions and tools.
   """
 
   def __init__(self, run: Run):
-    """Makes what calls them. All processes make theirs together."""
+    """Starts the workers' pool. All processes of the run do so together."""
     self._run, self._config = run, run.config
     reward = run.config.reward
     count = cores(run.hosts) if reward.workers < 0 else reward.workers
@@ -46,7 +46,7 @@ class Scorers:
 
   @functools.cached_property
   def training(self) -> Scorer:
-    """The functions of training. Raises ConfigError for functions that cannot be used."""
+    """The scorer of training. Raises ConfigError for functions that cannot be used."""
     reward = self._config.reward
     found = resolve_all(reward.functions, self._reward_model, is_reward_model)
     tasks = reward.tasks or [""] * len(found)
@@ -56,14 +56,14 @@ class Scorers:
 
   @functools.cached_property
   def evaluation(self) -> Scorer:
-    """The scorer of evaluations: of one function, or of those of reward.tasks for their tasks."""
+    """The scorer of evaluations, with eval.function. It may be the scorer of training."""
     name = self._config.eval.function
     if name == FIRST_OF_TASK:
       return self.training
     return self.deciding(name, "eval.function")
 
   def deciding(self, name: str, key: str) -> Scorer:
-    """The scorer of an evaluation by one function, which a config key names.
+    """Makes the scorer of an evaluation with the function `name`, which the config key `key` sets.
 
     Raises:
       ConfigError: The function cannot be used.
@@ -72,10 +72,10 @@ class Scorers:
 
   @functools.cached_property
   def talkers(self) -> "Talkers | Harness | None":
-    """The talkers that answer the policy, or the harness that plays with it, or None.
+    """The tools and environments that answer the policy, or the harness that calls it, or None.
 
     Raises:
-      ConfigError: It cannot be used.
+      ConfigError: The tools, environments or harness cannot be used.
     """
     run, environments = self._run, self._run.environments
     if environments is None:
@@ -106,13 +106,14 @@ class Scorers:
     return Talkers(environments, runner, replies, decode, decode_calls, marks, run.hosts, stops)
 
   def close(self) -> None:
-    """Ends the workers that call reward functions, and what plays with the policy."""
+    """Stops the workers and the harness's endpoint."""
     talkers = self.__dict__.get("talkers")
     if talkers is not None and not isinstance(talkers, Talkers):
       talkers.close()
     self._caller.close()
 
   def _harness(self, name: str) -> "Harness":
+    """Makes the harness that environment.harness names. Raises ConfigError."""
     try:
       from grpo_jax.rollouts.traced import Harness, Players  # a server is an optional package
     except ImportError:
@@ -126,6 +127,7 @@ class Scorers:
   def _scorer(
     self, names: Sequence[str], functions: Sequence[Weighted], needs_steps: bool = False
   ) -> Scorer:
+    """Makes a scorer, and registers the functions with the workers under `names`."""
     run, by_name = self._run, dict(zip(names, [one.function for one in functions]))
     self.remarks += run.hosts.on_each(lambda: self._caller.add(by_name))
     scorer = Scorer(functions, run.hosts, run.tokenizer.decode, self._caller, needs_steps)
@@ -134,6 +136,7 @@ class Scorers:
     return scorer
 
   def _reward_model(self, path: str) -> RewardModel:
+    """Loads a reward model for reward.functions. Raises ConfigError."""
     reward, hosts = self._config.reward, self._run.hosts
     hosts.check_rows({"reward.batch": reward.batch}, sampled=False)
     scorer = RewardModel(path, reward, self._config.model.dtype, hosts)
@@ -143,9 +146,9 @@ class Scorers:
 
 
 def is_reward_model(name: str) -> bool:
-  """Whether a reward's name is that of a model: on huggingface.co, or of a folder here.
+  """Returns whether a reward's name names a model: on huggingface.co, or a local folder.
 
-  A GGUF file counts as one, so that its error says that it holds no reward model.
+  Also True for a GGUF file, so that the error says that it contains no reward model.
   """
   folder = Path(name).expanduser()
   return hub.is_name(name) or (folder / "config.json").is_file() or is_gguf(folder)

@@ -1,4 +1,4 @@
-"""Rewards of rollouts on the host: sums, the penalty for length, and steps placed on tokens."""
+"""Rewards of rollouts on the host: sums, the length penalty, and rewards of steps at tokens."""
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.settings import RunFailed
 from grpo_jax.types import Completions, Rewards
 
-OVERLONG = "overlong"  # the name under which the penalty for length reports
+OVERLONG = "overlong"  # the name of the length penalty in metrics
 
 DecodeText = Callable[[list[int]], str]
 
 
 def host_scores(rewards: Rewards) -> np.ndarray:
-  """`Rewards.score_PG` of numpy arrays, float32 [P, G], summed in float64 on the host."""
+  """Computes `Rewards.score_PG` with numpy, float32 [P, G], summed in float64. It may be NaN."""
   scores_PGJ = rewards.scores_PGJ.astype(np.float64)
   totals_PG = np.nansum(scores_PGJ * np.array(rewards.weights), -1)
   unscored_PG = np.isnan(scores_PGJ).all(-1)
@@ -26,7 +26,7 @@ def host_scores(rewards: Rewards) -> np.ndarray:
 
 
 def groups_that_differ(rewards: Rewards) -> np.ndarray:
-  """bool [P], groups in which two scored rewards differ. Others teach nothing."""
+  """Returns which groups have two different rewards, bool [P]. Others have no learning signal."""
   totals_PG = host_scores(rewards)
   scored_PG = ~np.isnan(totals_PG)
   largest_P = np.where(scored_PG, totals_PG, -np.inf).max(1)
@@ -50,11 +50,11 @@ def check_not_negative(rewards: Rewards) -> None:
 def with_overlong(
   rewards: Rewards, completions: Completions, max_tokens: int, fraction: float
 ) -> Rewards:
-  """The rewards with DAPO's penalty for length as one more function of weight 1.
+  """Adds DAPO's length penalty to the rewards, as one more function with weight 1.
 
-  A completion has a penalty if it reaches into the last `fraction` of max_tokens and a function
+  A completion has a penalty if its length is in the last `fraction` of max_tokens and a function
   scored it. With rewards of steps, the penalty is also the reward of a step that ends at the last
-  token. A penalty of 0 makes no such step, because the step would count in the mean over steps.
+  token. A penalty of 0 adds no such step, because the step would count in the mean over steps.
   """
   penalty_PG = overlong(completions.lengths_PG, max_tokens, round(fraction * max_tokens))
   scored_PG = ~np.isnan(rewards.scores_PGJ).all(-1)
@@ -76,7 +76,7 @@ def with_overlong(
 
 
 def no_steps(completions: Completions) -> tuple[np.ndarray, np.ndarray]:
-  """Rewards and ends [P, G, T] of completions without a step."""
+  """Returns zero step rewards and zero step ends, float32 [P, G, T] each."""
   shape = completions.tokens_PGT.shape
   return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
@@ -92,20 +92,20 @@ def steps_on_tokens(
   Args:
     rollouts: P * G completions.
     steps: For each function, the steps (end in characters, reward) of each completion. None for a
-      function whose rewards are those of turns.
+      function that rewards turns: then the rewards in the conversations are used.
     weights: The weights of the functions. Steps that end at the same token become one step, whose
       reward is the weighted sum.
-    decode_text: Makes a text from token ids.
+    decode_text: Decodes token ids to a text.
 
   Returns:
-    (rewards, ends), float32 [P, G, T]: ends is 1 at the tokens where a step ends. A step that ends
-    with the text ends at the completion's last token.
+    (rewards, ends), float32 [P, G, T]. `ends` is 1 at tokens where a step ends, else 0. A step that
+    ends with the text ends at the completion's last sampled token.
   """
   rewards_PGT, ends_PGT = no_steps(rollouts.completions)
   G = rollouts.texts_PG.shape[1]
   for weight, steps_of_rows in zip(weights, steps, strict=True):
     for p, g in np.ndindex(rollouts.texts_PG.shape):
-      if not rollouts.completions.sampled_PGT[p, g].any():  # a harness never asked the policy
+      if not rollouts.completions.sampled_PGT[p, g].any():  # a harness never called the policy
         continue
       if steps_of_rows is None:
         on_tokens = [
@@ -127,18 +127,18 @@ def steps_on_tokens(
 def _token_of_character(
   rollouts: Rollouts, p: int, g: int, end: int, decode_text: DecodeText
 ) -> int:
-  """The index of the token in its row with which the first `end` characters are complete."""
+  """Returns the index in row [p, g] of the token that completes the first `end` characters."""
   text, completions = rollouts.texts_PG[p, g], rollouts.completions
   places = np.flatnonzero(completions.sampled_PGT[p, g])
-  if rollouts.turns_PG is not None:  # the text is that of the last turn
+  if rollouts.turns_PG is not None:  # the text is only the policy's last turn
     places = places[places >= rollouts.turns_PG[p, g].own[-1].start]
   ids = completions.tokens_PGT[p, g, places].tolist()
   if end >= len(text):
     return int(places[-1])
 
   def characters_written(count: int) -> int:
-    # Not the length of the decoded text: when a character is cut between its bytes, each part may
-    # be decoded to a character of its own.
+    # Not the length of the decoded text: if `count` cuts a character between its bytes, the bytes
+    # decode to replacement characters.
     return len(os.path.commonprefix([text, decode_text(ids[:count])]))
 
   return int(places[bisect.bisect_left(range(1, len(ids)), end, key=characters_written)])

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: a frozen model that grades the policy's tokens."""
+"""The teacher of on-policy distillation: a frozen model that scores the policy's tokens."""
 
 from collections.abc import Iterator
 import contextlib
@@ -25,11 +25,11 @@ class Teacher:
   """The model of reward.teacher, on the mesh of the policy."""
 
   def __init__(self, run: Run):
-    """Reads the model.
+    """Loads the model onto the mesh.
 
     Raises:
-      ConfigError: The folder cannot be used, or the teacher has another tokenizer or too few
-        positions.
+      ConfigError: The folder is unusable, or the teacher has another tokenizer, too few embeddings
+        or too few positions.
     """
     config, hosts, micro_batch = run.config, run.hosts, run.programs.micro_batch
     reward = config.reward
@@ -50,8 +50,8 @@ class Teacher:
         f" data.max_prompt_tokens + sampling.max_tokens are {longest} tokens"
       )
     shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=True)
-    own = config.model
-    shape = dataclasses.replace(shape, dtype=own.dtype, attention=own.attention, **shardings)
+    policy = config.model
+    shape = dataclasses.replace(shape, dtype=policy.dtype, attention=policy.attention, **shardings)
     options = learner.StatsOptions(shape, config.learner)
     with _naming_the_key():
       self._params = load_frozen(folder, shape, hosts.mesh)
@@ -60,13 +60,13 @@ class Teacher:
     self._logprobs = learner.logprobs_pass(options, micro_batch, places)
 
   def __call__(self, batch: Batch) -> jax.Array:
-    """Log-probs of the completions at the temperature of sampling, float32 [P, G, T]."""
+    """Returns the teacher's log-probs at the sampling temperature, float32 [P, G, T]."""
     return self._logprobs(self._params, batch.without_experts())
 
 
 @contextlib.contextmanager
 def _naming_the_key() -> Iterator[None]:
-  """Adds the config key to an error of reading the folder, which names files alone."""
+  """Adds the config key to errors from loading the folder, which only name files."""
   try:
     yield
   except ConfigError as error:
@@ -74,7 +74,7 @@ def _naming_the_key() -> Iterator[None]:
 
 
 def _check_tokenizer(teacher: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:
-  """Raises ConfigError unless the teacher reads the policy's ids as the same texts."""
+  """Raises ConfigError unless the teacher (`vocab_size` ids) decodes ids as the policy does."""
   if vocab_size < policy.vocab_size:
     raise ConfigError(
       f"config key {_KEY}: the teacher has {vocab_size} ids and the policy {policy.vocab_size};"

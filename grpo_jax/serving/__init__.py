@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint: an engine that decodes the rows of many requests together.
 
-`requests.py` and `answers.py` are pure functions from JSON and to JSON, `engine.py` is the thread
-that decodes, and `server.py` is the one file that speaks HTTP. It may import run/, sampler/,
-data/ and what lies below them, and `server.py` the package aiohttp.
+`requests.py` parses JSON and `answers.py` makes JSON. `engine.py` has the thread that decodes.
+Only `server.py` and `connections.py` use HTTP and the package aiohttp. This package may import
+run/, sampler/, data/ and the packages below them.
 """

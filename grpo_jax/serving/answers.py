@@ -1,4 +1,4 @@
-"""From the tokens of choices to the JSON of answers. An `AnswerChoice` alone has a state."""
+"""Turns the tokens of choices into the JSON of answers. Only `AnswerChoice` has state."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 import dataclasses
@@ -16,16 +16,16 @@ from grpo_jax.serving.traces import Trace
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-Decode = Callable[[list[int]], str]
+Decode = Callable[[list[int]], str]  # token ids -> text
 
 
 class _TokenLogprob(NamedTuple):
-  """A token of an answer, as its log-probs show it.
+  """The entry of a token in the log-probs of an answer.
 
   Attributes:
-    text: Its text.
-    logprob: Its log-prob. None for the first token of a prompt.
-    likely: The likeliest tokens in its place, as texts with log-probs. None if nobody asks.
+    text: The token as text.
+    logprob: The log-prob of the token. None for the first token of a prompt.
+    likely: The likeliest tokens at this position as (text, log-prob). None if not requested.
   """
 
   text: str
@@ -34,18 +34,18 @@ class _TokenLogprob(NamedTuple):
 
 
 class AnswerChoice:
-  """One completion of a request, as its tokens come.
+  """A completion of a request. It collects tokens and hands out their text, calls and log-probs.
 
   Attributes:
-    index: Its number in the request.
-    prompt: The token ids before it.
-    tokens: Those that it has.
-    logprobs: Their log-probs.
-    versions: The version of the weights that wrote each.
-    version: The version of the weights that wrote the last token or, before it, read the prompt.
-    finish: Empty while it goes on, then "stop" or "length".
-    computed: How many tokens of the prompt were computed.
-    number: How many completions the client had asked for before, where the endpoint records.
+    index: The number of the choice in the request.
+    prompt: The token ids of the prompt.
+    tokens: The token ids so far.
+    logprobs: The log-prob of each token.
+    versions: The version of the weights that wrote each token.
+    version: The version that wrote the last token or, without tokens, read the prompt.
+    finish: "" while the choice goes on, then "stop", "length" or "tool_calls".
+    computed: How many tokens of the prompt were computed, rather than taken from the cache.
+    number: If the endpoint records: how many completions the client requested earlier.
   """
 
   def __init__(
@@ -57,15 +57,16 @@ class AnswerChoice:
     marks: Sequence[str] = (),
     ends: Collection[int] = (),
   ):
-    """It has no tokens yet.
+    """Starts without tokens.
 
     Args:
-      index: Its number in the request.
+      index: The number of the choice in the request.
       request: The request.
-      decode: Token ids -> the text that they add.
-      calls: How the model writes calls of tools.
-      marks: Special tokens that `decode` shows for `calls`. They are no content.
-      ends: Special tokens that `decode` shows, but for the one that ends the choice.
+      decode: Token ids -> text.
+      calls: How the model writes tool calls.
+      marks: Special tokens that `decode` shows so that `calls` finds them. The client's text lacks
+        them.
+      ends: Ids of special tokens that `decode` shows, but not as the last token of a choice.
     """
     self.index, self.prompt = index, request.prompts[index // request.n]
     self.tokens: list[int] = []
@@ -83,16 +84,16 @@ class AnswerChoice:
       self._echo = decode([*self.prompt]) if given is None else given
     self._has_alternatives, self._alternatives = bool(request.alternatives), list[Likely]()
     self._scores: PromptScores | None = None
-    self._said, self._called = "", list[Call]()  # what the client has got
+    self._said, self._called = "", list[Call]()  # text and calls that the client has received
     self._calls_before, self._most_calls = request.calls_before, request.most_calls
-    self._text = ""  # of the first tokens,
-    self._decoded = 0  # which are so many
-    self._texts = 0  # characters that were taken
-    self._taken = 0  # tokens that were taken
-    self._offset = 0  # characters of the tokens that were taken
+    self._text = ""  # of the first `_decoded` tokens
+    self._decoded = 0
+    self._texts = 0  # how many characters `take_text` has processed
+    self._taken = 0  # how many tokens `take_tokens` has returned
+    self._offset = 0  # how many characters the tokens in earlier log-probs have
 
   def add(self, part: AnswerPart) -> None:
-    """Appends what the engine wrote."""
+    """Appends the tokens of a chunk."""
     self.tokens += part.tokens
     self.logprobs += part.logprobs
     self.versions += [part.version] * len(part.tokens)
@@ -104,15 +105,15 @@ class AnswerChoice:
     self._scores = part.scores or self._scores
 
   def take_text(self) -> tuple[str, list[Call]]:
-    """(the text that is new since the last time, the calls of tools in it).
+    """Returns the text that is new since the last call of this method, and the tool calls in it.
 
-    While the choice goes on, it leaves out what may become a stop text, a call or a character of
-    several tokens.
+    While the choice goes on, an end that may become a stop text, a tool call or a character of
+    several tokens is held back. Tool calls are only parsed at the end of the choice.
     """
     is_ended = self.finish == "stop" and self.tokens[-1:] and self.tokens[-1] in self._ends
     new_tokens = self.tokens[self._decoded : len(self.tokens) - bool(is_ended)]
     text = self._text + self._decode(new_tokens)
-    if not text.endswith("\ufffd"):  # which stands for a part of a character
+    if not text.endswith("\ufffd"):  # the replacement character stands for an incomplete one
       self._text, self._decoded = text, len(self.tokens)
     ends = [text.index(stop) for stop in self._stop if stop in text]
     text = text[: min(ends)] if ends else text
@@ -134,7 +135,7 @@ class AnswerChoice:
     return echo + new, calls
 
   def trace(self) -> Trace:
-    """The tokens that were read and written, once it has ended."""
+    """The record of an ended choice, for training."""
     finish = "length" if self.finish == "length" else "stop"
     return Trace(
       prompt=list(self.prompt),
@@ -156,19 +157,19 @@ class AnswerChoice:
     )
 
   def take_tokens(self) -> slice:
-    """The places of the tokens that are new since the last time."""
+    """Returns the slice of the tokens that are new since the last call of this method."""
     new = slice(self._taken, len(self.tokens))
     self._taken = len(self.tokens)
     return new
 
   def logprobs_of(self, tokens: slice, is_chat: bool) -> dict[str, Any]:
-    """The log-probs of tokens in OpenAI's shape, after those of the prompt if they are not taken.
+    """The log-probs of tokens in OpenAI's format. The first call begins with the prompt's, if any.
 
-    Each call goes on where the one before it ended, because it counts the characters so far.
+    Call it with successive slices, because it counts the characters before each token.
 
     Args:
-      tokens: The places of the tokens, as `take_tokens` returns them.
-      is_chat: Whether the shape is that of a chat. Otherwise it is that of a completion.
+      tokens: A slice of the tokens, as `take_tokens` returns it.
+      is_chat: Whether to use the format of chats. Otherwise that of completions.
     """
     entries = [*self._take_prompt_logprobs(), *self._logprobs_of_drawn(tokens)]
     if is_chat:
@@ -193,7 +194,7 @@ class AnswerChoice:
       yield _TokenLogprob(self._decode([token]), _finite(logprob), self._texts_of(best))
 
   def _take_prompt_logprobs(self) -> Iterator[_TokenLogprob]:
-    """The prompt's tokens, once, where their log-probs are returned."""
+    """Yields the entries of the prompt's tokens, once. None if the engine did not score them."""
     if self._scores is None:
       return
     scores, self._scores = self._scores, None
@@ -209,7 +210,7 @@ class AnswerChoice:
 
 
 def _finite(logprob: float) -> float:
-  """A log-prob that JSON can hold."""
+  """Replaces -inf, which JSON cannot represent, by `_LEAST_LOGPROB`."""
   return max(_LEAST_LOGPROB, logprob)
 
 
@@ -218,9 +219,9 @@ def _token(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 def _by_text(entry: _TokenLogprob) -> dict[str, float] | None:
-  """The likeliest tokens and the token itself, with their log-probs. None for a first token.
+  """Maps the texts of the likeliest tokens and of the token itself to log-probs.
 
-  Of tokens with the same text, the likeliest counts.
+  Of tokens with the same text, the likeliest counts. None for the first token of a prompt.
   """
   if entry.logprob is None:
     return None
@@ -230,12 +231,12 @@ def _by_text(entry: _TokenLogprob) -> dict[str, float] | None:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerHead:
-  """The fields with which all pieces of an answer begin.
+  """Makes the JSON of an answer of /v1/completions or /v1/chat/completions.
 
   Attributes:
     id: The answer's id.
-    created: Seconds since 1970.
-    model: Its name.
+    created: When the answer was started, in seconds since 1970.
+    model: The name of the model.
     request: The request that is answered.
     is_ended_by_done: Whether a stream ends with [DONE].
   """
@@ -247,7 +248,7 @@ class AnswerHead:
   is_ended_by_done: ClassVar[bool] = True
 
   def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
-    """The answer, once all choices have ended."""
+    """The whole answer. All choices must have ended."""
     is_chat = self.request.is_chat
     return {
       **self._fields("chat.completion" if is_chat else "text_completion"),
@@ -257,15 +258,15 @@ class AnswerHead:
     }
 
   def first(self) -> list[dict[str, Any]]:
-    """The pieces of a stream before its first token: none."""
+    """The events of a stream before the first token: none."""
     return []
 
   def piece(self, choice: AnswerChoice, is_first: bool) -> list[dict[str, Any]]:
-    """The piece of a stream with what is new of a choice.
+    """The event of a stream with the new text and tokens of a choice.
 
     Args:
       choice: The choice.
-      is_first: Whether it is the choice's first piece.
+      is_first: Whether it is the choice's first event.
     """
     kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
     made = self._choice(choice, is_stream=True, is_first=is_first)
@@ -273,21 +274,21 @@ class AnswerHead:
     return [{**self._fields(kind), "choices": [made], "weights_version": choice.version, **counts}]
 
   def last(self, choices: Sequence[AnswerChoice]) -> list[dict[str, Any]]:
-    """The piece with the counts of tokens, for a stream that asks for it."""
+    """The last event of a stream, with token counts, if the request includes them."""
     if not self.request.include_usage:
       return []
     kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
     return [{**self._fields(kind), "choices": [], "usage": usage(self.request, choices)}]
 
   def error(self, wrong: RequestError) -> dict[str, Any]:
-    """The piece that says why a stream ends early."""
+    """The event that says why a stream ends early."""
     return error(wrong)
 
   def _fields(self, kind: str) -> dict[str, Any]:
     return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
   def _choice(self, choice: AnswerChoice, is_stream: bool, is_first: bool = True) -> dict[str, Any]:
-    """A choice in OpenAI's shape: all of it, or what is new for a stream."""
+    """A choice in OpenAI's format: the part that is new since the last call of this method."""
     asked = self.request
     text, calls = choice.take_text()
     new = choice.take_tokens()
@@ -309,7 +310,7 @@ class AnswerHead:
 
 
 def usage(request: Request, choices: Sequence[AnswerChoice]) -> dict[str, int]:
-  """The counts of tokens. A prompt counts once, however many completions it has."""
+  """Counts tokens. A prompt counts once, however many completions it has."""
   prompt = sum(map(len, request.prompts))
   completion = sum(len(choice.tokens) for choice in choices)
   return {
@@ -320,7 +321,7 @@ def usage(request: Request, choices: Sequence[AnswerChoice]) -> dict[str, int]:
 
 
 def error(wrong: RequestError) -> dict[str, Any]:
-  """The body that says why a request cannot be answered."""
+  """The JSON body of an error, in OpenAI's format."""
   kind = "server_error" if wrong.status >= 500 else "invalid_request_error"
   return {
     "error": {
@@ -333,13 +334,13 @@ def error(wrong: RequestError) -> dict[str, Any]:
 
 
 def _message(text: str, calls: Sequence[Call], before: int, is_stream: bool) -> dict[str, Any]:
-  """The content and the calls of a message, or of a part of one.
+  """The content and tool calls of a message, in OpenAI's format.
 
   Args:
     text: The content.
-    calls: Its calls.
-    before: How many calls the conversation had before, so that no two have the same id.
-    is_stream: Whether it is a part of a stream.
+    calls: The tool calls.
+    before: How many calls the conversation had before. The ids of calls are numbered after them.
+    is_stream: Whether the message is an event of a stream, whose calls have an index.
   """
   if not calls:
     return {"content": text}
@@ -351,7 +352,7 @@ def _message(text: str, calls: Sequence[Call], before: int, is_stream: bool) -> 
 
 
 def _sure(text: str, held: Sequence[str]) -> str:
-  """The text without an end with which one of `held` may begin."""
+  """The text without a suffix that is the beginning of a text in `held`."""
   longest = max(map(len, held), default=0)
   for kept in range(max(0, len(text) - longest + 1), len(text)):
     if any(one.startswith(text[kept:]) for one in held):

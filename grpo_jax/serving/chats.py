@@ -1,4 +1,4 @@
-"""From a body of /v1/chat/completions to a `Request`. Pure functions."""
+"""Parses a body of /v1/chat/completions into a `Request`. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from grpo_jax.serving.requests import (
 )
 from grpo_jax.settings import ConfigError
 
-_OF_TEMPLATES = {"messages", "tools", "add_generation_prompt", GOES_ON}
+_OF_TEMPLATES = {"messages", "tools", "add_generation_prompt", GOES_ON}  # set by this server alone
 _KNOWN = SHARED | {
   "messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs",
   "reasoning_effort", "continue_final_message", "parallel_tool_calls", "response_format",
@@ -30,7 +30,7 @@ _KNOWN = SHARED | {
 
 
 def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
-  """The request of a body of /v1/chat/completions. Raises RequestError."""
+  """Parses a body of /v1/chat/completions. Raises RequestError if any field is wrong."""
   check_names(body, _KNOWN | {*limits.filters})
   if body.get("max_completion_tokens") is not None:
     body = {**body, "max_tokens": body["max_completion_tokens"]}
@@ -71,7 +71,7 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
 
 
 def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any) -> Form | None:
-  """The form that response_format or tool_choice asks for."""
+  """The form that tool_choice (`choice`) or else response_format demands. None if there is none."""
   if choice not in ("auto", "none"):
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -101,7 +101,7 @@ def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any)
 
 
 def _template_options(body: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-  """The variables of the chat template, and whether the last message goes on."""
+  """The variables of the chat template, with `GOES_ON` if the answer continues the last message."""
   given = body.get("chat_template_kwargs")
   options = {} if given is None else given
   if not isinstance(options, dict) or not {*options}.isdisjoint(_OF_TEMPLATES):

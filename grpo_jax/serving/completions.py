@@ -1,4 +1,4 @@
-"""From a body of /v1/completions to a `Request`. Pure functions."""
+"""Parses a body of /v1/completions into a `Request`. Pure functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ _KNOWN = SHARED | {"prompt", "echo"}
 
 
 def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
-  """The request of a body of /v1/completions. Raises RequestError."""
+  """Parses a body of /v1/completions. Raises RequestError if any field is wrong."""
   check_names(body, _KNOWN | {*limits.filters})
   prompts = _prompts(body, limits, texts)
   echo = None
@@ -38,7 +38,7 @@ def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) ->
 
 
 def _prompts(body: Mapping[str, Any], limits: Limits, texts: Texts) -> tuple[tuple[int, ...], ...]:
-  """The prompts of /v1/completions: a text, a list of texts, token ids, or a list of those."""
+  """Tokenizes `prompt`: a text, a list of texts, a list of token ids, or a list of such lists."""
   given = body.get("prompt")
   if isinstance(given, str) or (isinstance(given, list) and given and are_ids(given)):
     given = [given]

@@ -1,8 +1,8 @@
-"""The connections of an endpoint: how many there may be, and which of them do not stay.
+"""The connections of an endpoint: limits their number, and closes idle ones.
 
-A connection without a request costs its client nothing. So it stays for a short time, and whoever
-comes when there is no room takes the place of the one that has waited longest. A request that has
-arrived whole keeps its connection.
+A connection without a request costs its client nothing, so it is closed after a short time. If
+there is no room for a new connection, the one that has been idle longest is closed. A connection
+whose request has arrived completely is never closed to make room.
 """
 
 import asyncio
@@ -17,23 +17,23 @@ import time
 
 from aiohttp import web
 
-_FILES = 8192  # that the process may have open, if it may say so itself
-_BACKLOG = 1024  # connections that the system holds until they are taken
-_PAUSE = 0.1  # seconds, after the system has given no connection
+_FILES = 8192  # open files of the process, if it may raise the limit so far
+_BACKLOG = 1024  # connections that the system queues until they are accepted
+_PAUSE = 0.1  # seconds to wait after the system had no resources for a connection
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # as IPv6 where a machine has none
-_OWN_FILES = 64  # that the process needs beside connections
+_NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # for example IPv6 on a machine without it
+_OWN_FILES = 64  # open files that the process needs besides connections
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-  """Sockets that listen at all addresses of a host that this machine has, at the same port.
+  """Opens listening sockets at all addresses of a host that this machine has, on the same port.
 
   Args:
     host: A name or an address.
-    port: The port. 0 takes a free one.
+    port: The port. 0 picks a free port.
 
   Raises:
-    OSError, OverflowError: Nothing can listen there.
+    OSError, OverflowError: The address or the port cannot be used. No socket stays open.
   """
   found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
   listeners: list[socket.socket] = []
@@ -61,9 +61,9 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def room(most: int) -> int:
-  """How many connections there may be: at most so many, and no more than files may be open.
+  """Returns how many connections fit: `most`, or less if too few files may be open.
 
-  It raises the process's own limit of open files as far as it may.
+  First raises the process's limit of open files, up to `_FILES`.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
@@ -76,11 +76,11 @@ def room(most: int) -> int:
 
 @dataclasses.dataclass
 class _Wait:
-  """How long a connection may still be without a request.
+  """The deadline of a connection that may be closed.
 
   Attributes:
-    end: When it is closed.
-    unsent: The bytes that its client had not read yet, when that was last looked at.
+    end: When the connection is closed, in seconds of time.monotonic().
+    unsent: How many bytes the client had not read yet at the last check.
   """
 
   end: float
@@ -88,23 +88,23 @@ class _Wait:
 
 
 class Connections:
-  """Takes connections for a server of aiohttp. All of its methods are for the event loop."""
+  """Accepts connections for a server of aiohttp. Call all methods in the event loop."""
 
   def __init__(self, server: web.Server, most: int, seconds: float):
-    """Takes none yet.
+    """Accepts no connections yet.
 
     Args:
-      server: Speaks HTTP on them.
-      most: How many there may be.
-      seconds: For how long a connection may be without a request.
+      server: Handles HTTP on the connections.
+      most: The most connections.
+      seconds: How long a connection may stay without a request.
     """
     self._server, self._most, self._seconds = server, most, seconds
-    # Those that may be closed, and when that is to be. The one that has waited longest is first.
+    # The connections that may be closed. The one that has waited longest is first.
     self._waiting: dict[web.RequestHandler, _Wait] = {}
     self._kept: set[web.RequestHandler] = set()
 
   async def take(self, listener: socket.socket) -> None:
-    """Takes connections until it is cancelled."""
+    """Accepts connections until it is cancelled."""
     loop = asyncio.get_running_loop()
     while True:
       try:
@@ -113,7 +113,7 @@ class Connections:
         if error.errno in _FULL:
           self._close_first()
           await asyncio.sleep(_PAUSE)
-        continue  # otherwise the client has left
+        continue  # with other errors, the client has left
       if len(self._waiting) + len(self._kept) >= self._most and not self._close_first():
         connected.close()
         continue
@@ -122,20 +122,20 @@ class Connections:
         self._waiting.setdefault(connection, _Wait(time.monotonic() + self._seconds, 0))
 
   async def watch(self) -> None:
-    """Closes connections without a request when their time is over, until it is cancelled."""
+    """Closes connections whose deadline has passed. Runs until it is cancelled."""
     while True:
       await asyncio.sleep(self._seconds / 10)
       now = time.monotonic()
       for connection, wait in list(self._waiting.items()):
         unsent = _unsent(connection)
-        if unsent < wait.unsent:  # its client reads the last answer
+        if unsent < wait.unsent:  # the client is still reading the last answer
           wait.end, wait.unsent = now + self._seconds, unsent
         if wait.end <= now or not _is_open(connection):
           self._close(connection)
 
   @contextlib.contextmanager
   def request(self, connection: web.RequestHandler) -> Iterator[None]:
-    """In the block, a request is answered. Its own limits of time count."""
+    """Lifts the deadline within the block, in which a request is read and answered."""
     self._wait(connection, math.inf)
     try:
       yield
@@ -144,7 +144,7 @@ class Connections:
 
   @contextlib.contextmanager
   def kept(self, connection: web.RequestHandler) -> Iterator[None]:
-    """In the block, the connection is not closed to make room."""
+    """Within the block, the connection is not closed to make room."""
     self._waiting.pop(connection, None)
     self._kept.add(connection)
     try:
@@ -159,9 +159,9 @@ class Connections:
       self._waiting[connection] = _Wait(time.monotonic() + seconds, _unsent(connection))
 
   def _close_first(self) -> bool:
-    """Closes the connection that has waited longest. Returns whether there was one.
+    """Closes the connection that has waited longest. Returns False if there is none.
 
-    One whose answer is not sent yet is closed only if there is no other.
+    Connections with unsent bytes of an answer are closed only if there is no other.
     """
     first = next(iter(self._waiting), None)
     connection = next((one for one in self._waiting if not _unsent(one)), first)
@@ -172,11 +172,11 @@ class Connections:
   def _close(self, connection: web.RequestHandler) -> None:
     del self._waiting[connection]
     if connection.transport is not None:
-      connection.transport.abort()  # whatever of its data is not sent yet
+      connection.transport.abort()  # drops unsent bytes
 
 
 def _unsent(connection: web.RequestHandler) -> int:
-  """The bytes of answers that wait until the client reads."""
+  """How many bytes of answers wait until the client reads them."""
   return connection.transport.get_write_buffer_size() if _is_open(connection) else 0
 
 

@@ -1,10 +1,10 @@
 """The rows of an engine on the devices: one `Flight` with N places of one seat.
 
-All places have room for prompts of the same length, so that one program decodes every mix of rows.
-Prompts are computed together, at the shortest of a few lengths that holds them, so short ones cost
-little. Of a prompt that begins as another text did, only the rest is computed: as the prompt at a
-place of the flight, or as a text that is kept, which is the prompt and the tokens of a row that has
-ended (see prefix_cache.py and sampler/prefixes.py).
+All places have slots for prompts of the same length, so that one program decodes every mix of rows.
+Prompts are computed in batches that are padded to one of a few lengths, so short ones cost little.
+If a prompt begins like a known text, only its suffix is computed. Known texts are the prompts at
+the places of the flight, and cached texts: prompts of ended rows with the tokens that these drew
+(see prefix_cache.py and sampler/prefixes.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,16 +29,16 @@ from grpo_jax.sampler.stream import by_row
 from grpo_jax.serving.images import SeenImages
 from grpo_jax.serving.prefix_cache import Beginning, PrefixCache
 
-# Rounds of a chunk. More of them cost less time of the host. Fewer let readers see tokens sooner,
-# rows that wait sit down sooner, and less be drawn after a text that ends a row.
+# Rounds of a chunk. More rounds cost less host time. With fewer, clients see tokens sooner, waiting
+# rows get seats sooner, and fewer tokens are wasted after a stop text.
 _ROUNDS = 8
 _MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
-# Prompts of a call: so many, of so many tokens together. A single one has a program of its own.
+# The most prompts, and padded tokens, of a batch on each shard. A single prompt may have more.
 _MOST_PROMPTS, _TOKENS_AT_ONCE = 8, 512
-_SUFFIXES = (32, 256)  # tokens of the rest of a prompt. A longer one takes several calls
-_MOST_SCORES = 2**27  # of attention, where the rest of prompts is computed
-_LEAST_KNOWN = 8  # tokens: of a shorter beginning, nothing is used
-MOST_ALTERNATIVES = 20  # as with OpenAI. Whoever wants fewer gets the first of them
+_SUFFIXES = (32, 256)  # padded lengths of suffixes of prompts. Longer ones need several calls
+_MOST_SCORES = 2**27  # attention scores of a batch of suffixes, which are all in memory
+_LEAST_KNOWN = 8  # tokens: shorter known beginnings are not used
+MOST_ALTERNATIVES = 20  # as with OpenAI. Programs return so many, and rows use the first of them
 
 T = TypeVar("T")
 
@@ -50,8 +50,8 @@ class Sizes(NamedTuple):
     rows: N, the most rows that are decoded together. A multiple of the mesh's row shards.
     prompt_tokens: S, the longest prompt.
     waiting: The most rows that wait.
-    texts: The most texts that the prefix cache keeps, a multiple of the mesh's row shards. 0: every
-      prompt is computed whole.
+    texts: The most texts in the prefix cache, a multiple of the mesh's row shards. 0 turns the
+      cache off: every prompt is computed whole.
   """
 
   rows: int
@@ -62,20 +62,20 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass
 class Counts:
-  """Counts of what an engine has done since it was made.
+  """Statistics of an engine since it was made.
 
   Attributes:
     prompts: Prompts that were computed.
-    copies: Prompts that were copied from a place that had them.
+    copies: Prompts that were copied from another place.
     prompt_tokens: Tokens of the prompts of all rows.
-    computed_tokens: Those that were computed.
-    calls: Calls of programs that compute prompts, several at once.
-    texts: Texts that the prefix cache keeps.
-    drops: Texts that have made room for others there.
-    tokens: Tokens that listeners heard of.
-    rows: Rows that ended by themselves.
+    computed_tokens: Prompt tokens that were computed.
+    calls: Calls of programs that compute batches of prompts.
+    texts: Texts that are in the prefix cache now.
+    drops: Texts that were evicted from the prefix cache.
+    tokens: Tokens of completions that were reported to listeners.
+    rows: Rows that ended without being cancelled.
     chunks: Chunks that were decoded.
-    seconds: How long they took, with the prompts before them.
+    seconds: The time of all chunks, including the prompts before them.
   """
 
   prompts: int = 0
@@ -96,9 +96,9 @@ class NewRow(NamedTuple):
 
   Attributes:
     prompt: Token ids.
-    number: An int32 on which its random numbers depend.
+    number: An int32 that determines the row's random numbers.
     settings: Temperature, filters and limits, as numbers. None is off.
-    is_scored: Whether the log-probs of the prompt's tokens are computed.
+    is_scored: Whether to compute the log-probs of the prompt's tokens.
     images: The images of the prompt, or None.
   """
 
@@ -110,11 +110,11 @@ class NewRow(NamedTuple):
 
   @property
   def known_as(self) -> tuple[int, ...]:
-    """The tokens of the prompt for the prefix cache."""
+    """The prompt's tokens for the prefix cache, where tokens of different images differ."""
     return self.images.known_as if self.images else self.prompt
 
 
-Likely = list[tuple[int, float]]  # the likeliest tokens in one place with their log-probs
+Likely = list[tuple[int, float]]  # the likeliest tokens at one position with their log-probs
 
 
 class PromptScores(NamedTuple):
@@ -122,7 +122,7 @@ class PromptScores(NamedTuple):
 
   Attributes:
     logprobs: The log-probs of the other tokens.
-    alternatives: The likeliest tokens in the place of each.
+    alternatives: The likeliest tokens at the position of each of them.
   """
 
   logprobs: list[float]
@@ -130,11 +130,11 @@ class PromptScores(NamedTuple):
 
 
 class EndedRow(NamedTuple):
-  """A row whose prompt and tokens may be kept, before the next chunk.
+  """An ended row that may be added to the prefix cache before the next chunk.
 
   Attributes:
-    tokens: Its own tokens.
-    is_cut: Whether it has drawn more than these.
+    tokens: The tokens of the completion.
+    is_cut: Whether the row drew further tokens, which were cut off after a stop text.
   """
 
   tokens: list[int]
@@ -142,29 +142,30 @@ class EndedRow(NamedTuple):
 
 
 class Decoder:
-  """The rows on the devices, and the programs that decode them. One thread calls it.
+  """The rows on the devices, and the programs that decode them. Call it from one thread.
 
   Attributes:
-    filters: The filters that rows may have: those that were known when it was made.
+    filters: The filters that rows may use: those that were registered when the decoder was made.
   """
 
   def __init__(
     self, config: model.ModelConfig, decoding: Decoding, sizes: Sizes, counts: Counts
   ) -> None:
-    """Compiles nothing yet. It adds to `counts`. The rest are those of the engine."""
+    """Compiles nothing yet. The arguments are those of `Engine`, whose `counts` it updates."""
     self._programs = PrefixPrograms(config, decoding, min(decoding.max_tokens, _ROUNDS + 1))
     self._shards, self._rows, self._counts = config.row_shards, sizes.rows, counts
     self._lengths = sizes_up_to(sizes.prompt_tokens)
     self._suffixes = _suffixes(config, sizes)
     self._slots = sizes_up_to(decoding.max_tokens, model.slots_step(config))
-    key = np.asarray(jax.random.key_data(jax.random.key(0)))  # rows differ by their number
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))  # rows differ by their numbers
     self._flight: Flight | None = None
-    self._texts: model.Prefix | None = None  # that are kept
+    self._texts: model.Prefix | None = None  # cached texts
     self._known = PrefixCache(sizes.rows, sizes.texts, sizes.prompt_tokens)
     self._sizes, self._config, self._decoding = sizes, config, decoding
     self.filters = dict(FILTERS)
     self._rounds = 0  # since the cache counted from 0
-    self._images: dict[int, SeenImages] = {}  # of the rows that sit down now, by place
+    self._images: dict[int, SeenImages] = {}  # of the rows that are being seated, by place
+    # ([(place, prompt)], their scores on the devices) of calls since the last `take_scores`
     self._scores: list[tuple[list[tuple[int, tuple[int, ...]]], ScoredPrompts]] = []
     self._new = NewRows(
       is_new_R=np.zeros(self._rows, bool),
@@ -174,7 +175,7 @@ class Decoder:
     )
 
   def compile(self, params: model.Params) -> None:
-    """Compiles every program, by calling each with free seats."""
+    """Compiles every program by calling it without rows."""
     grid, smallest, longest = Grid(self._rows, 1), self._slots[0], self._lengths[-1]
     first = self._padded([(0,)] * self._shards, longest)
     settings = np.zeros(self._rows, int), self._new.settings
@@ -184,10 +185,10 @@ class Decoder:
     for slots in self._slots:
       if slots > smallest:
         self._flight = self._programs.grow(self._flight, slots)
-        self._programs.grow(self._flight, smallest)  # the way back
+        self._programs.grow(self._flight, smallest)  # a later chunk may shrink the cache
       self._decode(params, nobody_R, Chunk(np.int32(0), np.int32(0)))
       self._keep([])
-    # A shard's programs are those for one prompt and for the most.
+    # Batches have one prompt or the most prompts on each shard (see `_count`).
     for length in self._lengths:
       for count in {1, self._at_once(length) * self._shards}:
         self._arrive([(self._rows, (0,))] * count, length, params)
@@ -199,28 +200,28 @@ class Decoder:
     self._counts.calls = 0
 
   def forget_prompts(self) -> None:
-    """No prompt and no text is used for another row, because other weights have computed it."""
+    """Forgets all prompts and cached texts, because old weights computed them."""
     self._known.forget()
     self._counts.texts = 0
 
   def keep(self, ended: dict[int, EndedRow]) -> None:
-    """Keeps the texts of rows that have ended in the last chunk: later prompts may begin with them.
+    """Adds the texts of rows that ended in the last chunk to the prefix cache.
 
-    The text of a row is its prompt and the tokens that it drew. A row whose prompt older weights
-    have computed is left out.
+    The text of a row is its prompt with the tokens that it drew. Rows whose prompts were computed
+    by old weights are skipped.
 
     Args:
-      ended: The rows, by their places.
+      ended: The rows by place.
     """
     is_int8, most = bool(self._config.cache_dtype), self._sizes.prompt_tokens
-    kept: dict[int, tuple[int, int, int]] = {}  # by the text's number: as `_keep` takes it
+    kept: dict[int, tuple[int, int, int]] = {}  # the text's number -> an entry for `_keep`
     for place, row in ended.items():
       prompt = self._known.prompt(place)
-      # The token that was drawn last has no keys. Keys in int8 are not those of a prompt.
+      # The token that was drawn last has no keys yet. Prompts cannot use keys in int8.
       own = 0 if is_int8 else min(len(row.tokens) - 1, most - len(prompt))
       text = (*prompt, *row.tokens[:own])
-      # A state is that after all tokens which the row drew, and a window holds the newest ones. So
-      # a text that lacks some of them cannot be kept.
+      # A recurrent state includes all tokens that the row drew, and a window has only the newest
+      # ones. So a text that leaves out drawn tokens cannot be cached.
       lacks_tokens = own < len(row.tokens) - 1 or (row.is_cut and not self._whole_from)
       if not prompt or (len(text) > self._whole_from and lacks_tokens and not is_int8):
         continue
@@ -235,18 +236,18 @@ class Decoder:
     self._counts.texts, self._counts.drops = self._known.texts, self._known.drops
 
   def seat(self, rows: dict[int, NewRow], params: model.Params) -> dict[int, int]:
-    """Gives rows free places, with their settings and with their prompts in the cache.
+    """Sets the settings of new rows, and copies or computes their prompts.
 
-    A prompt that a place of the same shard has already is copied from there. A prompt that begins
-    as another one of these does waits until that one is computed, and then uses it.
+    A prompt that another place of the shard has is copied. A prompt that begins like another new
+    one is computed after it, and reuses the common beginning.
 
     Args:
-      rows: The rows, by the places that they take.
+      rows: The rows, by the free places that they get.
       params: The parameters.
 
     Returns:
-      How many tokens of its prompt were computed, for each place. One is missing whose images the
-      vision tower could not encode.
+      place -> how many tokens of the prompt were computed. Places whose images the vision tower
+      could not encode are missing.
     """
     self._new.is_new_R[:] = False
     for place, row in rows.items():
@@ -272,7 +273,7 @@ class Decoder:
   def _score(
     self, prompts: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
   ) -> None:
-    """Computes whole prompts and the log-probs of their tokens."""
+    """Computes whole prompts {place: tokens}, and log-probs of their tokens for `take_scores`."""
     for place, prompt in prompts.items():
       self._known.put(place, prompt)
       computed[place] = len(prompt)
@@ -281,10 +282,10 @@ class Decoder:
       self._arrive(some, length, params, is_scored=True)
 
   def take_scores(self, counts: Mapping[int, int]) -> dict[int, PromptScores]:
-    """The scores of the prompts that were seated last, by their places.
+    """Returns the scores of the prompts that were seated last, by place.
 
     Args:
-      counts: How many of the likeliest tokens they have, by their places.
+      counts: place -> how many of the likeliest tokens to return for each token.
     """
     found: dict[int, PromptScores] = {}
     for prompts, scores in self._scores:
@@ -305,23 +306,23 @@ class Decoder:
     leaves_early: bool,
     extras: Extras | None = None,
   ) -> tuple[Drawn, jax.Array]:
-    """Begins to decode a chunk.
+    """Starts to decode a chunk.
 
     Args:
       params: The parameters.
-      taken_R: bool, which seats have rows.
-      longest: The most tokens that one of them has drawn.
-      leaves_early: Whether the chunk ends once some rows have.
-      extras: Other parts of the draw. `allowed_RW` is that of the next token alone: new rows draw
-        it, or else all do.
+      taken_R: bool, True for seats with a row that draws.
+      longest: The most tokens that a row in flight has drawn.
+      leaves_early: Whether the chunk ends once some rows have ended.
+      extras: Further options of the draw. `allowed_RW` only holds for the next token. So with it,
+        the chunk draws one token of each new row or, if there are none, of each row.
 
     Returns:
-      The drawn tokens and which rows go on, as arrays that are still being computed.
+      The drawn tokens, and bool [R] which rows go on. The devices may still be computing both.
     """
     # The token that was drawn last has no slot yet. A new row draws its first without a round.
     written = max(longest - 1, 0)
     slots = next((size for size in self._slots if size >= written + _ROUNDS), self._slots[-1])
-    if longest:  # only new rows may have a smaller cache than the rows before them
+    if longest:  # the cache shrinks only if all rows are new
       slots = max(slots, self._flight.cache.slots)
     if slots != self._flight.cache.slots or self._rounds > _MOST_ROUNDS:
       self._flight = self._programs.grow(self._flight, slots)
@@ -341,30 +342,30 @@ class Decoder:
     extras: Extras | None = None,
   ) -> tuple[Drawn, jax.Array]:
     given: tuple[Any, ...] = params, self._flight, self._new, taken_R, chunk
-    if extras is not None:  # a program of its own, compiled when a request first asks for it
+    if extras is not None:  # a separate program, compiled at its first use
       given = *given, extras
     self._flight, *seen = self._programs.chunk(*given)
     return seen
 
   @property
   def vocabulary(self) -> int:
-    """V."""
+    """V, the number of logits."""
     return self._programs.vocabulary
 
   @property
   def alternatives(self) -> int:
-    """The likeliest tokens that a program returns, for rows that ask for any."""
+    """How many alternatives a program returns, for rows that request any."""
     return min(MOST_ALTERNATIVES, self.vocabulary)
 
   @functools.cached_property
   def _whole_from(self) -> int:
-    """A text of more tokens can only be used whole, because layers have forgotten some of them."""
+    """A text of more tokens is only usable whole, because layers no longer store all tokens."""
     prefix = self._flight.cache.prefix
     slots = [keys.shape[3] for keys in prefix.keys.values()]
     return 0 if prefix.states else min(slots)
 
   def _copy_known(self, missing: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """Copies the prompts that places have already. Returns the others, whose places are free."""
+    """Copies prompts {place: tokens} that other places of the shard have. Returns the others."""
     from_N, each = np.arange(self._rows), self._rows // self._shards
     copied = dict[int, tuple[int, ...]]()
     others = dict[int, tuple[int, ...]]()
@@ -384,17 +385,19 @@ class Decoder:
   def _compute(
     self, missing: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
   ) -> dict[int, tuple[int, ...]]:
-    """Computes prompts, and counts their tokens in `computed`.
+    """Computes the prompts {place: tokens} of `missing`.
+
+    Adds place -> how many of its tokens are computed to `computed`.
 
     Returns:
-      Those that begin as one of them does, and wait for it.
+      The prompts that wait, because they begin like one that is computed now.
     """
     whole: list[tuple[int, tuple[int, ...]]] = []
-    parts: list[tuple[int, tuple[int, ...], Beginning]] = []
-    now, later, seeing = list[int](), {}, list[int]()
+    parts: list[tuple[int, tuple[int, ...], Beginning]] = []  # prompts with a known beginning
+    now, later, seeing = list[int](), {}, list[int]()  # `seeing`: places with images
     for place, prompt in missing.items():
       least = self._least(len(prompt))
-      if place in self._images:  # the rest must be text
+      if place in self._images:  # a suffix can have no images
         least = max(least, self._images[place].end)
       beginning = self._known.longest(prompt, self._whole_from, now, least)
       if beginning.tokens and beginning.number in now:
@@ -420,33 +423,31 @@ class Decoder:
     return later
 
   def _see(self, place: int, params: model.Params) -> bool:
-    """Computes a whole prompt with images: its pictures one after another, and then its tokens.
-
-    One picture at a time bounds the memory of the tower. The visual tokens of a picture are 0
-    outside its own places in the prompt, so those of all pictures are added.
+    """Computes a whole prompt with images. The tower encodes one picture at a time to save memory.
 
     Args:
-      place: The seat of the row.
+      place: The place that gets the prompt.
       params: The weights.
 
     Returns:
-      False if the tower fails, perhaps because it needs too much memory. Then nothing has changed.
+      False if the tower fails, for example for lack of memory. Then the flight is unchanged.
     """
     images, shards = self._images[place], self._shards
     length = _holding(self._lengths, len(images.ids))
     try:
+      # `see` returns 0 for prompt tokens that do not belong to the picture, so a sum joins them.
       features = sum(
         self._programs.see(params, *picture, images.tokens_of(number))
         for number, picture in enumerate(images.pictures)
       )
-      # [shards, K, S, D]. A device computes while the program goes on, so its errors come here.
+      # [shards, K, S, D]. Devices compute asynchronously, so errors of the tower are raised here.
       features = jax.block_until_ready(features[:, :, :length])
     except Exception:
       traceback.print_exc(file=sys.stderr)
       return False
     visual = images.visual(features)
-    # Each shard of rows computes one prompt. All but the first put theirs behind the last seat,
-    # where it is dropped.
+    # Each row shard computes a copy of the prompt. The place of all but the first copy is past the
+    # last one, so that they are dropped.
     padded = self._padded([images.ids] * shards, length).replace(images=visual)
     places = np.array(_filled([place], shards, self._rows))
     self._flight, _ = self._programs.arrive(self._flight, params, padded, places)
@@ -456,7 +457,7 @@ class Decoder:
   def _compute_parts(
     self, parts: list[tuple[int, tuple[int, ...], Beginning]], params: model.Params
   ) -> None:
-    """Computes the rest of prompts. A long rest takes several calls."""
+    """Computes suffixes of (place, prompt, its known beginning). Long ones take several calls."""
     while parts:
       by_length: dict[int, list[tuple[int, tuple[int, ...], Beginning]]] = {}
       left, longest = [], max(self._suffixes)
@@ -473,9 +474,10 @@ class Decoder:
       parts = left
 
   def _least(self, tokens: int) -> int:
-    """How many of a prompt's tokens must be known to be of use.
+    """How many tokens of a prompt of `tokens` tokens must be known for the prefix cache to pay.
 
-    The rest fits a call or is at most half of the prompt. Longer ones are computed faster whole.
+    The suffix must fit in a call or be at most half of the prompt. Otherwise the whole prompt is
+    computed faster.
     """
     if not self._suffixes:
       return tokens + 1
@@ -484,7 +486,7 @@ class Decoder:
   def _by_length(
     self, prompts: list[tuple[int, tuple[int, ...]]]
   ) -> Iterator[tuple[int, list[tuple[int, tuple[int, ...]]]]]:
-    """Prompts of places that a call computes together, and the length that holds them."""
+    """Splits (place, prompt) entries into batches. Yields (padded length, batch)."""
     by_length: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     for place, prompt in prompts:
       by_length.setdefault(_holding(self._lengths, len(prompt)), []).append((place, prompt))
@@ -493,7 +495,7 @@ class Decoder:
         yield length, group
 
   def _at_once(self, length: int) -> int:
-    """The most prompts of a length that a call computes on each shard of the mesh."""
+    """The most prompts of a padded length that a call computes on each shard of the mesh."""
     return max(1, min(_MOST_PROMPTS, self._rows // self._shards, _TOKENS_AT_ONCE // length))
 
   def _arrive(
@@ -503,7 +505,7 @@ class Decoder:
     params: model.Params,
     is_scored: bool = False,
   ) -> None:
-    """Computes whole prompts for places. One past the last is left out."""
+    """Computes a batch of whole prompts. Entries (place, prompt) with a place >= N are dropped."""
     count = self._count(len(prompts), self._at_once(length))
     places = np.array(_filled([place for place, _ in prompts], count, self._rows))
     padded = self._padded(_filled([prompt for _, prompt in prompts], count, (0,)), length)
@@ -518,7 +520,7 @@ class Decoder:
   def _go_on(
     self, parts: list[tuple[int, tuple[int, ...], Beginning]], length: int, params: model.Params
   ) -> None:
-    """Computes what follows the known beginnings of prompts."""
+    """Computes a batch of suffixes: (place, prompt, its known beginning), padded to `length`."""
     count = self._count(len(parts), self._suffixes[length])
     nothing = self._rows, (0, 0), Beginning(0, 1)
     places, prompts, beginnings = zip(*_filled(parts, count, nothing), strict=True)
@@ -533,11 +535,11 @@ class Decoder:
     self._counts.calls += 1
 
   def _count(self, needed: int, most: int) -> int:
-    """So many prompts a program computes that is compiled for one or for the most."""
+    """The size of a batch: one prompt or `most` prompts per shard, as programs are compiled for."""
     return self._shards * (1 if needed <= self._shards else most)
 
   def _keep(self, rows: list[tuple[int, int, int]]) -> None:
-    """Keeps rows, given as (row, own tokens, text)."""
+    """Adds texts to the cache. Entries are (row, how many tokens it drew, index of the text)."""
     if self._sizes.texts:
       filled = _filled(rows, _MOST_PROMPTS, (0, 0, self._sizes.texts))
       ended = EndedRows(*np.array(filled, np.int32).T)
@@ -547,7 +549,7 @@ class Decoder:
     self._flight = self._programs.copy(self._flight, from_N)
 
   def _whole(self, settings: RowSettings) -> RowSettings:
-    """The settings with a number for each that is off, so that one program decodes all rows."""
+    """Replaces None by the number that means off, so that one program decodes all rows."""
     off = RowSettings(1.0, min_tokens=0, max_tokens=self._decoding.max_tokens)
     values = {name: one.off for name, one in self.filters.items()} | settings.filter_values
     given = {name: x for name, x in vars(settings).items() if x is not None}
@@ -561,12 +563,12 @@ class Decoder:
 
 
 def likely_tokens(tokens_A: np.ndarray, logprobs_A: np.ndarray) -> Likely:
-  """Tokens with their log-probs."""
+  """Pairs tokens with their log-probs."""
   return [*zip(tokens_A.tolist(), logprobs_A.tolist(), strict=True)]
 
 
 def _suffixes(config: model.ModelConfig, sizes: Sizes) -> dict[int, int]:
-  """The lengths at which the rest of prompts is computed, and how many at once on each shard."""
+  """Maps the padded lengths of suffixes to how many of them a shard computes in a call."""
   if not sizes.texts:
     return {}
   S, found = sizes.prompt_tokens, dict[int, int]()
@@ -579,15 +581,15 @@ def _suffixes(config: model.ModelConfig, sizes: Sizes) -> dict[int, int]:
 
 
 def _holding(sizes: Iterable[int], tokens: int) -> int:
-  """The first of some sizes that holds so many tokens."""
+  """The first of ascending sizes that is at least `tokens`."""
   return next(size for size in sizes if size >= tokens)
 
 
 def _split(x: list[T], most: int) -> list[list[T]]:
-  """Parts of a list of at most so many."""
+  """Splits a list into lists of at most `most` entries."""
   return [x[start : start + most] for start in range(0, len(x), most)]
 
 
 def _filled(x: list[T], count: int, by: T) -> list[T]:
-  """A list with `by` at its end, so many in all."""
+  """Pads a list with `by` to `count` entries."""
   return x + [by] * (count - len(x))

@@ -1,4 +1,4 @@
-"""An endpoint in a thread of this process, for programs that play with the policy in training."""
+"""An endpoint in a thread of this process, through which programs use the policy in training."""
 
 import asyncio
 import secrets
@@ -13,25 +13,25 @@ from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import RunFailed
 
 _SECONDS_TO_LISTEN = 30.0
-MODEL = "policy"  # its name for clients
+MODEL = "policy"  # the name of the model for clients
 
 
 class Endpoint:
-  """Serves an engine at a free port of this machine, to those who know its key.
+  """Serves an engine at a free port of 127.0.0.1, to clients that have its key.
 
   Attributes:
-    recorder: Keeps what clients ask.
-    url: The `base_url` of clients.
-    key: The key. A client appends `:NAME` to it.
+    recorder: Records the completions of clients.
+    url: The `base_url` for clients.
+    key: The API key. A client appends `:NAME`, the name of its conversation.
   """
 
   def __init__(
     self, engine: Engine, tokenizer: Tokenizer, vocabulary: int, calls: str = "auto"
   ) -> None:
-    """Compiles the engine's programs and starts to listen. `calls` is environment.calls.
+    """Starts the engine and then the server. `vocabulary` is V, and `calls` environment.calls.
 
     Raises:
-      RunFailed: It cannot listen.
+      RunFailed: The server cannot listen.
     """
     self.recorder, self.key = Recorder(), secrets.token_urlsafe(16)
     self._engine, self.url = engine, ""
@@ -48,11 +48,11 @@ class Endpoint:
       raise RunFailed(f"the endpoint of the run cannot listen at 127.0.0.1: {self._problem}")
 
   def set_weights(self, params: Any, version: int) -> None:
-    """Lets the engine write with other weights."""
+    """Replaces the engine's weights between two chunks. Returns when that is done."""
     self._engine.set_weights(params, version)
 
   def close(self) -> None:
-    """Ends what runs, and stops to listen."""
+    """Stops the server and the engine. Running requests end with an error."""
     if self._loop is not None and self._stop is not None and self._thread.is_alive():
       self._loop.call_soon_threadsafe(self._stop.set)
       self._thread.join(_SECONDS_TO_LISTEN)
@@ -60,7 +60,7 @@ class Endpoint:
   def _run(self) -> None:
     try:
       asyncio.run(self._serve())
-    except BaseException as error:  # the thread that waits hears of it
+    except BaseException as error:  # __init__ waits for `_listens` and raises it
       self._problem = error
       self._listens.set()
 

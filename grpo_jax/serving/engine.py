@@ -1,11 +1,11 @@
-"""The engine: rows of many requests are decoded together, in a thread of its own.
+"""The engine: a thread that decodes the rows of many requests together.
 
-Between two chunks, it takes new weights and seats rows that wait. Rows that have ended or that
-nobody wants any more leave. While the devices decode a chunk, it tells the listeners of the rows
-what these have drawn in the one before.
+Between two chunks, the engine takes new weights, seats waiting rows, and removes rows that have
+ended or were cancelled. While the devices decode a chunk, it reports the tokens of the previous
+chunk to the rows' listeners.
 
-A row's tokens depend on its prompt, its settings, its number and the weights alone. The number
-decides the random numbers. In float32, the rows beside it change no token.
+The tokens of a row depend only on its prompt, its settings, its number, which determines the random
+numbers, and the weights. In float32, they do not depend on the other rows.
 """
 
 from collections import deque
@@ -36,30 +36,29 @@ from grpo_jax.serving.decoder import (
 )
 from grpo_jax.serving.images import SeenImages
 
-MOST_BIASED = 300  # tokens of a row that have a bias
+MOST_BIASED = 300  # the most tokens of a row with a bias
 
 
 class Full(Exception):
-  """As many rows wait as may wait."""
+  """The queue of waiting rows is full."""
 
 
 class Closed(Exception):
-  """The engine takes no rows any more."""
+  """The engine was closed or has failed, and accepts no rows."""
 
 
 class AnswerPart(NamedTuple):
   """The tokens that a row drew in a chunk.
 
   Attributes:
-    tokens: With the one that ended the row.
-    logprobs: Under softmax(logits / temperature). At temperature 0, of temperature 1.
+    tokens: The token ids, including the one that ended the row.
+    logprobs: Under softmax(logits / temperature), or softmax(logits) at temperature 0.
     version: The version of the weights that wrote the tokens.
-    finish: "" while the row goes on, "stop" after a stop id or a text that ends it, "length" at
-      its limit, "closed" if the engine ended first, and "failed" if its images could not be
-      encoded.
-    computed: How many tokens of the prompt were computed for it. 0 after the first part.
-    alternatives: For each of the tokens, the likeliest ones in its place, if the job asks for any.
-    scores: The log-probs of the prompt's tokens, in the first part of a job that asks for them.
+    finish: "" while the row goes on, "stop" after a stop id or stop text, "length" at the limit,
+      "closed" if the engine ended first, "failed" if the images could not be encoded.
+    computed: How many tokens of the prompt were computed. 0 after the first part.
+    alternatives: The likeliest tokens at the position of each token, if the job requests any.
+    scores: The log-probs of the prompt's tokens, in the first part of a job with `is_scored`.
   """
 
   tokens: list[int]
@@ -77,16 +76,16 @@ class Job:
 
   Attributes:
     prompt: Token ids, at least one and at most `Sizes.prompt_tokens`.
-    number: An int32 on which the random numbers depend, and they depend on nothing else.
+    number: An int32 that alone determines the random numbers.
     settings: Temperature, filters and limits, as numbers. None is off.
-    hear: Called in the engine's thread with each part of the completion. It must return at once.
-    end: Ends the row at texts, as `sampler.stop.end_at` returns it, or None.
-    guide: Says which tokens it may draw, or None.
-    alternatives: How many of the likeliest tokens to return in the place of each that is drawn and,
-      with `is_scored`, of each of the prompt.
-    bias: The numbers to add to the logits of tokens, at most `MOST_BIASED` of them.
+    hear: Called in the engine's thread with each part of the completion. It must not block.
+    end: Cuts the row at stop texts (see sampler/stop.py), or None.
+    guide: Restricts the tokens that may be drawn, or None.
+    alternatives: How many of the likeliest tokens to return for each drawn token and, with
+      `is_scored`, for each prompt token.
+    bias: Token id -> number to add to its logit, for at most `MOST_BIASED` tokens.
     is_scored: Whether to return the log-probs of the prompt's tokens.
-    images: The images of the prompt. None: there are none.
+    images: The images of the prompt, or None.
   """
 
   prompt: tuple[int, ...]
@@ -102,10 +101,10 @@ class Job:
 
 
 class Row:
-  """A job that waits or is decoded. `Engine.submit` returns it, and `Engine.cancel` takes it."""
+  """The handle of a submitted job, for `Engine.cancel`."""
 
   def __init__(self, job: Job):
-    """It has drawn nothing yet."""
+    """Starts without tokens."""
     self.job = job
     self.tokens: list[int] = []
     self.is_cancelled = False
@@ -115,10 +114,10 @@ class Engine:
   """Decodes rows. Every method may be called from any thread.
 
   Attributes:
-    sizes: Its limits.
+    sizes: The limits.
     max_tokens: T, the longest completion.
-    counts: Counts of what it has done.
-    failure: The error that ended it, or None.
+    counts: Statistics since the engine was made.
+    failure: The error that ended the engine's thread, or None.
   """
 
   def __init__(
@@ -136,7 +135,7 @@ class Engine:
       decoding: Stop ids and the longest completion.
       sizes: The limits.
       params: All parameters, as `Parameters.for_sampling` returns them.
-      version: A name for these weights.
+      version: The version number of these weights, which answers repeat.
     """
     self.sizes, self.max_tokens, self.counts = sizes, decoding.max_tokens, Counts()
     self.failure: BaseException | None = None
@@ -151,7 +150,7 @@ class Engine:
     self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
   def start(self) -> None:
-    """Compiles every program, then takes rows. Returns when the programs are compiled."""
+    """Compiles every program, and then starts the thread that decodes."""
     self._decoder.compile(self._params)
     self._thread.start()
 
@@ -162,7 +161,7 @@ class Engine:
 
   @property
   def filters(self) -> Mapping[str, Filter]:
-    """The filters that rows may have. One that is registered later is none of them."""
+    """The filters that rows may use: those that were registered when the engine was made."""
     return self._decoder.filters
 
   @property
@@ -177,14 +176,14 @@ class Engine:
 
   @property
   def is_open(self) -> bool:
-    """Whether it takes rows."""
+    """Whether the engine accepts rows."""
     return self._thread.is_alive() and not self._is_closed
 
   def submit(self, jobs: Sequence[Job]) -> list[Row]:
-    """Lets jobs wait for seats, in their order.
+    """Queues jobs for seats, in order.
 
     Raises:
-      Full: Not all of them may wait. None does.
+      Full: The queue has no room for all of them. None was queued.
       Closed: The engine was closed, or it failed.
     """
     with self._changed:
@@ -198,10 +197,7 @@ class Engine:
     return rows
 
   def cancel(self, rows: Sequence[Row]) -> None:
-    """Drops rows that nobody wants any more. Those that have ended stay as they are.
-
-    A row that is decoded leaves its seat after a chunk.
-    """
+    """Drops rows. Waiting rows leave at once, rows in flight after the chunk."""
     with self._changed:
       for row in rows:
         row.is_cancelled = True
@@ -215,15 +211,15 @@ class Engine:
     weights computed.
 
     Args:
-      params: As those that the engine was made with.
-      version: A name for them.
+      params: All parameters, with the shapes and dtypes of the old ones.
+      version: The version number of these weights.
 
     Raises:
-      ValueError: They have other shapes.
+      ValueError: The shapes or dtypes differ.
       Closed: The engine was closed, or it failed.
     """
     if _shapes(params) != _shapes(self._params):
-      raise ValueError("the new weights have other shapes than those of the engine")
+      raise ValueError("the new weights have other shapes or dtypes than those of the engine")
     with self._changed:
       self._next_weights = params, version
       self._changed.notify_all()
@@ -233,7 +229,7 @@ class Engine:
         self._changed.wait(0.1)
 
   def close(self) -> None:
-    """Ends all rows, and the thread. Their listeners hear "closed"."""
+    """Ends the thread and all rows, whose listeners get a part with the finish "closed"."""
     with self._changed:
       self._is_closed = True
       self._changed.notify_all()
@@ -244,7 +240,7 @@ class Engine:
     try:
       while self._between_chunks():
         self._chunk()
-    except BaseException as error:  # whatever it is, the rows end and their listeners hear of it
+    except BaseException as error:  # whatever it is, listeners must learn that their rows ended
       self.failure = error
     with self._changed:
       self._is_closed = True
@@ -255,7 +251,7 @@ class Engine:
     self._tell()
 
   def _between_chunks(self) -> bool:
-    """Waits until there is something to decode. Returns False once the engine was closed."""
+    """Takes new weights, and waits until there is a row. Returns False if the engine is closed."""
     if not self.in_flight:
       self._tell()
     with self._changed:
@@ -271,7 +267,7 @@ class Engine:
         self._changed.wait()
 
   def _chunk(self) -> None:
-    """Seats the rows that wait, and decodes a chunk."""
+    """Seats waiting rows, decodes a chunk, and queues its tokens for `_tell`."""
     start = time.monotonic()
     with self._changed:
       free = [place for place, row in enumerate(self._seats) if row is None]
@@ -283,7 +279,7 @@ class Engine:
     computed = self._decoder.seat(seated, self._params)
     failed = new.keys() - computed.keys()
     longest = max(len(row.tokens) for row in self._seats if row is not None)
-    # A row of no tokens is there for its prompt alone.
+    # A row with max_tokens = 0 only computes the scores of its prompt.
     taken_R = np.array(
       [
         row is not None and row.job.settings.max_tokens != 0 and place not in failed
@@ -319,7 +315,7 @@ class Engine:
     self.counts.seconds += time.monotonic() - start
 
   def _extras(self) -> Extras | None:
-    """The other parts of the next draw. None where no row needs any."""
+    """Masks, biases and alternatives for the next draw. None if no row needs any."""
     jobs = [None if row is None else row.job for row in self._seats]
     guides = [job.guide if job else None for job in jobs]
     biases = [job.bias if job else {} for job in jobs]
@@ -343,7 +339,10 @@ class Engine:
     return extras
 
   def _part(self, row: Row, tokens: list[int], logprobs: list[float], finish: str) -> AnswerPart:
-    """The tokens that a row has drawn, up to a text that ends it."""
+    """Appends drawn tokens to a row, cuts it after a stop text, and returns the new tokens.
+
+    `finish` is the reason from the devices, which a stop text or a guide may override.
+    """
     seen = len(row.tokens)
     row.tokens += tokens
     kept = row.job.end(row.tokens, seen) if row.job.end and tokens else None
@@ -352,19 +351,19 @@ class Engine:
       del row.tokens[kept:], logprobs[kept - seen :]
       finish = "stop"
     elif guide and (finish == "stop" or not finish and not guide.take(tokens)):
-      # Nothing may follow: the form is whole, or its grammar has become too large.
+      # No token may follow: the form is complete, or its grammar has become too large.
       finish = "stop" if guide.is_whole else "length"
     self.counts.tokens += len(row.tokens) - seen
     self.counts.rows += bool(finish)
     return AnswerPart(row.tokens[seen:], logprobs, self._version, finish)
 
   def _tell(self) -> None:
-    """Tells listeners. One may be gone, as after its server has ended: then its row leaves."""
+    """Reports new parts to listeners. Cancels rows whose event loop is closed."""
     for row, part in self._untold:
       if not row.is_cancelled:
         try:
           row.job.hear(part)
-        except RuntimeError:  # its event loop is closed
+        except RuntimeError:  # the listener's server has ended
           row.is_cancelled = True
     self._untold.clear()
 
@@ -374,7 +373,7 @@ def _new_row(job: Job) -> NewRow:
 
 
 def _alternatives(job: Job, drawn: Drawn, place: int) -> list[Likely]:
-  """The likeliest tokens in the place of each that a row has drawn, as many as it wants."""
+  """The likeliest tokens for each token that a row drew, as many as the job requests."""
   if not job.alternatives:
     return []
   own_N, count = drawn.is_drawn_RN[place], slice(job.alternatives)

@@ -1,7 +1,7 @@
-"""Answers that must have a form: JSON, JSON of a schema, or a call of a tool.
+"""Guides for answers with a required form: JSON, JSON of a schema, or a tool call.
 
-The package llguidance says which tokens may follow, and the sampler draws among these alone. It is
-optional, and imported where a request asks for a form.
+The optional package llguidance computes which tokens may follow, and the sampler draws only these.
+It is imported when a request demands a form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,13 @@ from grpo_jax.sampler.guides import Guide, lexicon
 from grpo_jax.serving.requests import Form, RequestError
 from grpo_jax.settings import ConfigError
 
-# As json.dumps writes it. Where blanks were free, a model could write nothing else for ever.
+# The whitespace of json.dumps. If it were free, a model could write whitespace forever.
 _COMPACT = {
   "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
+# Keywords of JSON Schema: those that map names to schemas, and those whose values are no schemas.
 _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-_VALUES = {"const", "enum", "default", "examples"}  # hold no schemas
+_VALUES = {"const", "enum", "default", "examples"}
 _TAGS = ("<tool_call>", "</tool_call>")
 
 
@@ -29,15 +30,15 @@ class Guides:
   """Makes guides for a tokenizer."""
 
   def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
-    """Imports nothing yet. `vocabulary` is how many ids the model has."""
+    """Imports nothing yet. `vocabulary` is V, the model's token ids."""
     self._tokenizer, self._vocabulary = tokenizer, vocabulary
-    self._lock = threading.Lock()  # requests are read in several threads
+    self._lock = threading.Lock()  # several threads parse requests
 
   def of(self, form: Form, count: int) -> list[Guide]:
-    """Guides for so many rows.
+    """Makes `count` guides that force rows to have a form, one for each row.
 
     Raises:
-      RequestError: llguidance is not installed, or it does not know something of the schema.
+      RequestError: llguidance is not installed, or it does not support the schema.
     """
     with self._lock:
       engine = self._engine
@@ -50,7 +51,7 @@ class Guides:
 
   @functools.cached_property
   def _engine(self) -> Any:
-    """The tokenizer of llguidance. Raises RequestError where there is none for this model."""
+    """llguidance's tokenizer for this model. Raises RequestError if it cannot be made."""
     try:
       return lexicon(self._tokenizer, self._vocabulary)
     except ConfigError as error:
@@ -64,10 +65,10 @@ class Guides:
     return LLMatcher.grammar_from_json_schema(json.dumps({**form.schema, **_COMPACT}))
 
   def _of_calls(self, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The grammar of a call of one of these, as the family writes it."""
+    """The Lark grammar of a call of one of these tools, in the format of the model's family."""
     try:
       family = family_of(self._tokenizer.template)
-    except ConfigError:  # it has no chat template
+    except ConfigError:  # there is no chat template
       family = ""
     if family not in ("hermes", "llama3"):
       raise RequestError(
@@ -84,7 +85,11 @@ class Guides:
 
 
 def _any_call(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
-  """The schema of a call of one of these. What the parameters point to is at its root."""
+  """The JSON schema of a call of one of these functions.
+
+  `$ref`s of a function's parameters point to the root of their schema. So schemas that have any
+  move to `$defs`, and their `$ref`s are changed accordingly. `arguments` is the name of that field.
+  """
   calls, roots = [], {}
   for number, function in enumerate(functions):
     parameters, root = function.get("parameters") or {"type": "object"}, f"#/$defs/{number}"
@@ -103,12 +108,12 @@ def _any_call(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[st
 
 
 def _moved(schema: Any, root: str, *, by_name: bool = False) -> Any:
-  """A schema whose pointers from its root begin at another one.
+  """Copies a JSON schema, and changes its `$ref`s for a new position in a larger schema.
 
   Args:
     schema: The schema, or a part of it.
-    root: The pointer to its new place.
-    by_name: Whether the keys are names of a user, as those of properties are.
+    root: The JSON pointer to the new position, "#/...".
+    by_name: Whether the keys are names that the user chose, rather than keywords.
   """
   if isinstance(schema, list):
     return [_moved(one, root) for one in schema]

@@ -1,4 +1,4 @@
-"""Images of conversations: read from requests, put into prompts, and made ready for the engine."""
+"""Images of conversations: reads them from requests and prepares them for the engine."""
 
 from collections.abc import Mapping, Sequence
 import hashlib
@@ -20,17 +20,17 @@ Messages = list[dict[str, Any]]
 
 
 class SeenImages(NamedTuple):
-  """The images of a prompt, decoded.
+  """The decoded images of a prompt.
 
   Attributes:
     pictures: The pictures that the vision tower encodes, each padded to one of a few sizes.
-    places: Which tokens of this one prompt see which picture, padded to the longest prompt of the
-      engine. It has no patches.
+    places: Which picture each token of the prompt (P = 1) sees, without patches. Padded to S, the
+      longest prompt of the engine.
     ids: The token ids of the prompt.
-    known_as: The same for the prefix cache. A token of an image is a negative number there, which
-      depends on all bytes of the image. Its id is that of any other image.
-    end: How many tokens the prompt has up to the last one of an image.
-    shift: By how much the position of what follows the prompt differs from its number of tokens.
+    known_as: `ids` for the prefix cache, with negative numbers for tokens of images. They are
+      hashes of the image, because all images have the same token ids.
+    end: The index after the last image token.
+    shift: The position of the first token after the prompt, minus the number of prompt tokens.
   """
 
   pictures: tuple[Picture, ...]
@@ -41,12 +41,12 @@ class SeenImages(NamedTuple):
   shift: int
 
   def tokens_of(self, picture: int) -> np.ndarray:
-    """int32 [S], which visual token of a picture each token of the prompt sees, or -1."""
+    """Which visual token of picture number `picture` each prompt token sees: int32 [S], or -1."""
     picture_S, number_S = self.places.seen_PS2[0].T
     return np.where(picture_S == picture, number_S, -1)
 
   def visual(self, features_PKSD: jax.Array) -> Visual:
-    """The visual tokens of P prompts like this one, which lie where the prompts see them."""
+    """Makes the `Visual` of P copies of this prompt. Features are aligned with prompt tokens."""
     P, _, S, _ = features_PKSD.shape
     picture_PS = np.repeat(self.places.seen_PS2[:, :S, 0], P, 0)
     axes, following = self.places.positions_PS3, self.places.next_P
@@ -60,15 +60,15 @@ class SeenImages(NamedTuple):
 
 
 def image_of(part: Mapping[str, Any], where: str, sees_images: bool) -> AnyImage:
-  """The image of a part of type image_url, of which nothing is decoded.
+  """Reads a message part of type image_url, without decoding the image.
 
   Args:
     part: The part.
-    where: Its name in errors.
-    sees_images: Whether the model sees images.
+    where: The name of the part in errors.
+    sees_images: Whether the model accepts images.
 
   Raises:
-    ConfigError: It has no image that this server reads.
+    ConfigError: The model accepts no images, or the part has no valid data URL.
   """
   if not sees_images:
     raise ConfigError(f"{where}: the model sees no images here; send texts alone")
@@ -86,13 +86,13 @@ def image_of(part: Mapping[str, Any], where: str, sees_images: bool) -> AnyImage
 
 
 def taken_out(messages: Messages, sees_images: bool) -> tuple[Messages, list[AnyImage]]:
-  """A conversation with places for its images, and the images.
+  """Replaces the images of a conversation by placeholders. Returns the messages and the images.
 
-  As in training, all contents are lists of parts then, also without an image: some templates read
-  nothing else. Where the model sees no images, the messages stay as they are.
+  If the model sees images, all contents become lists of parts, as in training, because some
+  templates read nothing else. If it does not, the messages stay unchanged.
 
   Raises:
-    ConfigError: There are too many.
+    ConfigError: There are too many images.
   """
   if not sees_images:
     return messages, []
@@ -102,12 +102,12 @@ def taken_out(messages: Messages, sees_images: bool) -> tuple[Messages, list[Any
 
 
 def last_text(content: str | list[dict[str, Any]]) -> str:
-  """The text that a content ends with, or "" if that is an image."""
+  """The text at the end of a message's content, or "" if the content ends with an image."""
   return content if isinstance(content, str) else content[-1].get("text", "")
 
 
 def with_end(content: str | list[dict[str, Any]], end: str) -> str | list[dict[str, Any]]:
-  """A content that ends with a text, and goes on with another one."""
+  """Appends a text to a message's content, which must end with a text."""
   if isinstance(content, str):
     return content + end
   *before, last = content
@@ -122,7 +122,7 @@ class ImageReader:
     self._processor = processor
 
   def look(self, images: Sequence[AnyImage]) -> "UnreadImages":
-    """The images of a conversation. Headers alone are read.
+    """Reads only the headers of a conversation's images, for their sizes.
 
     Raises:
       ConfigError: An image cannot be read, or is too large.
@@ -139,12 +139,12 @@ class ImageReader:
 
 
 class UnreadImages(NamedTuple):
-  """The images of a conversation, of which headers alone were read.
+  """The images of a conversation, of which only the headers were read.
 
   Attributes:
     processor: The model's image processor.
     images: The images.
-    layouts: Their layouts.
+    layouts: How many pictures and tokens each image becomes.
   """
 
   processor: Processor
@@ -153,26 +153,26 @@ class UnreadImages(NamedTuple):
 
   @property
   def sizes(self) -> list[int]:
-    """How many patches each picture has, padded."""
+    """How many patches each picture has after padding, for all images together."""
     per_token = self.processor.kind.patches_per_token
     grids = [grid for layout in self.layouts for grid in layout.tokens]
     return [padded_sizes(1, rows * columns, per_token, None)[1] for rows, columns in grids]
 
   @property
   def nbytes(self) -> int:
-    """The memory of their files, and of their patches once they are decoded."""
+    """The bytes of the image files, and of the patches after decoding."""
     files = sum(len(image.data) for image in self.images if isinstance(image, ImageSource))
     return files + sum(self.sizes) * 4 * (self.processor.kind.patch_numbers + 2)
 
   def expand(self, text: str, most: int) -> str:
-    """A rendered conversation with the tokens of its images.
+    """Replaces the placeholders of images in a rendered conversation by their tokens.
 
     Args:
-      text: The conversation.
-      most: The most tokens that the images may have.
+      text: The rendered conversation.
+      most: The most tokens that all images may have.
 
     Raises:
-      ConfigError: They have more tokens, or the text has other places.
+      ConfigError: The images have more tokens, or the placeholders do not match the images.
     """
     count = sum(rows * columns for layout in self.layouts for rows, columns in layout.tokens)
     if count > most:
@@ -185,8 +185,8 @@ class UnreadImages(NamedTuple):
     """Decodes the images of a prompt.
 
     Args:
-      ids: Its token ids.
-      slots: The most tokens of a prompt.
+      ids: The token ids of the prompt.
+      slots: S, the most tokens of a prompt.
 
     Raises:
       ConfigError: An image is damaged.
@@ -205,14 +205,14 @@ class UnreadImages(NamedTuple):
 
 
 def _padded(picture: Picture, size: int) -> Picture:
-  """A picture with so many patches."""
+  """Pads a picture to `size` patches."""
   more = ((0, size - len(picture.patches_NC)), (0, 0))
   patches_NC = np.pad(picture.patches_NC.astype(np.float32, copy=False), more)
   return Picture(patches_NC, np.pad(picture.places_N2, more, constant_values=-1))
 
 
 def _names(image: AnyImage, count: int) -> np.ndarray:
-  """Negative int32 numbers for the tokens of an image. -1 is none of them."""
+  """Hashes an image to `count` negative int32 numbers, one for each token. None of them is -1."""
   content = image.data if isinstance(image, ImageSource) else repr(image).encode()
   words = np.frombuffer(hashlib.shake_128(content).digest(4 * count), "<u4")
   return -2 - (words % (2**31 - 2)).astype(np.int64)

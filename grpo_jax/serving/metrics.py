@@ -1,4 +1,4 @@
-"""Counts of what a server has done, in the text format that Prometheus reads."""
+"""Statistics of a server in the text format of Prometheus."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -8,24 +8,24 @@ from grpo_jax.serving.engine import Engine
 
 
 class Metrics:
-  """Counts requests. Only the thread of the event loop calls it.
+  """Counts requests. Call it only in the thread of the event loop.
 
   Attributes:
-    requests: How many were answered, by path and status.
-    seconds: How long all answers took together, by path.
-    prompt_tokens: Tokens of the prompts of all requests that were taken.
-    active: How many are being answered.
+    requests: (path, HTTP status) -> how many requests were answered.
+    seconds: path -> the total time of all answers.
+    prompt_tokens: Prompt tokens of all accepted requests.
+    active: How many requests are being answered now.
   """
 
   def __init__(self) -> None:
-    """Nothing was counted yet."""
+    """Starts all counts at 0."""
     self.requests: Counter[tuple[str, int]] = Counter()
     self.seconds = defaultdict[str, float](float)
     self.prompt_tokens = 0
     self.active = 0
 
   def text(self, engine: Engine) -> str:
-    """All numbers, those of the engine included."""
+    """All metrics as text, including those of the engine."""
     done = engine.counts
     lines: list[str] = []
 

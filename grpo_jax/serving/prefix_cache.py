@@ -1,7 +1,7 @@
-"""Which tokens lie where: the prompts at the places of a flight, and texts that are kept beside it.
+"""The host's table of the prefix cache: the tokens of prompts in flight and of cached texts.
 
-It is a table of the host and knows no device. Numbers below `places` are those of places, and the
-texts are counted on after them.
+The keys and values are on the devices (see sampler/prefixes.py). Entries are numbered: with N
+places, entry n < N is the prompt at place n of the flight, and entry N + t is cached text t.
 """
 
 from collections.abc import Collection
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-_NONE = -1  # no token
+_NONE = -1  # padding
 
 
 class Beginning(NamedTuple):
-  """The beginning of a prompt that is known.
+  """A known beginning of a prompt.
 
   Attributes:
-    number: Who has it.
-    tokens: How many of the prompt's tokens these are. All of them: the same prompt lies there.
+    number: The entry that has it.
+    tokens: How many tokens of the prompt it covers. All of them if the entry is the same prompt.
   """
 
   number: int
@@ -25,76 +25,79 @@ class Beginning(NamedTuple):
 
 
 class PrefixCache:
-  """The table.
+  """The table of entries.
 
   Attributes:
-    drops: Texts that had to make room for others.
+    drops: How many texts were evicted.
   """
 
   def __init__(self, places: int, texts: int, slots: int) -> None:
-    """Knows nothing yet.
+    """Starts empty.
 
     Args:
-      places: How many places the flight has.
-      texts: The most that are kept.
-      slots: The most tokens of a prompt and of a text.
+      places: N, how many places the flight has.
+      texts: The most texts that are cached.
+      slots: The most tokens of a prompt or text.
     """
     self.drops = 0
     self._places = places
     self._tokens_NS = np.full((places + texts, slots + 1), _NONE, np.int32)
-    self._lengths_N = np.zeros(places + texts, np.int32)  # 0: nothing
-    self._used_N = np.zeros(places + texts, np.int64)  # when
+    self._lengths_N = np.zeros(places + texts, np.int32)  # 0: the entry is empty
+    self._used_N = np.zeros(places + texts, np.int64)  # `_now` at the last use
     self._now = 0
 
   @property
   def texts(self) -> int:
-    """How many are kept."""
+    """How many texts are cached."""
     return int((self._lengths_N[self._places :] > 0).sum())
 
   def put(self, number: int, tokens: tuple[int, ...]) -> None:
-    """Number `number` has these tokens now."""
+    """Overwrites entry `number`."""
     self._tokens_NS[number] = _NONE
     self._tokens_NS[number, : len(tokens)] = tokens
     self._lengths_N[number] = len(tokens)
     self._use(number)
 
   def forget(self, numbers: Collection[int] | None = None) -> None:
-    """These numbers have nothing that may be used. None: no number has."""
+    """Empties these entries, or all if `numbers` is None."""
     which = slice(None) if numbers is None else [*numbers]
     self._tokens_NS[which], self._lengths_N[which] = _NONE, 0
 
   def prompt(self, place: int) -> tuple[int, ...]:
-    """The tokens at a place. None are there if they may not be used."""
+    """The tokens of the prompt at a place. Empty if the entry is."""
     return tuple(self._tokens_NS[place, : self._lengths_N[place]].tolist())
 
   def same(self, prompt: tuple[int, ...], places: range) -> int | None:
-    """One of these places that has this prompt, or None."""
-    own = slice(places.start, places.stop)
+    """Finds a place among `places` that has exactly this prompt, or None."""
+    searched = slice(places.start, places.stop)
     padded_S = self._padded(prompt)
-    found = np.flatnonzero((self._tokens_NS[own] == padded_S).all(1))
+    found = np.flatnonzero((self._tokens_NS[searched] == padded_S).all(1))
     return places.start + int(found[0]) if len(found) else None
 
   def longest(
     self, prompt: tuple[int, ...], whole_from: int, among: Collection[int], least: int
   ) -> Beginning:
-    """Who has the longest beginning of a prompt, with at least one token left to compute.
+    """Finds the entry that shares the longest beginning with a prompt.
+
+    At least one token of the prompt must be left to compute, except for entries in `among`.
 
     Args:
       prompt: Token ids.
-      whole_from: All tokens of a longer text are used or none, because layers have forgotten the
-        first ones or all but the last state.
-      among: Numbers that count only if they have `least` more tokens than all others, or all.
-      least: A beginning of fewer tokens is none.
+      whole_from: Entries of more tokens are used whole or not at all, because layers store only
+        their last tokens or state.
+      among: Entries that are being computed now, so that using them means waiting. They win only
+        if they are the same prompt, or share at least `least` more tokens than all other entries.
+      least: Shorter beginnings are ignored.
 
     Returns:
-      The longest beginning. Its tokens are 0 if there is none.
+      The longest beginning. `tokens` is 0 if there is none.
     """
     differs_NS = self._tokens_NS != self._padded(prompt)
     same_N = np.where(differs_NS.any(1), differs_NS.argmax(1), len(prompt))
     used_N, is_equal_N = np.minimum(same_N, len(prompt) - 1), ~differs_NS.any(1)
     fits_N = (self._lengths_N <= whole_from) | (used_N == self._lengths_N)
     used_N = np.where(fits_N & (used_N >= least), used_N, 0)
-    later = [*among]
+    later = [*among]  # `of_later_N` has their numbers of tokens, and `used_N` those of the others
     of_later_N = np.zeros_like(used_N)
     of_later_N[later] = np.where(is_equal_N, len(prompt), used_N)[later]
     used_N[later] = 0
@@ -107,10 +110,9 @@ class PrefixCache:
     return Beginning(number, int(used_N[number]))
 
   def room(self, tokens: tuple[int, ...]) -> int | None:
-    """The number for a new text, or None where there is no room for any.
+    """Chooses the entry for a new text. None if the cache holds no texts.
 
-    A text that these tokens go on from gives its own. Otherwise it is a free one, or that of the
-    text that was used longest ago.
+    It is the entry of a text that the new one continues, a free one, or the least recently used.
     """
     lengths_N, first = self._lengths_N[self._places :], self._places
     if not len(lengths_N):
@@ -129,7 +131,7 @@ class PrefixCache:
     self._used_N[number] = self._now
 
   def _padded(self, tokens: tuple[int, ...]) -> np.ndarray:
-    """The tokens as a row of the table."""
+    """Pads tokens to a row of the table."""
     padded_S = np.full(self._tokens_NS.shape[1], _NONE, np.int32)
     padded_S[: len(tokens)] = tokens
     return padded_S

@@ -1,4 +1,4 @@
-"""From the JSON of a request to a `Request` whose every field has been checked. Pure functions."""
+"""Parses the JSON of a request into a `Request`, and checks every field. Pure functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -14,16 +14,16 @@ from grpo_jax.serving.engine import MOST_BIASED
 from grpo_jax.serving.images import SeenImages, UnreadImages
 from grpo_jax.settings import SMALLEST_FLOAT, is_text, shown
 
-_DEEPEST = 64  # lists and objects inside each other
-_MOST_STOPS, _LONGEST_STOP = 16, 1000  # texts, and characters of one
-GOES_ON = "goes_on"  # among the options of a template: the last message is not ended
+_DEEPEST = 64  # levels of nested lists and objects
+_MOST_STOPS, _LONGEST_STOP = 16, 1000  # stop texts, and characters of a stop text
+GOES_ON = "goes_on"  # key in the options of a template: the answer continues the last message
 LONGEST = "flag --max_prompt_tokens"  # sets the longest prompt of `serve`
 
-# What changes no answer of this server.
+# Parameters that are accepted and ignored, because they change no answer of this server.
 IGNORED = {
   "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
-# What would change the answer, and the values that do not. Every other value is refused.
+# Unsupported parameters, and the values with which they change nothing. Other values are refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
   "presence_penalty": (0,),
   "frequency_penalty": (0,),
@@ -36,6 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
   "modalities": (["text"],),
   "ignore_eos": (False,),
 }
+# Parameters of both /v1/completions and /v1/chat/completions.
 SHARED = {
   "model", "n", "stop", "seed", "temperature", "max_tokens", "min_tokens", "logprobs", "stream",
   "stream_options", "return_token_ids", "stop_token_ids", "logit_bias", "skip_special_tokens",
@@ -46,10 +47,10 @@ class RequestError(Exception):
   """A request that cannot be answered.
 
   Attributes:
-    status: The status of HTTP.
-    message: Says what to do.
-    param: The field that is wrong, or None.
-    code: A word for programs.
+    status: The HTTP status.
+    message: The error and how to avoid it, in one line.
+    param: The wrong parameter, or None.
+    code: An identifier of the error for programs, or "".
   """
 
   def __init__(self, message: str, param: str | None = None, status: int = 400, code: str = ""):
@@ -60,22 +61,22 @@ class RequestError(Exception):
 
 
 def _as_text(said: str) -> str:
-  """A client's words as UTF-8 can hold them. Half of a surrogate pair is shown as JSON has it."""
+  """Makes a text from a client valid UTF-8: lone surrogates become escapes such as \\ud800."""
   return said.encode("utf-8", "backslashreplace").decode()
 
 
 class Limits(NamedTuple):
-  """Bounds on what a request may ask for.
+  """The limits of requests.
 
   Attributes:
-    model: The one name that `model` may have.
-    vocabulary: Token ids are below it.
+    model: The only valid value of `model`.
+    vocabulary: V. Token ids are smaller.
     prompt_tokens: The longest prompt.
     max_tokens: The longest completion.
     choices: The most completions of a request, over all its prompts.
     longest: The flag or key that sets prompt_tokens, for errors.
     filters: The filters that a request may set, by name.
-    sees_images: Whether the model sees images.
+    sees_images: Whether the model accepts images.
   """
 
   model: str
@@ -92,9 +93,9 @@ class Form(NamedTuple):
   """The form that an answer must have.
 
   Attributes:
-    param: The parameter that asks for it.
-    schema: JSON of this schema,
-    tools: or a call of one of these tools.
+    param: The parameter of the request that demands the form.
+    schema: The JSON schema of the answer, if there are no tools.
+    tools: The tools of which the answer must call one.
   """
 
   param: str
@@ -103,14 +104,14 @@ class Form(NamedTuple):
 
 
 class Texts(NamedTuple):
-  """How texts become token ids.
+  """Functions that turn texts into token ids. They may raise ConfigError.
 
   Attributes:
-    encode: A prompt -> its ids.
-    render: (messages, tools or None, options, images) -> the ids of a conversation. The options
-      are those of the template. `goes_on` among them says that the last message is not ended. The
-      images are those that have places in the messages, or None.
-    look: The images of a conversation -> the same, with their sizes.
+    encode: (prompt) -> token ids.
+    render: (messages, tools or None, options, images or None) -> token ids of a conversation. The
+      options are variables of the chat template. With `GOES_ON` among them, the answer continues
+      the last message. The messages have placeholders for the images.
+    look: (images) -> the images with their sizes. None if the model accepts no images.
   """
 
   encode: Callable[[str], Sequence[int]]
@@ -127,27 +128,27 @@ class Request:
 
   Attributes:
     prompts: Token ids of each prompt.
-    n: How many completions of each.
-    seed: The random numbers depend on it and on the number of a choice.
+    n: How many completions each prompt gets.
+    seed: The seed of the random numbers, which also depend on the number of the choice.
     settings: How rows draw, as numbers.
     stop: Texts that end a completion.
     logprobs: Whether to return the log-probs of the tokens.
-    alternatives: How many of the likeliest tokens to return in the place of each.
-    bias: The numbers that are added to the logits of tokens, by their ids.
-    shows_special: Whether texts have the special tokens.
-    echo: The texts of the prompts, where the answers begin with them, and None for prompts that
-      were given as token ids. Else None.
-    is_chat: Whether it is a conversation.
-    tools: The schemas of the functions whose calls are looked for in the answer.
-    calls_before: How many calls the messages have, after which those of the answer are numbered.
-    most_calls: The most calls that the answer may have. Others are left out.
-    stop_ids: Token ids that end a completion, beside those of the model. They are kept.
+    alternatives: How many of the likeliest tokens to return for each token.
+    bias: Token id -> number to add to its logit.
+    shows_special: Whether texts include special tokens.
+    echo: If answers begin with their prompts: the text of each prompt, or None for a prompt of
+      token ids. None if they do not.
+    is_chat: Whether the request is a conversation.
+    tools: The tools whose calls are parsed from the answer.
+    calls_before: How many tool calls the messages have. Ids of new calls are numbered after them.
+    most_calls: The most tool calls of the answer. Others are dropped. None: no limit.
+    stop_ids: Token ids that end a completion, besides those of the model. They stay in the answer.
     form: The form that the answer must have, or None.
-    guides: With a form, what says for each choice which tokens it may draw.
+    guides: With a form, the `Guided` of each choice, which restricts its tokens.
     unread: The images of the conversation before they are decoded, or None.
-    seen: The images of the conversation, or None.
-    stream: Whether tokens are sent as they come.
-    include_usage: Whether the last piece of a stream has the counts of tokens.
+    seen: The decoded images of the conversation, or None.
+    stream: Whether tokens are sent as soon as they are drawn.
+    include_usage: Whether the last event of a stream has token counts.
     return_token_ids: Whether to return the ids of prompts and completions.
     repeated: The fields that a response of /v1/responses repeats. None for other paths.
   """
@@ -178,20 +179,20 @@ class Request:
 
   @property
   def choices(self) -> int:
-    """How many completions it has."""
+    """How many completions the request has."""
     return len(self.prompts) * self.n
 
   @property
   def is_scored(self) -> bool:
-    """Whether the log-probs of the prompts' tokens are returned."""
+    """Whether the answer has log-probs of the prompts' tokens."""
     return self.logprobs and self.echo is not None
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-  """The object that a body holds.
+  """Parses a body.
 
   Raises:
-    RequestError: It is no JSON object, or it is nested too deeply.
+    RequestError: The body is not a JSON object, or is nested too deeply.
   """
   try:
     value = json_object(body)
@@ -208,7 +209,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def row_number(seed: int, choice: int) -> int:
-  """The int32 on which the random numbers of a choice depend: other ones for each of a request."""
+  """The int32 that determines the random numbers of a choice. The choices of a request differ."""
   digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
   return (int.from_bytes(digest, "little") + choice) % 2**32 - 2**31
 
@@ -220,14 +221,14 @@ def make_request(
   logprobs: int | None,
   extra: dict[str, Any],
 ) -> Request:
-  """Reads the parameters that both kinds of requests have.
+  """Parses the parameters that completions and chats share. Raises RequestError.
 
   Args:
     body: The body.
-    limits: Bounds on what it may ask for.
-    prompts: The tokens of its prompts.
-    logprobs: How many alternatives to each token it asks for. None: no log-probs.
-    extra: The fields that one kind alone has.
+    limits: The limits of requests.
+    prompts: The token ids of the prompts.
+    logprobs: How many alternatives to return for each token. None: no log-probs.
+    extra: Further fields of the `Request`, and `max_tokens`, the default length, if it differs.
   """
   none = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0, most_calls=None)
   extra = none | {"form": None} | extra
@@ -268,14 +269,14 @@ def make_request(
 def _settings(
   body: Mapping[str, Any], limits: Limits, default: int, extra: Mapping[str, Any]
 ) -> RowSettings:
-  """How rows draw. `default` is how many tokens they have if the body does not say it."""
+  """How rows draw. `default` is max_tokens if the body has none. `extra` is as in make_request."""
   default = min(default, limits.max_tokens)
-  least = 0 if extra["echo"] else 1
-  # As with vLLM, what does not fit is cut off.
+  least = 0 if extra["echo"] else 1  # with echo, a client may only want the prompt's log-probs
+  # As in vLLM, a larger number is reduced to the limit.
   max_tokens = min(limits.max_tokens, whole(body, "max_tokens", default, (least, 2**31 - 1)))
   temperature = _number(body, "temperature", 1.0, (0, 1000))
   if temperature and temperature < SMALLEST_FLOAT:
-    raise RequestError("temperature: for the likeliest token set 0", "temperature")
+    raise RequestError("temperature: it is too small; set 0 for the likeliest token", "temperature")
   settings = RowSettings(
     temperature=temperature,
     min_tokens=whole(body, "min_tokens", 0, (0, max_tokens)),
@@ -292,15 +293,15 @@ def _settings(
 
 
 def check_names(body: Mapping[str, Any], known: set[str]) -> None:
-  """Raises RequestError for a parameter that is not known, or that would change the answer."""
+  """Raises RequestError for parameters that are unknown, or have unsupported values."""
   for name, value in body.items():
     if name in known or name in IGNORED or value is None:
       continue
     if name == "add_generation_prompt" and value is False and body.get("continue_final_message"):
-      continue  # as clients of vLLM must say it
+      continue  # clients of vLLM must set it so
     if name not in NEUTRAL:
       raise RequestError(f"{name!s:.100}: this server does not know the parameter", f"{name:.100}")
-    # 1 == True in Python, and an object is compared as a whole.
+    # `==` also accepts 0 and 1 for False and True, and the reverse.
     if not any(value == neutral for neutral in NEUTRAL[name]):
       raise RequestError(
         f"{name} is {shown(value)}: this server does not support it; leave it out", name
@@ -351,7 +352,7 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
   if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
     raise RequestError("stop must be a text or a list of texts, none of them empty", "stop")
   if not all(map(is_text, stops)):
-    raise RequestError("stop: it has half of a surrogate pair", "stop")
+    raise RequestError("stop: it contains half of a surrogate pair", "stop")
   if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
     raise RequestError(
       f"stop: at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters", "stop"
@@ -375,7 +376,7 @@ def _stop_ids(body: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
 
 
 def _bias(body: Mapping[str, Any], limits: Limits) -> dict[int, float]:
-  """The bias of token ids, which JSON has as texts."""
+  """Parses logit_bias, whose keys are token ids as texts."""
   given = body.get("logit_bias")
   if given is None:
     return {}
@@ -407,7 +408,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 def whole(
   body: Mapping[str, Any], name: str, default: Any, bounds: tuple[int, int], why: str = ""
 ) -> Any:
-  """A whole number within bounds, or the default where there is none."""
+  """Returns the integer body[name], or the default. Outside of `bounds`, raises RequestError."""
   value = body.get(name)
   if value is None:
     return default
@@ -419,7 +420,7 @@ def whole(
 def _number(
   body: Mapping[str, Any], name: str, default: float, bounds: tuple[float, float]
 ) -> float:
-  """A number within bounds, or the default where there is none."""
+  """Returns the number body[name], or the default. Raises RequestError outside of `bounds`."""
   value = body.get(name)
   if value is None:
     return default
@@ -429,7 +430,7 @@ def _number(
 
 
 def _filter_value(body: Mapping[str, Any], name: str, one: Filter) -> float:
-  """The value of a filter."""
+  """Returns the value of a filter, or the value that turns it off. Raises RequestError."""
   least, most = one.limits
   if isinstance(one.off, int):  # -1 of top_k is off, too, as in vLLM
     return max(one.off, whole(body, name, one.off, (int(least), int(most))))
@@ -437,7 +438,7 @@ def _filter_value(body: Mapping[str, Any], name: str, one: Filter) -> float:
 
 
 def _within(value: Any, name: str, bounds: tuple[float, float], why: str) -> Any:
-  least, most = bounds  # outside of which NaN is, too
+  least, most = bounds  # NaN fails the comparison
   if not least <= value <= most:
     note = f" ({why})" if why else ""
     raise RequestError(

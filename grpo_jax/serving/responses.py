@@ -1,6 +1,6 @@
-"""/v1/responses as a translation: its requests become those of a chat, and its answers responses.
+"""/v1/responses: translates its requests to chats, and writes the answers as responses.
 
-Nothing is stored: each request holds its whole conversation.
+Nothing is stored: each request must contain the whole conversation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from grpo_jax.serving.chats import chat_request
 from grpo_jax.serving.requests import IGNORED, Limits, Request, RequestError, Texts
 from grpo_jax.settings import shown
 
-# A chat has them under the same names, as it has the filters.
+# Parameters with the same names in a chat. Filters have the same names, too.
 _AS_IN_CHAT = {
   "model", "temperature", "min_tokens", "seed", "stop", "stream", "parallel_tool_calls",
   "top_logprobs", "stop_token_ids", "logit_bias", "skip_special_tokens", "chat_template_kwargs",
 }  # fmt: skip
-# Those that a chat has under other names, and the names by which errors call them.
+# Parameters with other names in a chat: name in a chat -> name in a response, for errors.
 _RENAMED = {
   "max_tokens": "max_output_tokens",
   "messages": "input",
@@ -27,16 +27,16 @@ _RENAMED = {
   "reasoning_effort": "reasoning",
 }
 _LOGPROBS = "message.output_text.logprobs"
-# Agents ask for the second by default. No answer has reasoning apart from its text.
+# The second is accepted because agents request it by default. No answer has separate reasoning.
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 _TRANSLATED = {
   "input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "reasoning",
   "include", "stream_options",
 }  # fmt: skip
-# They change no answer: they bound tools of OpenAI's own, which are refused.
+# Ignored parameters: they limit OpenAI's built-in tools, which are refused.
 _IGNORED = IGNORED | {"max_tool_calls", "prompt_cache_retention"}
 _NEUTRAL = {"truncation": "disabled", "background": False}
-# No answer has reasoning apart from its text, so there is nothing to summarise.
+# Known keys of objects. Summaries are ignored, because no answer has separate reasoning.
 _OF_REASONING = ("effort", "summary", "generate_summary")
 _OF_TEXT = ("format", "verbosity")
 _OF_FORMAT = ("type", "schema", "name", "strict", "description")
@@ -44,7 +44,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
-  """The request of a body of /v1/responses. Raises RequestError."""
+  """Parses a body of /v1/responses by way of a chat. Raises RequestError if any field is wrong."""
   as_in_chat = {*_AS_IN_CHAT, *limits.filters}
   _check_names(body, as_in_chat)
   chat = {name: body[name] for name in as_in_chat if name in body}
@@ -77,7 +77,7 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
 
 
 def renamed(error: RequestError) -> RequestError:
-  """An error of a chat with the names that responses have."""
+  """Replaces the parameter name of a chat in an error by the name in a response."""
   new = _RENAMED.get(error.param or "")
   if new is None:
     return error
@@ -86,7 +86,7 @@ def renamed(error: RequestError) -> RequestError:
 
 
 def _check_names(body: Mapping[str, Any], as_in_chat: set[str]) -> None:
-  """Raises RequestError for a parameter that is not known, or that would change the answer."""
+  """Raises RequestError for parameters that are unknown, or have unsupported values."""
   for name, value in body.items():
     if value is None or name in as_in_chat | _TRANSLATED | _IGNORED:
       continue
@@ -123,7 +123,7 @@ def _repeated(body: Mapping[str, Any], asked: Request, effort: Any) -> dict[str,
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """The conversation as messages of a chat."""
+  """Translates `instructions` and `input` to messages of a chat. Raises RequestError."""
   given, instructions = body.get("input"), body.get("instructions")
   if instructions is not None and not isinstance(instructions, str):
     raise RequestError("instructions must be a text", "instructions")
@@ -155,12 +155,12 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _role(role: Any) -> Any:
-  """Chat templates know no developer."""
+  """Replaces the role developer, which chat templates do not know, by system."""
   return "system" if role == "developer" else role
 
 
 def _content(content: Any) -> Any:
-  """Parts in the shape that a chat has. Others than texts and images stay as they are."""
+  """Translates texts and images of a content to parts of a chat. Other parts stay unchanged."""
   return [_part_of_chat(part) for part in content] if isinstance(content, list) else content
 
 
@@ -197,7 +197,7 @@ def _choice(choice: Any) -> Any:
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-  """The response_format of a chat."""
+  """Translates `text` to the response_format of a chat. Raises RequestError."""
   text = _object(body.get("text"), "text", _OF_TEXT)
   if text.get("verbosity") not in (None, "medium"):
     raise RequestError("text: this server does not support verbosity; leave it out", "text")
@@ -222,7 +222,7 @@ def _list(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _object(value: Any, name: str, known: Sequence[str]) -> dict[str, Any]:
-  """An object of the parameter `name`, all of whose keys are known. None is an empty one."""
+  """Checks that an object of the parameter `name` has only known keys. None becomes {}."""
   found = {} if value is None else value
   if not isinstance(found, dict):
     raise RequestError(f"{name} must be an object, and so must what it holds", name)
@@ -235,50 +235,50 @@ def _object(value: Any, name: str, known: Sequence[str]) -> dict[str, Any]:
 
 
 class ResponseHead:
-  """A response as it is written. It has the methods of `answers.AnswerHead`, and one choice."""
+  """Makes the JSON of an answer of /v1/responses, with one choice, as `answers.AnswerHead` does."""
 
   is_ended_by_done = False
 
   def __init__(self, number: str, created: int, model: str, request: Request) -> None:
-    """It has no output yet.
+    """Starts without output.
 
     Args:
-      number: It is part of all ids.
-      created: Seconds since 1970.
+      number: A unique text that is part of all ids.
+      created: When the answer was started, in seconds since 1970.
       model: The name of the model.
       request: The request that is answered.
     """
     self.request = request
     self._number, self._created, self._model = number, created, model
     self._text, self._logprobs = "", list[dict[str, Any]]()
-    self._output: list[dict[str, Any]] = []  # the items that are whole
+    self._output: list[dict[str, Any]] = []  # completed items
     self._sent_logprobs = self._sent_events = 0
-    self._has_message = False  # whether the message has begun
+    self._has_message = False  # whether the message was added to the stream
 
   def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
-    """The response, once its choice has ended."""
-    for _ in self.piece(choices[0], True):
+    """The whole response. The choice must have ended."""
+    for _ in self.piece(choices[0], True):  # fills `_output`
       pass
     return self._response(choices[0])
 
   def first(self) -> Iterator[dict[str, Any]]:
-    """The events before the first token."""
+    """The events of a stream before the first token."""
     for kind in ("created", "in_progress"):
       yield self._event(f"response.{kind}", response=self._response(None))
 
   def piece(self, choice: AnswerChoice, is_first: bool) -> Iterator[dict[str, Any]]:
-    """The events of the text and the calls that a choice has since the last piece.
+    """Yields the events of a stream with the new text and calls of a choice.
 
-    A response has a message, if there is any text or no call, and then an item for each call. The
-    message is added with its first text. Its end and the calls come with the end of the choice.
+    A response has a message item, unless it only calls tools, and then an item for each call. The
+    message starts with the first text. The choice's end completes it and brings the calls.
     """
     del is_first
     text, calls = choice.take_text()
     logprobs = choice.logprobs_of(choice.take_tokens(), True)["content"]
     self._text += text
     self._logprobs += logprobs if self.request.logprobs else []
-    # The text of a token may be held back, for example as the beginning of a call. Its log-prob
-    # then waits for the next text.
+    # The text of a token may be held back, for example because it may begin a call. Then the
+    # log-prob waits for the next text.
     unsent = self._logprobs[self._sent_logprobs :]
     place = {"item_id": f"msg_{self._number}", "output_index": 0, "content_index": 0}
     if not self._has_message and (text or (choice.finish and not calls)):
@@ -313,7 +313,7 @@ class ResponseHead:
     return self._event("error", **said)
 
   def _call(self, number: int, call: Call) -> Iterator[dict[str, Any]]:
-    """The events of a call, which becomes an item of the response."""
+    """Yields the events of a tool call, and adds the call to the items of the response."""
     item = {
       "type": "function_call",
       "id": f"fc_{self._number}_{number}",
@@ -349,7 +349,7 @@ class ResponseHead:
     return {"type": kind, "sequence_number": self._sent_events - 1, **fields}
 
   def _response(self, choice: AnswerChoice | None) -> dict[str, Any]:
-    """The response with its items so far. A choice says that it has ended."""
+    """The response with its items so far. `choice` is None until the choice has ended."""
     is_cut = choice is not None and choice.finish == "length"
     status = "in_progress" if choice is None else "incomplete" if is_cut else "completed"
     return {

@@ -1,4 +1,4 @@
-"""The HTTP edge of the endpoint: aiohttp, keys, streams, and what ends a request early."""
+"""The HTTP server of the endpoint: paths, API keys, streams, limits and timeouts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -33,16 +33,16 @@ from grpo_jax.serving.traces import Recorder
 from grpo_jax.serving.writer import AnswerWriter, Writing, stopping
 from grpo_jax.settings import ConfigError, is_text
 
-_LOOK_SECONDS = 0.5  # how often it looks whether the engine has failed
-_BODY_SECONDS = 30.0  # to send a body
-_WRITE_SECONDS = 30.0  # to read a piece of an answer
-_IDLE_SECONDS = 30.0  # to send the header of a request, and between two requests
-_PIECE = 2**18  # bytes of an answer
-_SMALL_BODY = 2**16  # bytes
-_HELD_BYTES = 2**27  # of bodies that are not requests yet
-_IMAGE_BYTES = 2**30  # of images of requests that are not answered yet
-_DECODED_AT_ONCE = 2  # requests
-_OPEN_PATHS = ("/health", "/metrics")  # they need no key
+_LOOK_SECONDS = 0.5  # how often the server checks whether the engine has failed
+_BODY_SECONDS = 30.0  # timeout of a client that sends a body
+_WRITE_SECONDS = 30.0  # timeout of a client that reads `_PIECE` bytes or an event
+_IDLE_SECONDS = 30.0  # timeout of a client that sends a header, also between two requests
+_PIECE = 2**18  # bytes of an answer that are sent together
+_SMALL_BODY = 2**16  # bytes up to which a body is parsed by the threads for small ones
+_HELD_BYTES = 2**27  # limit of all bodies that are not parsed yet, together
+_IMAGE_BYTES = 2**30  # limit of the images of all unanswered requests, together
+_DECODED_AT_ONCE = 2  # requests whose images are decoded at the same time
+_OPEN_PATHS = ("/health", "/metrics")  # need no key
 _CLIENT_LEFT = 499  # in the metrics: the client closed the connection before the answer
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ _OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
 class _Defects(logging.Filter):
-  """Lets pass what is wrong here. Clients that send no HTTP would fill a log."""
+  """Drops log records of clients' errors, such as malformed HTTP, which would fill the log."""
 
   def filter(self, record: logging.LogRecord) -> bool:
     kind = record.exc_info and record.exc_info[0]
@@ -65,26 +65,30 @@ _LOGGER.addFilter(_Defects())
 
 
 class ByteBudget:
-  """Counts the bytes that requests hold together.
+  """Limits the memory that all requests hold together.
 
   Attributes:
-    held: How many they are now.
+    held: How many bytes are held now.
   """
 
   def __init__(self, most: int) -> None:
-    """Nothing is held. `most` bytes may be."""
+    """Starts with nothing held. `most` is the limit in bytes."""
     self._most, self.held = most, 0
 
   @contextlib.contextmanager
   def holding(self) -> Iterator[Callable[[int], None]]:
-    """Gives what a request calls for each piece that it holds until the block ends."""
-    own = 0
+    """Yields hold(bytes) -> None, which reserves memory until the block ends.
+
+    A request calls it before each use. It raises RequestError if the budget does not suffice.
+    """
+    own = 0  # bytes of this request
 
     def hold(size: int) -> None:
       nonlocal own
       if own + size > self._most:
         raise RequestError(
-          f"the request takes {own + size:,} bytes of memory and may take {self._most:,}; send less"
+          f"the request takes {own + size:,} bytes of memory, and the limit is {self._most:,};"
+          " send less"
         )
       if self.held + size > self._most:
         raise RequestError("too many large requests arrive at once; try later", status=503)
@@ -103,14 +107,14 @@ class ServerSettings:
 
   Attributes:
     model: The name of the model.
-    key: The bearer key, or empty for none.
+    key: The API key, a bearer token. "" means that clients need none.
     body_bytes: The largest body.
     connections: The most connections.
     choices: The most completions of a request.
-    seconds: The longest that an answer may take.
-    grace: How many seconds requests may still take once the server was asked to stop.
-    longest: The flag or key that sets the longest prompt, for errors.
-    calls: How the model writes calls of tools, as in environment.calls.
+    seconds: The timeout of an answer.
+    grace: How many seconds running requests may still take after the server is told to stop.
+    longest: The flag or config key that sets the longest prompt, for errors.
+    calls: How the model writes tool calls, as in environment.calls.
   """
 
   model: str
@@ -129,7 +133,7 @@ class Server:
 
   Attributes:
     app: The application that aiohttp runs.
-    metrics: Counts of what it has done.
+    metrics: Statistics of requests.
   """
 
   def __init__(
@@ -145,14 +149,14 @@ class Server:
     """Answers nothing yet.
 
     Args:
-      engine: Decodes. It has been started.
-      tokenizer: Texts to ids and back.
-      vocabulary: How many ids the model has.
+      engine: The engine. It must be started before `run`.
+      tokenizer: The tokenizer of the model.
+      vocabulary: V, how many token ids the model has.
       settings: The limits and the key.
-      reload: Gives the engine the newest weights and returns their version. It runs in a thread.
-        None means that there are no newer ones.
-      recorder: Keeps what clients asked, by the name behind the key: `KEY:NAME`.
-      images: Reads images. None: the model sees none.
+      reload: () -> the version of the newest weights, which it passes to the engine. Called in a
+        thread. None: the weights cannot be reloaded.
+      recorder: Records completions by the name behind the API key, `KEY:NAME`, or None.
+      images: Reads images. None: the model accepts no images.
     """
     self.metrics = Metrics()
     self._engine, self._settings = engine, settings
@@ -164,12 +168,11 @@ class Server:
     self._reload, self._reloading = reload, asyncio.Lock()
     limits = engine.sizes.prompt_tokens, engine.max_tokens, settings.choices, settings.longest
     self._limits = Limits(settings.model, vocabulary, *limits, engine.filters, images is not None)
-    # They parse and tokenise. Many small requests come in the time that a large one takes, so they
-    # do not wait for it.
+    # Threads that parse and tokenise bodies. Small ones need not wait for large ones.
     cores = os.cpu_count() or 1
     self._small = ThreadPoolExecutor(max(2, cores), "small bodies")
     self._large = ThreadPoolExecutor(max(2, cores // 2), "large bodies")
-    # An image that is being decoded takes much more memory than its patches.
+    # Decoding an image takes much more memory than its patches, so few threads decode.
     self._decoding = ThreadPoolExecutor(_DECODED_AT_ONCE, "images")
     self._bodies, self._images = ByteBudget(_HELD_BYTES), ByteBudget(_IMAGE_BYTES)
     self._connections: Connections
@@ -196,16 +199,16 @@ class Server:
   async def run(
     self, host: str, port: int, stop: asyncio.Event, ready: Callable[[str, int], None]
   ) -> None:
-    """Answers requests until `stop` is set or the engine fails, then lets those that run end.
+    """Answers requests until `stop` is set or the engine fails. Running ones may then finish.
 
     Args:
       host: The address to listen at.
-      port: The port. 0 takes a free one.
-      stop: Set to stop.
-      ready: Called with the address and the port once it listens.
+      port: The port. 0 picks a free port.
+      stop: The event that stops the server.
+      ready: Called with the address and the port when the server listens.
 
     Raises:
-      ConfigError: It cannot listen there.
+      ConfigError: The address or the port cannot be used.
     """
     runner = web.AppRunner(
       self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_LOGGER
@@ -226,7 +229,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
           await asyncio.wait_for(stop.wait(), _LOOK_SECONDS)
         for task in taking:
-          if task.done():  # a defect: without it, nobody would be answered
+          if task.done():  # it has failed: raises its error instead of accepting no connections
             task.result()
       self._is_stopping = True
       with contextlib.suppress(TimeoutError):
@@ -245,7 +248,7 @@ class Server:
 
   @web.middleware
   async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Counts a request, and makes every error an answer in OpenAI's shape."""
+    """Counts a request, and turns every error into an answer in OpenAI's format."""
     start = time.monotonic()
     status = _CLIENT_LEFT
     resource = request.match_info.route.resource
@@ -258,10 +261,10 @@ class Server:
         response = _refused(error)
       except web.HTTPException as error:
         response = _refused(RequestError(error.reason, status=error.status))
-      except ConnectionError:  # the client has left, and nobody will read this
+      except ConnectionError:  # the client has left, so nobody reads this answer
         _cut(request.transport)
         return web.Response(status=_CLIENT_LEFT)
-      except Exception:  # a defect: its traceback helps, and the next request is answered
+      except Exception:  # a bug: log it, and go on with the next request
         traceback.print_exc(file=sys.stderr)
         response = _refused(RequestError("the server failed; its log says why", status=500))
       status = response.status
@@ -272,13 +275,13 @@ class Server:
 
   @web.middleware
   async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Asks for the key."""
+    """Refuses requests without the API key, except for `_OPEN_PATHS`."""
     if self._settings.key and request.path not in _OPEN_PATHS:
       given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
       wanted = f"Bearer {self._settings.key}".encode()
       if self._records:
         given, _, _ = given.partition(b":")
-      if not hmac.compare_digest(given, wanted):  # takes as long wherever they differ
+      if not hmac.compare_digest(given, wanted):  # in constant time, against timing attacks
         raise RequestError("the API key is wrong or missing", status=401, code="invalid_api_key")
     return await handler(request)
 
@@ -305,7 +308,7 @@ class Server:
     return web.json_response(self._about_model())
 
   async def _load_newest(self, request: web.Request) -> web.Response:
-    """Loads the newest checkpoint. One caller after another."""
+    """Loads the newest checkpoint into the engine. Concurrent requests wait for each other."""
     del request
     if not self._settings.key:
       raise RequestError("this path needs a server with a key (--api_key_file)", status=401)
@@ -321,10 +324,10 @@ class Server:
     return web.json_response({"weights_version": version})
 
   async def _complete(self, read: Read, request: web.Request) -> web.StreamResponse:
-    """Answers a request for completions."""
+    """Reads a request, parses it by `read`, decodes images, and sends the engine's answer."""
     name = _conversation_of(request)
     with contextlib.ExitStack() as stack:
-      with contextlib.ExitStack() as held:
+      with contextlib.ExitStack() as held:  # the memory of the body, until it is parsed
         hold = held.enter_context(self._bodies.holding())
         body = await _body_of(request, self._settings.body_bytes, hold)
         if self._is_stopping:
@@ -333,7 +336,7 @@ class Server:
         threads = self._small if len(body) <= _SMALL_BODY else self._large
         asked = await _in_thread(threads, held, self._read, read, body, name)
         del body
-      held = stack.enter_context(contextlib.ExitStack())
+      held = stack.enter_context(contextlib.ExitStack())  # of images, until the request ends
       if asked.unread is not None:
         held.enter_context(self._images.holding())(asked.unread.nbytes)
         try:
@@ -344,7 +347,7 @@ class Server:
 
   @contextlib.contextmanager
   def _answering(self, request: web.Request) -> Iterator[None]:
-    """In the block, the server waits for a request before it stops, and keeps its connection."""
+    """Within the block, the server neither stops (in the grace period) nor drops the connection."""
     self.metrics.active += 1
     try:
       with self._connections.kept(request.protocol):
@@ -353,7 +356,7 @@ class Server:
       self.metrics.active -= 1
 
   async def _answer(self, request: web.Request, asked: Request, name: str) -> web.StreamResponse:
-    """Lets the engine write, and sends what it wrote."""
+    """Lets the engine write a parsed request, and sends the answer, whole or as a stream."""
     self.metrics.prompt_tokens += sum(map(len, asked.prompts))
     head = self._head(asked)
     if asked.stream:
@@ -384,7 +387,7 @@ class Server:
   async def _stream(
     self, request: web.Request, head: answers.AnswerHead | ResponseHead, name: str
   ) -> web.StreamResponse:
-    """Sends what is new of the choices as it comes."""
+    """Sends new text of the choices as server-sent events. An error becomes the last event."""
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     response, begun = web.StreamResponse(headers=headers), set[int]()
 
@@ -429,7 +432,7 @@ class Server:
 
 
 def _conversation_of(request: web.Request) -> str:
-  """The name behind the key of a request."""
+  """The conversation's name, which follows the API key: `KEY:NAME`. "" if there is none."""
   _, _, name = request.headers.get("Authorization", "").partition(":")
   if not is_text(name):
     raise RequestError("the name behind the key is not UTF-8", status=401, code="invalid_api_key")
@@ -437,11 +440,11 @@ def _conversation_of(request: web.Request) -> str:
 
 
 async def _body_of(request: web.Request, most: int, hold: Callable[[int], None]) -> bytes:
-  """The body, of at most so many bytes. Raises RequestError for one that is not to be read.
+  """Reads a body of at most `most` bytes. Raises RequestError if it is too large, slow or broken.
 
-  `hold` is called with the size of each piece as it arrives.
+  `hold` is called with the number of bytes of each read, and may raise RequestError.
   """
-  # A page in a browser can send other types to this address without asking.
+  # Browsers let any web page send other content types to this address without a preflight request.
   if request.content_type != "application/json":
     raise RequestError("the header Content-Type must be application/json")
   too_large = RequestError(f"the body has more than {most} bytes", status=413)
@@ -467,7 +470,7 @@ async def _body_of(request: web.Request, most: int, hold: Callable[[int], None])
 async def _in_thread(
   threads: ThreadPoolExecutor, held: contextlib.ExitStack, work: Callable[..., T], *given: Any
 ) -> T:
-  """The result of work in a thread. If its request ends before it does, it keeps what is held."""
+  """Runs work(*given) in a thread. If cancelled, keeps `held` (its memory) open until work ends."""
   running = threads.submit(work, *given)
   try:
     return await asyncio.wrap_future(running)
@@ -483,7 +486,7 @@ async def _in_thread(
 
 
 async def _in_time(writing: Awaitable[None]) -> None:
-  """Sends a piece of an answer. Raises ConnectionError for a reader who is gone or too slow."""
+  """Awaits a write to a client. Raises ConnectionError if the client is gone or too slow."""
   try:
     async with asyncio.timeout(_WRITE_SECONDS):
       await writing
@@ -502,7 +505,7 @@ def _refused(error: RequestError) -> web.Response:
 
 
 def _cut(transport: asyncio.Transport | None) -> None:
-  """Closes a connection at once, whatever of its data is not sent yet."""
+  """Closes a connection at once, and drops unsent bytes."""
   if transport is not None:
     transport.abort()
 

@@ -1,4 +1,4 @@
-"""OpenAI's messages and tools, as chat templates read them."""
+"""Converts OpenAI's messages and tools to the format that chat templates read."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import itertools
@@ -9,7 +9,7 @@ from grpo_jax.serving.images import image_of
 
 
 def are_tools(value: Any) -> bool:
-  """Whether a value is a list of functions that a model may call."""
+  """Whether a value is a list of function tools in OpenAI's format."""
   return isinstance(value, list) and all(
     isinstance(tool, dict)
     and tool.get("type") == "function"
@@ -20,16 +20,16 @@ def are_tools(value: Any) -> bool:
 
 
 def messages_for_template(messages: Any, sees_images: bool = False) -> list[dict[str, Any]]:
-  """OpenAI's messages as chat templates read them: contents are texts, and arguments objects.
+  """Converts messages: contents become texts, and arguments of tool calls become objects.
 
-  A content with an image is a list of parts, of which some are {"type": "image", "image": SOURCE}.
+  A content with images becomes a list of parts, with {"type": "image", "image": SOURCE} for images.
 
   Args:
-    messages: The messages.
-    sees_images: Whether the model sees images.
+    messages: The messages in OpenAI's format, not checked yet.
+    sees_images: Whether the model accepts images.
 
   Raises:
-    ValueError: They are no messages. What is wrong, in one line.
+    ValueError: The messages are malformed. The error is one line.
   """
   if not isinstance(messages, list) or not messages:
     raise ValueError("messages must be a list of messages, at least one")
@@ -38,7 +38,7 @@ def messages_for_template(messages: Any, sees_images: bool = False) -> list[dict
 
 
 def with_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """The same messages where arguments are texts in JSON, as DeepSeek's templates want them."""
+  """Copies messages with the arguments of calls as JSON texts, as DeepSeek's templates expect."""
   return [
     {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
     if message.get("tool_calls")
@@ -50,7 +50,7 @@ def with_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def with_names(
   calls: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-  """Messages after an answer with these calls, where those of tools have the names of the calls."""
+  """Adds function names to the tool messages in `after`, which answer `calls`, by tool_call_id."""
   names = {call.get("id"): {"name": call["function"]["name"]} for call in calls}
   return [{**names.get(one.get("tool_call_id"), {}), **one} for one in after]
 
@@ -76,7 +76,7 @@ def _for_template(message: Any, sees_images: bool, numbers: Iterator[int]) -> di
 
 
 def _content(content: Any, sees_images: bool, numbers: Iterator[int]) -> str | list[dict[str, Any]]:
-  """A content as a text or, if it has images, as parts. `numbers` are those of the images."""
+  """A content as a text or, if it has images, as parts. `numbers` counts images, for errors."""
   if content is None or isinstance(content, str):
     return content or ""
   parts = content if isinstance(content, list) else [None]
@@ -103,7 +103,7 @@ def _is_text(part: Mapping[str, Any]) -> bool:
 
 
 def _with_object(call: Any) -> dict[str, Any]:
-  """A call whose arguments are an object, not its text in JSON."""
+  """Copies a tool call with its arguments parsed from JSON text."""
   function = call.get("function") if isinstance(call, dict) else None
   if not isinstance(function, dict) or not isinstance(function.get("name"), str):
     raise ValueError("messages: a call must have a function with a name")

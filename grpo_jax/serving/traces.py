@@ -1,7 +1,7 @@
-"""An endpoint records what other programs asked the policy, so that a run can learn from it.
+"""Records the completions that clients request from an endpoint, so that a run can learn from them.
 
-A client names its conversation in its key: `KEY:NAME`. Whatever it asks under that name, the
-endpoint keeps the tokens that it read and wrote.
+A client names its conversation in its API key: `KEY:NAME`. The endpoint records the tokens of all
+prompts and completions of that name.
 """
 
 import collections
@@ -19,16 +19,16 @@ class Trace(NamedTuple):
   """A completion that the policy wrote for a client.
 
   Attributes:
-    prompt: The token ids that it read.
-    tokens: The token ids that it wrote, with the one that ended it.
-    logprobs: Their log-probs at the run's temperature.
-    version: The version of the weights that wrote the last of them.
+    prompt: The token ids of the prompt.
+    tokens: The token ids of the completion, including the one that ended it.
+    logprobs: The log-probs of `tokens` at the run's temperature.
+    version: The version of the weights that wrote the last token.
     finish: "stop" or "length".
-    said: The content of the answer that the client got.
-    calls: The calls of tools in it, as messages have them. Their arguments are dicts.
-    computed: How many tokens of the prompt were computed.
-    number: How many completions the client had asked for before.
-    messages: The messages that the client sent, if it was a conversation. Otherwise None.
+    said: The content of the answer that the client received.
+    calls: The tool calls of the answer, in the format of messages. Their arguments are dicts.
+    computed: How many tokens of the prompt were computed, rather than taken from the cache.
+    number: How many completions of the conversation were requested earlier.
+    messages: The messages that the client sent. None if the request was no conversation.
   """
 
   prompt: list[int]
@@ -44,27 +44,27 @@ class Trace(NamedTuple):
 
 
 class Recorder:
-  """Keeps the traces of conversations. Every method may be called from any thread.
+  """Stores the traces of conversations. Every method may be called from any thread.
 
-  While it records, the run decides how tokens are drawn, because it learns from their log-probs:
-  temperature, filters and seed of a request are not used.
+  While the endpoint records, the run's temperature, filters and seed replace those of requests,
+  because the run learns from the log-probs.
   """
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
     self._traces: dict[str, list[Trace]] = collections.defaultdict(list)
-    # Of prompts: their messages and tools.
+    # (conversation, prompt's token ids) -> the messages and tools that it was rendered from
     self._asked_with: dict[tuple[str, tuple[int, ...]], tuple[Messages, Any]] = {}
-    self._asked: dict[str, int] = collections.defaultdict(int)
+    self._asked: dict[str, int] = collections.defaultdict(int)  # requested completions by name
     self._settings, self._seed = RowSettings(), ""
 
   def begin(self, settings: RowSettings, seed: str) -> None:
-    """Forgets what it has, and draws with other settings.
+    """Drops all traces, and changes how completions are drawn.
 
     Args:
-      settings: How every completion is drawn. A request's own limit of tokens is kept.
-      seed: The random numbers depend on it, on the conversation's name and on how many
-        completions it asked for before.
+      settings: How every completion is drawn. Only the token limit comes from the request.
+      seed: The seed of the random numbers. They also depend on the conversation's name and on how
+        many of its completions were requested earlier.
     """
     with self._lock:
       self._traces.clear()
@@ -73,11 +73,11 @@ class Recorder:
       self._settings, self._seed = settings, seed
 
   def draws(self, name: str, asked: RowSettings) -> tuple[RowSettings, int, int]:
-    """How the next completion of a conversation is drawn.
+    """Decides how the next completion of a conversation is drawn.
 
     Returns:
-      Its settings, the int32 that its random numbers depend on, and how many the client had asked
-      for before.
+      The settings, the int32 that determines the random numbers, and how many completions of the
+      conversation were requested earlier.
     """
     with self._lock:
       count = self._asked[name]
@@ -92,11 +92,12 @@ class Recorder:
       self._asked_with[name, tuple(prompt)] = messages, tools
 
   def earlier(self, name: str, messages: Messages, tools: Any) -> tuple[Trace, Messages] | None:
-    """The completion that messages go on from, and those that follow it.
+    """Finds the completion that a client's messages continue.
 
     Returns:
-      The latest completion of the conversation whose messages these begin with, followed by the
-      answer that the client got, and which had the same tools. None if there is none.
+      (completion, the messages after its answer). It is the latest completion of the conversation
+      for which `messages` begin with its messages and then its answer, and whose tools are the
+      same. None if there is none, or no message follows the answer.
     """
     with self._lock:
       for trace in reversed(self._traces[name]):
@@ -109,22 +110,19 @@ class Recorder:
     return None
 
   def add(self, name: str, trace: Trace) -> None:
-    """Keeps a completion of a conversation."""
+    """Stores a completion of a conversation."""
     with self._lock:
       messages, _ = self._asked_with.get((name, tuple(trace.prompt)), (None, None))
       self._traces[name].append(trace._replace(messages=messages))
 
   def take(self, name: str) -> list[Trace]:
-    """The completions of a conversation in the order in which they were asked for.
-
-    They are then forgotten.
-    """
+    """Removes and returns the completions of a conversation, in the order of their requests."""
     with self._lock:
       return sorted(self._traces.pop(name, []), key=lambda trace: trace.number)
 
 
 def _is_answer(message: Mapping[str, Any], trace: Trace) -> bool:
-  """Whether a message is what the client was answered."""
+  """Whether a message repeats the answer that the client received."""
   if message.get("role") != "assistant" or (message.get("content") or "") != trace.said:
     return False
   return _what_is_called(message.get("tool_calls") or ()) == _what_is_called(trace.calls)

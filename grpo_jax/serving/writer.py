@@ -1,4 +1,4 @@
-"""From requests to the engine and back: prompts become tokens, and rows become choices."""
+"""Connects requests with the engine: tokenizes prompts, submits jobs and collects choices."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ from grpo_jax.serving.tools import with_names, with_texts
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
 
-_FEWEST_CHARACTERS = 2**16  # of the longest prompt, whatever its tokens
-# Stands after the last message where that goes on. No message of a client has it. A template that
-# trims messages takes its blank away.
+_FEWEST_CHARACTERS = 2**16  # the smallest limit of a prompt's characters
+# Marks the end of the last message if the answer continues it. No client writes this text. It ends
+# with a blank, which disappears if the template trims messages.
 _END = "7d1e0c52-the-last-message-goes-on-a94bf3 "
-_MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
+_MOST_BEHIND = 1024  # unsent parts per choice at which the connection of a slow client is cut
 
 Writing = contextlib.AbstractAsyncContextManager[
   tuple[list[AnswerChoice], AsyncIterator[AnswerChoice]]
@@ -34,7 +34,7 @@ Writing = contextlib.AbstractAsyncContextManager[
 
 
 class AnswerWriter:
-  """Lets an engine write what requests ask for."""
+  """Turns requests into jobs of an engine, and the engine's parts into choices."""
 
   def __init__(
     self,
@@ -48,31 +48,31 @@ class AnswerWriter:
     vocabulary: int | None = None,
     images: ImageReader | None = None,
   ) -> None:
-    """Asks nothing yet.
+    """Submits nothing yet.
 
     Args:
-      engine: The engine that writes.
-      tokenizer: Texts to tokens and back.
-      seconds: The longest that an answer may take.
-      recorder: Keeps what the conversations of clients read and wrote.
-      longest: The flag or key that sets the longest prompt, for errors.
-      calls: How the model writes calls of tools, as in environment.calls.
-      vocabulary: How many ids the model has. None means as many as the tokenizer.
-      images: Reads images. None: the model sees none.
+      engine: The engine.
+      tokenizer: The tokenizer of the model.
+      seconds: The timeout of an answer.
+      recorder: Records the completions of conversations, and decides how they are drawn, or None.
+      longest: The flag or config key that sets the longest prompt, for errors.
+      calls: How the model writes tool calls, as in environment.calls.
+      vocabulary: V, how many token ids the model has. None means as many as the tokenizer.
+      images: Reads images. None: the model accepts no images.
     """
     self._engine, self._tokenizer = engine, tokenizer
     self._seconds, self._recorder = seconds, recorder
     self._calls, self._longest = _calls_of(tokenizer, calls), longest
     self._names_calls, self._images = calls != "auto", images
     self._guides = Guides(tokenizer, vocabulary or tokenizer.vocab_size)
-    self._shown = tokenizer.skipped(self._calls.marks)  # by their ids
-    # A longer text has more tokens than a prompt may have. It is not tokenised to count them.
+    self._shown = tokenizer.skipped(self._calls.marks)  # id -> text of special tokens in calls
+    # A longer text surely has too many tokens, and need not be tokenised to count them.
     self._most_characters = max(
       _FEWEST_CHARACTERS, engine.sizes.prompt_tokens * tokenizer.longest_token
     )
 
   def texts(self, name: str) -> Texts:
-    """How texts become tokens in the conversation of this name."""
+    """The functions that tokenize prompts of the conversation `name`."""
     look = self._images.look if self._images else None
     return Texts(self._encode, functools.partial(self._render, name), look)
 
@@ -80,14 +80,14 @@ class AnswerWriter:
   async def choices(
     self, asked: Request, name: str, cut: Callable[[], None]
   ) -> AsyncIterator[tuple[list[AnswerChoice], AsyncIterator[AnswerChoice]]]:
-    """The choices of a request, and what yields each of them whenever it has grown.
+    """Submits a request. Yields its choices, and an iterator of choices that have new tokens.
 
-    However the block ends, the rows that have not ended leave their seats.
+    When the block ends, rows that still run are cancelled.
 
     Args:
       asked: The request.
       name: The conversation's name.
-      cut: Called if the reader of a stream is too slow.
+      cut: Called without arguments if the client of a stream is too slow.
     """
     loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, AnswerPart]]()
 
@@ -129,16 +129,16 @@ class AnswerWriter:
         self._engine.cancel(rows)
 
   def record(self, name: str, choices: Sequence[AnswerChoice]) -> None:
-    """Keeps the choices of an answer that was given, if they are to be learned from."""
+    """Records the choices of a completed answer, if there is a recorder."""
     if self._recorder is not None:
       for choice in choices:
         self._recorder.add(name, choice.trace())
 
   def with_guides(self, asked: Request) -> Request:
-    """A request with the guides of its form. A large schema takes seconds: call it in a thread.
+    """Adds guides to a request with a form. A large schema takes seconds: call it in a thread.
 
     Raises:
-      RequestError: No answer can have the form here.
+      RequestError: The form is not supported, or a recorded request changes how tokens are drawn.
     """
     if self._recorder is not None:
       _check_recorded(asked)
@@ -147,10 +147,10 @@ class AnswerWriter:
     return dataclasses.replace(asked, guides=self._guides.of(asked.form, asked.choices))
 
   def with_images(self, asked: Request) -> Request:
-    """A request with its images decoded, which takes long: call it in a thread.
+    """Decodes the images of a request, which takes long: call it in a thread.
 
     Raises:
-      RequestError: One is damaged.
+      RequestError: An image is damaged.
     """
     try:
       seen = asked.unread.decode(asked.prompts[0], self._engine.sizes.prompt_tokens)
@@ -159,7 +159,7 @@ class AnswerWriter:
     return dataclasses.replace(asked, seen=seen, unread=None)
 
   def _draws(self, asked: Request, name: str, choice: AnswerChoice) -> tuple[RowSettings, int]:
-    """How the tokens of a choice are drawn, and the number of its row."""
+    """The settings of a choice's row, and the int32 that determines the random numbers."""
     if self._recorder is not None:
       settings, number, choice.number = self._recorder.draws(name, asked.settings)
       return settings, number
@@ -168,7 +168,7 @@ class AnswerWriter:
   async def _parts(
     self, choices: list[AnswerChoice], heard: asyncio.Queue[tuple[int, AnswerPart]]
   ) -> AsyncIterator[AnswerChoice]:
-    """Adds the parts that were heard to the choices, and yields each choice that has grown."""
+    """Adds (index, part) entries of the queue to choices[index]. Yields the choice after each."""
     going = len(choices)
     deadline = asyncio.get_running_loop().time() + self._seconds
     while going:
@@ -182,7 +182,7 @@ class AnswerWriter:
       if part.finish == "closed":
         raise stopping()
       if part.finish == "failed":
-        raise RequestError("the server failed at the images; its log says why", status=500)
+        raise RequestError("the server could not encode the images; its log says why", status=500)
       choices[index].add(part)
       going -= bool(part.finish)
       yield choices[index]
@@ -201,7 +201,7 @@ class AnswerWriter:
       raise stopping() from None
 
   def _check_length(self, text: str, name: str) -> None:
-    """Raises RequestError for a text that is longer than the tokens of a prompt can be."""
+    """Raises RequestError for a text that surely has more tokens than a prompt may have."""
     if len(text) > self._most_characters:
       raise RequestError(
         f"{name}: {len(text)} characters, and this server takes at most {self._most_characters}"
@@ -222,17 +222,17 @@ class AnswerWriter:
     options: dict[str, Any],
     images: UnreadImages | None = None,
   ) -> list[int]:
-    """The token ids of the prompt that a conversation makes.
+    """Renders and tokenizes a conversation.
 
-    While the endpoint records for training, an earlier answer of the policy keeps the tokens that
-    the policy drew: its text could become other tokens, which it never drew.
+    If the endpoint records for training, earlier answers keep the tokens that the policy drew.
+    Tokenizing their texts again might yield other tokens, which the policy never drew.
 
     Args:
       name: The name of the conversation.
       messages: The messages.
       tools: The tools that the client offers, or None.
-      options: The options of the chat template.
-      images: The images that have places in the messages, or None.
+      options: Variables of the chat template, with `GOES_ON` to continue the last message.
+      images: The images, for which the messages have placeholders, or None.
     """
     if tools and not self._reads_calls:
       raise RequestError(
@@ -240,7 +240,7 @@ class AnswerWriter:
         " read here; leave tools out",
         "tools",
       )
-    shown = [tools, options]  # to the model, besides the messages
+    shown = [tools, options]  # an earlier answer counts only if its prompt had the same
     recorded = self._recorder.earlier(name, messages, shown) if self._recorder else None
     if recorded is None or GOES_ON in options:
       text = self._rendered(messages, tools, options)
@@ -264,7 +264,7 @@ class AnswerWriter:
     tools: list[dict[str, Any]] | None,
     options: dict[str, Any],
   ) -> str:
-    """A conversation as a text. If the template takes no calls as objects, they become texts."""
+    """Renders a conversation. If that fails, retries with arguments of calls as JSON texts."""
     given = {name: value for name, value in options.items() if name != GOES_ON}
     goes_on = GOES_ON in options
 
@@ -292,7 +292,7 @@ class AnswerWriter:
 
 
 def _check_recorded(asked: Request) -> None:
-  """Raises RequestError for what a run cannot learn from."""
+  """Raises RequestError for parameters that change what the policy would write by itself."""
   param = "logit_bias" if asked.bias else "max_tokens" if not asked.settings.max_tokens else None
   param = asked.form.param if asked.form else param
   if param is not None:
@@ -301,12 +301,12 @@ def _check_recorded(asked: Request) -> None:
 
 
 def stopping() -> RequestError:
-  """The error of a request that comes too late."""
+  """The error for a request that arrives while the server stops."""
   return RequestError("the server is stopping", status=503, code="stopping")
 
 
 def _calls_of(tokenizer: Tokenizer, calls: str) -> Format:
-  """How the model writes calls of tools, where `calls` is as in environment.calls."""
+  """The format of the model's tool calls. `calls` is as in environment.calls."""
   try:
     template = tokenizer.template
   except ConfigError:  # it has no chat template
@@ -315,7 +315,7 @@ def _calls_of(tokenizer: Tokenizer, calls: str) -> Format:
 
 
 def _without_end(text: str) -> str:
-  """A rendered conversation up to the end of its last message's content, where `_END` is."""
+  """Cuts a rendered conversation at `_END`, the end of the last message's content."""
   place = text.rfind(_END.strip())
   if place < 0:
     raise RequestError(
@@ -327,7 +327,7 @@ def _without_end(text: str) -> str:
 
 
 def _end_at_ids(stop_ids: tuple[int, ...], end: End | None) -> End:
-  """Ends a row after one of these token ids, or where `end` does."""
+  """Makes an `End` that cuts rows after one of these token ids, or where `end` does, if earlier."""
 
   def end_of(ids: Sequence[int], seen: int) -> int | None:
     place = next((i + 1 for i in range(seen, len(ids)) if ids[i] in stop_ids), None)
@@ -338,8 +338,8 @@ def _end_at_ids(stop_ids: tuple[int, ...], end: End | None) -> End:
 
 
 def _end_of(stop: tuple[str, ...], decode: Decode) -> End:
-  """Ends a row at texts. It decodes the last tokens alone, those that such a text may lie in."""
-  end, tokens = end_at(stop, decode), 4 * max(map(len, stop))  # a character has up to four
+  """Makes an `End` that cuts rows at stop texts. It only decodes tokens that may belong to one."""
+  end, tokens = end_at(stop, decode), 4 * max(map(len, stop))  # up to four tokens per character
 
   def end_of_last(ids: Sequence[int], seen: int) -> int | None:
     start = max(0, seen - tokens)

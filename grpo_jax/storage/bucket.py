@@ -1,8 +1,8 @@
-"""Folders of Google Cloud Storage, named gs://BUCKET/FOLDER.
+"""Folders in Google Cloud Storage, named gs://BUCKET/FOLDER.
 
-A bucket holds whole objects by name. None of them can be appended to, none can be locked, and a
-folder is only what their names have in common. Orbax writes checkpoints into a bucket directly, and
-`bucket_files.py` copies everything else there.
+A bucket holds objects by name, which cannot be appended to or locked. A folder is only a common
+prefix of names. Orbax writes checkpoints into a bucket directly, and `bucket_files.py` copies all
+other files there.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, RunFailed, path_of, path_text
 
 _SCHEME = "gs://"
-COMMITTED = "commit_success.txt"  # what orbax writes last into a checkpoint in a bucket
+COMMITTED = "commit_success.txt"  # the object that orbax writes last for a checkpoint in a bucket
 
 
 def is_bucket(path: Any) -> bool:
-  """Whether the path, or the name of one, lies in a bucket."""
+  """Whether a path, or its name, is in a bucket."""
   return str(path).startswith(_SCHEME)
 
 
 def folder(name: str | Path) -> Path:
-  """The folder of this name: a Path, or for a bucket an epath.Path, which is used like one.
+  """The folder with this name: a Path, or for a bucket an epath.Path, which has the same methods.
 
   Raises:
-    ConfigError: It is no path, or in object storage that cannot be used.
+    ConfigError: The name is not a path, or it is in object storage that cannot be used.
   """
   text = path_text(name, "workdir")
   if "://" not in text:
@@ -50,9 +50,10 @@ def folder(name: str | Path) -> Path:
 
 @contextlib.contextmanager
 def reaching(path: Any, fails_with: type[Exception] = RunFailed) -> Iterator[None]:
-  """Makes one line of what fails in a bucket, and says what takes long. Leaves other folders alone.
+  """Turns any error while accessing a bucket into `fails_with`, and shows that the access is slow.
 
-  Each of gcsfs, google.auth, aiohttp and tensorstore has exceptions of its own.
+  gcsfs, google.auth, aiohttp and tensorstore raise different exceptions. If `path` is not in a
+  bucket, this does nothing.
   """
   try:
     with doing(f"waiting for {path}") if is_bucket(path) else contextlib.nullcontext():
@@ -70,11 +71,11 @@ def reaching(path: Any, fails_with: type[Exception] = RunFailed) -> Iterator[Non
 
 
 def _set_up() -> None:
-  """Sets how epath reaches buckets. It must happen before the first access."""
+  """Configures how epath accesses buckets. Call it before the first access."""
   import fsspec  # here, because runs on disks do not need it
 
-  # With TensorFlow installed, epath would use that, and it would take the memory of the GPUs.
+  # If TensorFlow is installed, epath would use it, and it would take the memory of the GPUs.
   os.environ.setdefault("EPATH_USE_TF", "false")
-  # Tensorstore and other processes write, too, so a listing that is kept would be out of date.
+  # Tensorstore and other processes write, too, so a cached listing would be out of date.
   fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
-  logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it raises what it logs
+  logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also raises the errors that it logs

@@ -1,10 +1,10 @@
-"""The files of a run: on its disk, or on this machine and in a bucket.
+"""The files of a run: on a disk, or in a bucket with a copy on this machine.
 
-metrics.jsonl and the event files grow by a row at a time, which objects of a bucket cannot. So the
-first process writes the files of a run in a bucket to a folder of this machine, and uploads whole
-ones that have changed: before each checkpoint, at the end, and now and then in between. A run that
-is killed and goes on, here or on another machine, starts with the files of the bucket. They have
-all rows up to each of its checkpoints.
+metrics.jsonl and the event files grow row by row, but objects in a bucket cannot be appended to. So
+if the run's folder is in a bucket, the first process writes the files to a local folder, and
+uploads each file that has changed: before each checkpoint, at the end, and after a step if the last
+upload was UPLOAD_EVERY_S ago. A killed run that continues, here or on another machine, starts with
+the files in the bucket, which have all rows up to the newest checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ _NOT_COPIED = {"checkpoints", "reference", LOCK_FILE}
 
 
 def local_files(workdir: Path) -> Path:
-  """The folder of this machine where the run in `workdir` writes its files."""
+  """The local folder to which the run in `workdir` writes: a cache folder, or `workdir` itself."""
   if not is_bucket(workdir):
     return workdir
   digest = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
@@ -37,12 +37,12 @@ def local_files(workdir: Path) -> Path:
 def run_files(
   workdir: Path, warn: Callable[[str], None], stop: Callable[[str], None]
 ) -> "DiskFiles | BucketFiles":
-  """The files of a run. Only its first process may call their methods.
+  """Makes the object that manages a run's files. Only the first process may call its methods.
 
   Args:
     workdir: The run's folder.
-    warn: Receives a line about what does not stop the run.
-    stop: Asks the run to stop, with the reason, when another run has taken its folder.
+    warn: warn(line) reports a problem that does not stop the run.
+    stop: stop(reason) asks the run to stop, because another run has taken over its folder.
   """
   if is_bucket(workdir):
     return BucketFiles(workdir, local_files(workdir), warn, stop)
@@ -50,7 +50,7 @@ def run_files(
 
 
 class DiskFiles:
-  """The files of a run on a disk, where they stay."""
+  """The files of a run on a disk. They need no copy."""
 
   def __init__(self, workdir: Path, warn: Callable[[str], None]) -> None:
     self._workdir, self._warn = workdir, warn
@@ -80,23 +80,24 @@ class BucketFiles:
     stop: Callable[[str], None],
     times: bucket_lock.Times = bucket_lock.Times(),  # noqa: B008, which is frozen
   ) -> None:
-    """Touches neither folder. The arguments are those of `run_files`, and the copy's folder."""
+    """Touches neither folder. `copy` is the local folder. For the others, see `run_files`."""
     self._workdir, self._copy = workdir, copy
     self._warn, self._stop, self._times = warn, stop, times
     self._lock: bucket_lock.BucketLock | None = None
-    self._uploaded: dict[str, Any] | None = None  # None until the copy is made
+    # `_states` of the files in the bucket. None until `download` has made the copy.
+    self._uploaded: dict[str, Any] | None = None
     self._last_upload = time.monotonic()
 
   @contextlib.contextmanager
   def held(self) -> Iterator[None]:
-    """Keeps other runs out of the folder. At its end, uploads what is not uploaded yet.
+    """Keeps other runs out of the folder. When the block ends, uploads all changed files.
 
     Raises:
       ConfigError: Another run holds the folder, or the bucket cannot be used.
     """
     path = self._copy / LOCK_FILE
-    # The kernel's lock on the copy proves that the run which left this file is dead, so that the
-    # same command, on the same machine, need not wait until its lock in the bucket expires.
+    # If we get the kernel's lock on the copy, the run that left this file is dead. Then a restart
+    # on the same machine need not wait until that run's lock in the bucket expires.
     dead = path.read_text() if path.exists() else ""
     with lock.held(self._copy, self._warn, self._workdir):
       self._lock = bucket_lock.BucketLock(self._workdir, path.read_text(), self._times)
@@ -104,13 +105,13 @@ class BucketFiles:
         try:
           yield
         except BaseException:
-          with contextlib.suppress(Exception):  # the first error says why the run ends
+          with contextlib.suppress(Exception):  # the error that ends the run must be raised
             self.upload()
           raise
         self.upload()
 
   def download(self) -> None:
-    """Makes the copy anew from the bucket."""
+    """Replaces the local copy by the files in the bucket."""
     for entry in self._copy.iterdir():
       if entry.is_dir():
         shutil.rmtree(entry)
@@ -126,10 +127,10 @@ class BucketFiles:
     self._uploaded = self._states()
 
   def upload(self) -> None:
-    """Uploads the files that have changed and removes from the bucket those that were removed.
+    """Uploads files that have changed, and deletes from the bucket those that were deleted here.
 
     Raises:
-      RunFailed: The bucket cannot be written, or another run has taken the folder.
+      RunFailed: The bucket cannot be written, or another run has taken over the folder.
     """
     if self._uploaded is None:
       return
@@ -146,7 +147,7 @@ class BucketFiles:
     self._uploaded, self._last_upload = states, time.monotonic()
 
   def upload_if_due(self) -> None:
-    """Uploads as `upload` does if the last time is long ago. A failure is only a warning."""
+    """Calls `upload` if the last upload was UPLOAD_EVERY_S ago. A failure is only a warning."""
     if time.monotonic() - self._last_upload < UPLOAD_EVERY_S:
       return
     try:
@@ -156,13 +157,13 @@ class BucketFiles:
       self._warn(f"not uploaded now, and tried again later: {error}")
 
   def _bucket(self) -> tuple[Any, str]:
-    """The file system that epath itself uses, as it copies many files at a time, and the folder."""
+    """The bucket's fsspec file system, which can copy many files at once, and the run's folder."""
     import fsspec  # here, because runs on disks do not need it
 
     return fsspec.core.url_to_fs(str(self._workdir))
 
   def _states(self) -> dict[str, Any]:
-    """The regular files of the copy by name, each with what changes when the file does."""
+    """The size and modification time of each regular file of the copy, by its relative path."""
     states = {}
     for path in self._copy.rglob("*"):
       if path.is_file() and not path.is_symlink() and path.name != LOCK_FILE:

@@ -1,11 +1,12 @@
-"""A run's folder in a bucket belongs to one run at a time.
+"""Locks a run's folder in a bucket, so that only one run uses it at a time.
 
-A bucket has no locks. Instead, an object says who uses the folder, and its holder writes it again
-every few seconds. Another run waits until the object changes, and is then refused, or until it has
-not changed for so long that its holder must be dead. Clocks may differ by less than that.
+A bucket has no locks. Instead, an object names the run that holds the folder, and this run rewrites
+the object every few seconds. Another run waits until the object changes, and is then refused, or
+until the object has not changed for `Times.expires` seconds, so that its holder counts as dead.
+Clocks of machines may differ by less than that.
 
-Two runs that find a folder free at the same time both write the object. The later one wins, and the
-other one notices when it reads the object again.
+If two runs find a folder free at the same time, both write the object. The later write wins, and
+the other run notices when it reads the object again.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +29,10 @@ class Times:
   """How often the object is written and read, in seconds.
 
   Attributes:
-    renewed: Between two writes by the holder.
-    expires: After the last write, the holder counts as dead.
-    settles: Between the first write and reading it again.
-    looks: Between two looks of a run that waits.
+    renewed: The time between two writes by the holder.
+    expires: The time after the last write when the holder counts as dead.
+    settles: The time between the first write and the check that no other run wrote later.
+    looks: The time between two reads by a run that waits.
   """
 
   renewed: float = 10
@@ -42,29 +43,31 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
+  """The content of the lock object."""
+
   holder: str
-  renewed: float  # in seconds since 1970, by the clock of the holder
+  renewed: float  # the time of the last write in seconds since 1970, by the holder's clock
 
 
 class BucketLock:
   """The lock that a run holds while it uses a folder in a bucket."""
 
   def __init__(self, workdir: Path, holder: str, times: Times) -> None:
-    """`holder` says who holds it. No other run of any time may have the same words."""
+    """`holder` is the name of this run. It must be unique among all runs, also earlier ones."""
     self._workdir = workdir
     self._path = workdir / LOCK_FILE
     self._holder = holder
     self._times = times
 
   def take(self, dead: str, warn: Callable[[str], None]) -> None:
-    """Takes the folder if no living run has it.
+    """Takes the lock, unless a living run holds it.
 
     Args:
       dead: A holder that is known to be dead, or "".
-      warn: Receives a line before this waits, and if another run has left the folder.
+      warn: warn(line) is called before this waits, and if a dead run left the lock behind.
 
     Raises:
-      ConfigError: Another run has the folder.
+      ConfigError: Another run holds the lock.
     """
     other = self._read()
     if other is not None and other.holder != dead:
@@ -74,7 +77,7 @@ class BucketLock:
     self._refuse_if_other(self._read())
 
   def check(self) -> None:
-    """Raises RunFailed if another run has taken the folder."""
+    """Raises RunFailed if another run has taken over the folder."""
     other = self._read()
     if other is not None and other.holder != self._holder:
       raise RunFailed(
@@ -83,7 +86,7 @@ class BucketLock:
       )
 
   def keep(self, ended: threading.Event, on_lost: Callable[[str], None]) -> None:
-    """Renews the lock until `ended` is set, or until another run has the folder."""
+    """Renews the lock until `ended` is set. Calls `on_lost(reason)` if another run has it."""
     while not ended.wait(self._times.renewed):
       try:
         self.check()
@@ -91,17 +94,17 @@ class BucketLock:
       except RunFailed as error:
         on_lost(str(error))
         return
-      except Exception:  # the network is down. What is saved next says so, if it still is then
+      except Exception:  # the network is down. If it stays down, the next save reports it.
         continue
 
   def release(self) -> None:
-    """Removes the object if it is this run's."""
-    there = self._read()
-    if there is not None and there.holder == self._holder:
+    """Removes the object if this run holds the lock."""
+    found = self._read()
+    if found is not None and found.holder == self._holder:
       self._path.unlink()
 
   def _wait_for_its_end(self, other: _Held, warn: Callable[[str], None]) -> None:
-    """Returns when the other run has ended or counts as dead. Raises ConfigError if it lives."""
+    """Returns when the other run has ended or counts as dead. Raises ConfigError if it is alive."""
     age = max(0.0, time.time() - other.renewed)
     left = self._times.expires - age
     if left > 0:
@@ -112,21 +115,23 @@ class BucketLock:
     deadline = time.monotonic() + left
     while time.monotonic() < deadline:
       time.sleep(self._times.looks)
-      there = self._read()
-      if there is None:
+      found = self._read()
+      if found is None:
         return
-      if there != other:
-        self._refuse_if_other(there)
+      if found != other:
+        self._refuse_if_other(found)
     warn(f"{self._workdir} was left by {other.holder}, which counts as dead: going on")
 
-  def _refuse_if_other(self, there: _Held | None) -> None:
-    if there is not None and there.holder != self._holder:
+  def _refuse_if_other(self, found: _Held | None) -> None:
+    """Raises ConfigError if the lock object names another run."""
+    if found is not None and found.holder != self._holder:
       raise ConfigError(
-        f"--workdir={self._workdir} is in use by {there.holder}: wait for its end, or name another"
+        f"--workdir={self._workdir} is in use by {found.holder}: wait for its end, or name another"
         " folder"
       )
 
   def _read(self) -> _Held | None:
+    """Reads the lock object, or returns None if there is none. ConfigError for other content."""
     for _ in range(_LOOKS_AT_A_DAMAGED_LOCK):  # it may be read while it is written
       try:
         return _Held(**json.loads(self._path.read_text()))
@@ -144,17 +149,17 @@ class BucketLock:
 def held(
   lock: BucketLock, workdir: Path, dead: str, warn: Callable[[str], None], lost: Callable
 ) -> Iterator[None]:
-  """Holds the lock.
+  """Takes the lock, renews it in a thread within the block, and releases it.
 
   Args:
     lock: The lock of the folder `workdir`.
     workdir: The folder, for messages.
     dead: A holder that is known to be dead, or "".
-    warn: Receives a line, as in `BucketLock.take`.
-    lost: Receives a line, in another thread, when another run has taken the folder.
+    warn: warn(line), as in `BucketLock.take`.
+    lost: lost(reason) is called in the thread if another run has taken over the folder.
 
   Raises:
-    ConfigError: Another run has the folder, or the bucket cannot be used.
+    ConfigError: Another run holds the lock, or the bucket cannot be used.
   """
   with reaching(workdir, ConfigError):
     lock.take(dead, warn)
@@ -166,5 +171,5 @@ def held(
   finally:
     ended.set()
     thread.join()
-    with contextlib.suppress(Exception):  # then it expires
+    with contextlib.suppress(Exception):  # the lock then expires
       lock.release()

@@ -1,8 +1,8 @@
-"""Saves and restores checkpoints through orbax: asynchronous, atomic, and never silently damaged.
+"""Saves and restores checkpoints through orbax, asynchronously and atomically.
 
 A checkpoint is a folder named by its step. When it is complete, orbax renames it from a temporary
-name, or adds a last object in a bucket, so what a killed save leaves is known. The newest few
-checkpoints are kept. `manifest.py` says how damage is noticed.
+name, or in a bucket adds a last object, so unfinished checkpoints can be recognised. The newest few
+checkpoints are kept. `manifest.py` explains how damaged checkpoints are detected.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ from grpo_jax.storage.workdir import saved_steps, unfinished
 
 
 class Checkpoints:
-  """The checkpoints of one run.
-
-  Only `save`, `restore_latest` and `remove_unfinished` change the folder, and only one run may call
-  them.
-  """
+  """The checkpoints of one run, which alone may call methods that save or remove checkpoints."""
 
   def __init__(
     self,
@@ -49,10 +45,10 @@ class Checkpoints:
 
     Args:
       directory: The folder of the checkpoints. The first save creates it.
-      keep: How many checkpoints are kept. A save deletes older ones.
-      warn: Receives one line for each damaged checkpoint.
-      layers_of: The name of a leaf -> the names of the single layers that it holds, which
-        checkpoints of earlier versions have instead.
+      keep: How many checkpoints to keep. A save deletes older ones.
+      warn: warn(line) is called for each damaged checkpoint.
+      layers_of: layers_of(name of a stacked leaf) -> the names of its single layers, which
+        checkpoints of earlier versions hold instead.
     """
     self.directory = folder(directory) if is_bucket(directory) else Path(directory).absolute()
     self._keep = keep
@@ -61,36 +57,36 @@ class Checkpoints:
     self._manager: ocp.CheckpointManager | None = None
 
   def steps(self) -> list[int]:
-    """The steps whose checkpoints are complete (damaged or not), ascending."""
+    """The steps with complete checkpoints (damaged or not), in ascending order."""
     return saved_steps(self.directory)
 
   def has(self, step: int) -> bool:
-    """Whether the checkpoint of a step is complete. It waits for the save before."""
+    """Whether the checkpoint of a step is complete. Waits for a save that is still running."""
     self.wait()
     return step in self.steps()
 
   def remove_unfinished(self) -> None:
-    """Removes what saves have left that were killed or that failed. It may fill the disk."""
+    """Removes the files of saves that were killed or failed, because they may fill the disk."""
     if jax.process_index() == 0:
       for path in unfinished(self.directory):
         epath.Path(path).rmtree()
 
   def save(self, step: int, state: Any) -> None:
-    """Copies `state` and starts to write it. Does nothing if the step is already there.
+    """Copies `state` and starts to write it. Does nothing if the step is already saved.
 
     Returns as soon as the copy is made, so the caller may donate or change `state`. The writing
     continues in the background.
 
     Args:
-      step: The name of the checkpoint.
+      step: The step, which names the checkpoint.
       state: A dict or dataclass of groups, each a tree of arrays. Leaves that are not JAX arrays
-        are saved as numpy arrays of the host. They must be the same on every process, and the ones
-        that are written are those of the first process.
+        are saved as numpy arrays. They must be equal on all processes, and the first process writes
+        them.
 
     Raises:
       ValueError: A key in `state` contains a dot.
-      Exception: Whatever went wrong with the save before this one. `disk.explain` says whether the
-        disk is the reason.
+      Exception: The previous save failed. `write_errors.explain` tells whether the disk is to
+        blame.
     """
     if self.has(step):
       return
@@ -106,16 +102,17 @@ class Checkpoints:
   def restore_latest(
     self, abstract_state: Any, optional: Collection[str] = ()
   ) -> tuple[int, Any] | None:
-    """The newest checkpoint that is not damaged, as (step, state), or None if there are none.
+    """Restores the newest checkpoint that is not damaged.
 
-    Renames damaged checkpoints that are newer than that to STEP.damaged, and warns about them.
+    Renames newer, damaged checkpoints to STEP.damaged, and warns about them.
 
     Args:
       abstract_state: A state whose leaves have the shapes, dtypes and shardings to restore.
-      optional: Names of groups on the host that older checkpoints lack, such as "host". Such a
-        group is restored as nested dicts of numpy arrays with exactly the leaves that were saved,
-        even if `abstract_state` has others there. Where the checkpoint lacks the group, the value
-        that `abstract_state` has there is returned.
+      optional: Names of groups on the host that older checkpoints may lack, such as "host". See
+        `checkpoint_reader.read`.
+
+    Returns:
+      (step, state), or None if there are no checkpoints.
 
     Raises:
       ConfigError: All checkpoints are damaged, or the checkpoint holds another tree.
@@ -136,19 +133,15 @@ class Checkpoints:
     return step, state
 
   def restore(self, step: int, abstract_state: Any) -> Any:
-    """The state saved at `step`.
-
-    Raises:
-      ConfigError: The checkpoint does not exist, is damaged, or holds another tree.
-    """
+    """Restores the state of `step`. ConfigError if it is missing, damaged or another tree."""
     return self._read_first_intact([step], abstract_state)[1]
 
   def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
-    """(step, params) of one checkpoint, without reading the rest of its state.
+    """Restores only the parameters of a checkpoint. Returns (step, parameters).
 
     Args:
       abstract_params: The shapes, dtypes and shardings of the parameters.
-      step: The checkpoint's step. None means the newest one that is not damaged.
+      step: The step of the checkpoint. None means the newest one that is not damaged.
 
     Raises:
       ConfigError: No such checkpoint exists, it is damaged, or it holds other parameters.
@@ -165,25 +158,26 @@ class Checkpoints:
     return step, state["params"]
 
   def wait(self) -> None:
-    """Returns when everything that was saved is on disk. Raises if that failed."""
+    """Waits until all saves are on disk. Raises the error of a save that failed."""
     if self._manager is not None:
       with naming(self.directory), reaching(self.directory):
         self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits as `wait` does, then frees the threads. The object can be used again."""
+    """Waits like `wait`, then frees the threads. The object can be used again."""
     manager, self._manager = self._manager, None
     if manager is not None:
       with naming(self.directory), reaching(self.directory):
         manager.close()
 
   def _writer(self) -> ocp.CheckpointManager:
+    """The manager that writes, which is made at the first save."""
     if self._manager is None:
       options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
-        # In a bucket, orbax would also remove what others have put there.
+        # In a bucket, orbax would also remove objects that others have put there.
         cleanup_tmp_directories=not is_bucket(self.directory),
-        # Otherwise garbled metadata of an old checkpoint would stop the run.
+        # Otherwise damaged metadata of an old checkpoint would stop the run.
         lightweight_initialize=True,
       )
       self._manager = ocp.CheckpointManager(self.directory, options=options)
@@ -192,7 +186,11 @@ class Checkpoints:
   def _read_first_intact(
     self, steps: list[int], abstract: Any, optional: Collection[str] = (), whole: bool = True
   ) -> tuple[int, Any, dict[Path, checkpoint_reader.Damaged]]:
-    """(step, state, the damaged checkpoints before it in `steps`, each with its error)."""
+    """Restores the first of the checkpoints `steps` that is not damaged (see `checkpoint_reader`).
+
+    Returns (its step, its state, the damaged checkpoints before it in `steps` and their errors).
+    Raises ConfigError if all are damaged.
+    """
     damaged: dict[Path, checkpoint_reader.Damaged] = {}
     for step in steps:
       path = self.directory / str(step)
@@ -214,7 +212,7 @@ class Checkpoints:
 
 
 def save_tree(path: str | Path, tree: Any) -> None:
-  """Writes a tree of arrays and waits. If it is killed, `path` still holds the earlier tree."""
+  """Writes a tree of arrays and waits. If it is killed, `path` keeps the earlier tree."""
   store = Checkpoints(path, keep=1)
   store.save(max(store.steps(), default=-1) + 1, {"tree": tree})
   store.close()
@@ -225,13 +223,12 @@ def restore_tree(
   abstract: Any,
   layers_of: checkpoint_reader.LayersOf = checkpoint_reader.no_layers,
 ) -> Any:
-  """The tree that `save_tree` wrote to `path`.
+  """Restores the tree that `save_tree` wrote to `path`.
 
   Args:
-    path: The folder given to `save_tree`.
+    path: The folder of the tree.
     abstract: The shapes, dtypes and shardings of the tree.
-    layers_of: The name of a leaf -> the names of the single layers that it holds, which trees of
-      earlier versions have instead.
+    layers_of: As in `Checkpoints`.
 
   Raises:
     ConfigError: The folder does not exist, is damaged, or holds another tree.
@@ -246,12 +243,12 @@ def restore_tree(
 
 
 def _own_array(leaf: Any) -> jax.Array | np.ndarray:
-  """A JAX array as it is; anything else as a numpy array that later changes do not reach."""
+  """Returns a JAX array unchanged, and a numpy copy of anything else, which may change later."""
   return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
 
 
 def _set_aside(path: Path) -> str:
-  """Renames a damaged checkpoint to a name that is free, and returns that name."""
+  """Renames a damaged checkpoint to an unused name, and returns that name."""
   name = f"{path.name}.damaged"
   number = 2
   while path.with_name(name).exists():
@@ -266,7 +263,7 @@ if TYPE_CHECKING:
 
 
 def silence_orbax() -> None:
-  """Installs the filters. Call it once, before orbax reads or writes anything."""
+  """Filters orbax's log messages and reports. Call it once, before orbax reads or writes."""
   report = sys.unraisablehook
 
   def report_unless_orbax(unraisable: UnraisableHookArgs) -> None:
@@ -279,21 +276,21 @@ def silence_orbax() -> None:
 
 
 def _is_orbax_noise(unraisable: UnraisableHookArgs) -> bool:
-  """True for tasks that orbax abandons when it cannot read an array."""
+  """Whether the report is about a task that orbax abandons when it cannot read an array."""
   code: CodeType | None = getattr(unraisable.object, "cr_code", None)
   abandoned = code is not None and "orbax" in code.co_filename
   return abandoned or str(unraisable.exc_value) == "Event loop is closed"
 
 
 def _keep_asyncio_record(record: logging.LogRecord) -> bool:
-  """Drops what asyncio says about tasks of orbax: it raises their errors, too."""
+  """Drops asyncio's messages about tasks of orbax, because orbax also raises their errors."""
   frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
   places = [record.getMessage(), *(frame.filename for frame in frames)]
   return not any(re.search("orbax|tensorstore", place) for place in places)
 
 
 def _keep_absl_record(record: logging.LogRecord) -> bool:
-  """Drops orbax's progress messages, and its errors: it raises each of them, too."""
+  """Drops orbax's messages other than warnings, because orbax also raises its errors."""
   return record.levelno == logging.WARNING or "orbax" not in record.pathname
 
 

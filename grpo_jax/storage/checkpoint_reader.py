@@ -1,4 +1,4 @@
-"""Reads one checkpoint from disk and verifies that its arrays are the ones that were saved."""
+"""Reads one checkpoint from disk and verifies that its arrays equal those that were saved."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def read(
   whole: bool = True,
   layers_of: LayersOf = no_layers,
 ) -> Any:
-  """The tree of the checkpoint at `path`.
+  """Restores the tree of the checkpoint at `path`. All processes call it together.
 
   Args:
     path: The folder of one step.
     abstract: The tree to restore. Its top level is a dict or a dataclass of groups. Each leaf has a
-      shape and a dtype, and a sharding where the array belongs on the devices.
+      shape and a dtype, and a sharding if the array belongs on the devices.
     optional: Names of groups on the host that a checkpoint may lack. Such a group is restored as
-      nested dicts of numpy arrays with the leaves that were saved, whichever leaves `abstract` has
-      there. Where the checkpoint lacks the group, the value in `abstract` is returned.
+      nested dicts of numpy arrays with the leaves that were saved, even if `abstract` has other
+      leaves. If the checkpoint lacks the group, the value in `abstract` is returned.
     whole: Whether the checkpoint must hold no groups that `abstract` lacks.
-    layers_of: The name of a leaf -> the names of the single layers that it holds. Where a
-      checkpoint has these instead, as earlier versions saved them, they are stacked.
+    layers_of: layers_of(name of a stacked leaf) -> the names of its single layers. If a checkpoint
+      of an earlier version holds these instead, they are stacked.
 
   Raises:
-    Damaged: The checkpoint cannot be read, or is not what was saved.
+    Damaged: The checkpoint cannot be read, or differs from what was saved.
     ConfigError: The checkpoint holds another tree.
   """
   subtrees, structure = _groups_of(abstract)
@@ -63,7 +63,8 @@ def read(
   saved = strict_entries | _entries_of(manifest, subtrees.keys() & set(optional))
 
   arrays = _attempt(lambda: _read_arrays(reader, path, saved, wanted))
-  # `_read_arrays` has verified those of the host. All processes verify those on devices together.
+  # `_read_arrays` has verified the arrays of the host. Those on devices may be split over
+  # processes, so all processes verify them together.
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=False), saved)
   if damaged:
     raise Damaged(f"{damaged} is not what was saved")
@@ -74,11 +75,7 @@ def read(
 
 
 def read_manifest(path: Path) -> fmt.Manifest:
-  """The names, shapes, dtypes and digests of the arrays of the checkpoint at `path`.
-
-  Raises:
-    Damaged: It cannot be read, or is not what was saved.
-  """
+  """Reads the entries of the arrays in the checkpoint at `path`. Raises Damaged if that fails."""
   args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
   return _attempt(lambda: fmt.unseal(_make_reader().restore(path, args)["manifest"]))
 
@@ -86,7 +83,7 @@ def read_manifest(path: Path) -> fmt.Manifest:
 def _restore_group(
   group: str, abstract: Any, arrays: Mapping[str, Any], optional: Collection[str]
 ) -> Any:
-  """One group of the restored tree, from all the named arrays."""
+  """Builds one group of the restored tree from `arrays`, which holds all arrays by name."""
   if group not in optional:
     leaves = [arrays[name] for name in fmt.flatten({group: abstract})]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
@@ -101,14 +98,12 @@ def _groups_of(tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _entries_of(manifest: fmt.Manifest, groups: Collection[str]) -> fmt.Manifest:
+  """The entries of the manifest that belong to these groups."""
   return {name: entry for name, entry in manifest.items() if fmt.group_of(name) in groups}
 
 
 def _make_reader() -> ocp.Checkpointer:
-  """A reader for this process alone.
-
-  It has no barriers, because a process that cannot read would leave the others waiting in them.
-  """
+  """A reader without barriers, in which a process that cannot read would leave others waiting."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
@@ -121,7 +116,7 @@ def _make_reader() -> ocp.Checkpointer:
 def _read_arrays(
   reader: ocp.Checkpointer, path: Path, saved: fmt.Manifest, wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Every array in the manifest `saved`, by name. Verifies the arrays of the host."""
+  """Reads the arrays in the manifest `saved`, by name. Verifies the arrays of the host."""
   targets = {}
   for name, entry in saved.items():
     on_host = fmt.is_host_entry(entry) or name not in wanted
@@ -132,8 +127,8 @@ def _read_arrays(
   }
   restored = reader.restore(path, ocp.args.Composite(**items))
   arrays = targets | {name: restored[fmt.group_of(name)][name] for name in on_disk}
-  # Each process verifies its own copy of these. It does so inside `_attempt`, so that all processes
-  # give up if one of them has read a file wrongly.
+  # Each process verifies its copy. This function runs inside `_attempt`, so that all processes give
+  # up if one of them has read a damaged file.
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=True), saved)
   if damaged:
     raise ValueError(f"{damaged} is not what was saved")
@@ -141,18 +136,19 @@ def _read_arrays(
 
 
 def _select(arrays: Mapping[str, Any], saved: fmt.Manifest, on_host: bool) -> dict[str, Any]:
+  """The arrays that were saved from the host, or those that were saved from devices."""
   return {
     name: array for name, array in arrays.items() if fmt.is_host_entry(saved[name]) == on_host
   }
 
 
 def _attempt(read: Callable[[], T]) -> T:
-  """The result of read(). Raises Damaged on every process if it failed on any."""
+  """Returns the result of read(). Raises Damaged on every process if read() raised on any."""
   result: T
   reason = ""
   try:
     result = read()
-  except Exception as error:  # json, orbax, tensorstore and the file system each have their own
+  except Exception as error:  # json, orbax, tensorstore and the file system raise different ones
     reason = str(error.__cause__ or error).split("\n")[0][:150] or type(error).__name__
   if any_process(bool(reason)):
     raise Damaged(reason or "on another host")

@@ -1,4 +1,4 @@
-"""The JSON in a run's folder: files that are replaced in one step, and files of one row a line."""
+"""JSON in a run's folder: files that are replaced atomically, and files with one row per line."""
 
 from collections.abc import Iterator, Mapping
 import contextlib
@@ -14,10 +14,10 @@ from grpo_jax.storage.bucket import is_bucket, reaching
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-  """Writes the file atomically: a reader, or a kill, sees the old content or the new content.
+  """Writes the file atomically: at any time, it has the old content or the new content.
 
   Raises:
-    OSError: It cannot be written. The old content stays.
+    OSError: The file cannot be written. It keeps the old content.
   """
   content = content.encode() if isinstance(content, str) else content
   if is_bucket(path):  # a bucket replaces an object in one step
@@ -31,32 +31,32 @@ def replace_file(path: Path, content: str | bytes) -> None:
       file.flush()
       os.fsync(file.fileno())
   except OSError:
-    new.unlink(missing_ok=True)  # a full disk needs the room
+    new.unlink(missing_ok=True)  # frees space on a full disk
     raise
   os.replace(new, path)
 
 
 class AppendedFile:
-  """A file that grows by whole pieces: a piece that cannot be written leaves no part of itself."""
+  """A file to which records are appended as a whole or not at all."""
 
   def __init__(self, path: Path) -> None:
     self._path = path
     self._file = open(path, "ab", buffering=0)
 
   def append(self, content: bytes) -> None:
-    """Appends all of `content`. A kill loses none of it once `append` has returned.
+    """Appends all of `content`. Once it has returned, a kill of this process loses nothing.
 
     Raises:
-      OSError: It cannot be written. The file is as it was before.
+      OSError: The content cannot be written. The file is unchanged.
     """
     size = os.fstat(self._file.fileno()).st_size
     try:
       with naming(self._path):
         rest = memoryview(content)
-        while rest:  # a disk that becomes full takes a part
+        while rest:  # a disk that becomes full may accept only a part
           rest = rest[self._file.write(rest) :]
     except BaseException:
-      with contextlib.suppress(OSError):  # otherwise the next start removes the part
+      with contextlib.suppress(OSError):  # if this fails, the next start removes the part
         self._file.truncate(size)
       raise
 
@@ -66,7 +66,7 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-  """Gives an OSError the name of the file. One that is raised by a write has none."""
+  """Adds the name of the file to an OSError without one, such as that of a failed write."""
   try:
     yield
   except OSError as error:
@@ -76,17 +76,17 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-  """One row as a line of JSON.
+  """Encodes a row as a line of JSON.
 
   Array scalars become numbers. NaN and the infinities, which JSON lacks, become null. Lone
-  surrogates, which a sampled text may hold, become JSON's escapes for them.
+  surrogates, which sampled text may contain, are escaped.
   """
   text = json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n"
   return text.encode("utf-8", "backslashreplace")
 
 
 def plain(value: Any) -> Any:
-  """A value as JSON holds it, with None for a number that is not finite."""
+  """A value as plain Python objects for JSON, with None in place of numbers that are not finite."""
   if isinstance(value, Mapping):
     return {key: plain(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):
@@ -97,10 +97,10 @@ def plain(value: Any) -> Any:
 
 
 def parse_rows(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-  """The rows of a metrics.jsonl, each with its line. Leaves out a last line that is half written.
+  """Reads the rows of a metrics.jsonl, each with its line. Skips a partly written last line.
 
   Raises:
-    ConfigError: The file cannot be read, or another line is not a later row of metrics.
+    ConfigError: The file cannot be read, or a line is not a row with a later step than before.
   """
   try:
     lines = files.read_bytes(path).split(b"\n")
@@ -114,7 +114,7 @@ def parse_rows(path: Path) -> list[tuple[dict[str, Any], bytes]]:
         raise TypeError
       rows.append((row, line + b"\n"))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-      # After the last newline comes nothing, or the part of a row that a kill left.
+      # The text after the last newline is empty, or the part of a row that a killed run left.
       if number < len(lines):
         raise ConfigError(
           f"{path} line {number} is not a row of metrics of a later step than the line before:"

@@ -1,8 +1,8 @@
-"""A run's folder belongs to one run at a time.
+"""Locks a run's folder, so that only one run uses it at a time.
 
-The run holds a lock of the kernel on a file in the folder. The kernel releases it when the process
-ends, however it ends, so a file that a killed run leaves behind blocks nobody. The file says who
-holds the lock, for the message to others. Programs that only read the folder do not take the lock.
+The run holds a kernel lock (flock) on a file in the folder. The kernel releases the lock when the
+process ends in any way, so a file that a killed run leaves behind blocks nobody. The file names the
+holder for the error message of other runs. Programs that only read the folder do not lock it.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ from grpo_jax.settings import ConfigError
 from grpo_jax.storage.json_files import naming
 from grpo_jax.storage.workdir import LOCK_FILE, make_folder
 
-# How file systems say that they have no locks.
+# The errors by which file systems report that they have no locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
-_locked: set[int] = set()  # the descriptors of this process
+_locked: set[int] = set()  # the descriptors of the lock files that this process holds
 
 
 @contextlib.contextmanager
@@ -29,8 +29,8 @@ def held(workdir: Path, warn: Callable[[str], None], name: Path | None = None) -
 
   Args:
     workdir: The run's folder.
-    warn: Receives a line where the lock cannot keep out runs on other machines.
-    name: How the user named the folder, if not by `workdir`.
+    warn: warn(line) is called if the lock may fail to keep out runs on other machines.
+    name: The folder's name for error messages. None means `workdir`.
 
   Raises:
     ConfigError: Another run holds the folder, or the folder cannot be created.
@@ -49,7 +49,7 @@ def held(workdir: Path, warn: Callable[[str], None], name: Path | None = None) -
       os.pwrite(descriptor, f"process {os.getpid()}{_on_this_host()} since {_now()}".encode(), 0)
     yield
   finally:
-    if descriptor in _locked:  # not in a forked child
+    if descriptor in _locked:  # false in a forked child, which has released it
       _locked.remove(descriptor)
       with contextlib.suppress(OSError):  # such as a disk that became read-only
         path.unlink()
@@ -57,13 +57,10 @@ def held(workdir: Path, warn: Callable[[str], None], name: Path | None = None) -
 
 
 def holder(workdir: Path) -> str:
-  """Who holds the folder, such as "process 7 on HOST since ...", or "" if nobody does.
-
-  Changes nothing. Says "" too where the file system has no locks.
-  """
+  """Who holds the folder, such as "process 7 on HOST since ...", or "" if nobody does."""
   try:
     descriptor = os.open(workdir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-  except OSError:  # such as no file, which is what a run leaves that ends by itself
+  except OSError:  # usually there is no file, because a run removes it when it ends
     return ""
   try:
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -77,14 +74,14 @@ def holder(workdir: Path) -> str:
 
 
 def _open_locked(path: Path, name: Path) -> tuple[int, bool]:
-  """(the locked file, whether its file system has locks)."""
+  """Opens and locks the file, or raises ConfigError. Also returns whether locks are supported."""
   while True:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
       if _is_at(path, descriptor):
         return descriptor, True
-      # Its holder removed it between our `open` and our `flock`. Another run may lock a new file.
+      # The holder removed the file between our `open` and `flock`. Another run may lock a new file.
     except BlockingIOError:
       holds = _written(descriptor)
       os.close(descriptor)
@@ -100,11 +97,12 @@ def _open_locked(path: Path, name: Path) -> tuple[int, bool]:
 
 
 def _written(descriptor: int) -> str:
-  """Who wrote the file of a lock that is held."""
+  """The holder's name in a lock file that is locked."""
   return os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
+  """Whether the open file is still the one at `path`."""
   try:
     return os.path.samestat(os.stat(path), os.fstat(descriptor))
   except FileNotFoundError:
@@ -112,13 +110,13 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _warn_of_others(workdir: Path, left: str, has_locks: bool, warn: Callable[[str], None]) -> None:
-  """Warns where the lock does not prove that nobody else writes.
+  """Warns if the lock does not prove that no other run writes to the folder.
 
   Args:
     workdir: The run's folder.
-    left: The holder that did not release the lock, or "".
-    has_locks: Whether the file system has locks. Even then, some do not see other machines.
-    warn: Receives the line.
+    left: The former content of the lock file: a holder that did not remove it, or "".
+    has_locks: Whether the file system has locks. Some locks do not work across machines.
+    warn: warn(line) shows the warning.
   """
   if not has_locks:
     holder = f" ({left} did)" if left else ""
@@ -136,7 +134,7 @@ def _now() -> str:
 
 
 def _release_in_child() -> None:
-  """A forked child that outlives this process must not keep the folder locked."""
+  """Closes the lock files in a forked child, which may outlive this process."""
   for descriptor in _locked:
     os.close(descriptor)
   _locked.clear()

@@ -1,11 +1,11 @@
 """The manifest of a checkpoint: the name, shape, dtype and digest of every array.
 
-Orbax verifies its own index but not the arrays: a flipped bit in an array comes back as another
-number, without an error. So each checkpoint carries a manifest, and the reader compares the digest
-of every array that it restores.
+Orbax verifies its index but not the arrays: a flipped bit in an array silently becomes another
+number. So each checkpoint contains a manifest, and the reader compares the digest of every array
+that it restores.
 
-There are two kinds of digest. An array on the devices may be split over several processes, so its
-entry holds a `digest` that the devices compute. A numpy array on the host has a `crc32` instead.
+There are two kinds of digests. An array on the devices may be split over several processes, so its
+entry has a `digest` that the devices compute. A numpy array on the host has a `crc32` instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +22,13 @@ import numpy as np
 
 from grpo_jax.settings import ConfigError
 
-Manifest = dict[str, dict[str, Any]]
+Manifest = dict[str, dict[str, Any]]  # name of an array -> its entry
 
 
 def flatten(tree: Any) -> dict[str, Any]:
   """The leaves of a tree by name, such as {"params.layer.w": leaf}.
 
-  Flat, so that it does not matter how orbax treats tuples and empty nodes.
+  Checkpoints are flat, so that orbax need not restore tuples and empty nodes.
 
   Raises:
     ValueError: A key contains a dot, which separates the keys in a name.
@@ -60,7 +60,7 @@ def group_of(name: str) -> str:
 
 
 def by_group(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """The leaves by group. A group is an item of its own on disk, so that it can be read alone."""
+  """The leaves by group. Each group is a separate item on disk, so that it can be read alone."""
   groups: dict[str, dict[str, Any]] = {}
   for name, leaf in flat.items():
     groups.setdefault(group_of(name), {})[name] = leaf
@@ -69,13 +69,13 @@ def by_group(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def describe(flat: Mapping[str, jax.Array | np.ndarray]) -> Manifest:
   """The manifest entries of named arrays."""
-  # One after the other: of several digests under way at once, each process may start another one
-  # first, and then they wait for each other for ever.
+  # Digests are computed one after another. If several ran at once, processes could start them in
+  # different orders, and would wait for each other for ever.
   return {name: _entry(leaf) for name, leaf in flat.items()}
 
 
 def seal(entries: Manifest) -> dict[str, Any]:
-  """The manifest as it is written to disk: the entries and their checksum."""
+  """The manifest in the format on disk: the entries and their checksum."""
   return {"leaves": entries, "crc32": zlib.crc32(json.dumps(entries, sort_keys=True).encode())}
 
 
@@ -87,7 +87,7 @@ def unseal(manifest: Mapping[str, Any]) -> Manifest:
 
 
 def is_host_entry(entry: Mapping[str, Any]) -> bool:
-  """True for a leaf that was saved as a numpy array on the host."""
+  """Whether the leaf was saved as a numpy array on the host."""
   return "crc32" in entry
 
 
@@ -97,12 +97,12 @@ def empty_host_array(entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def is_manifest_only(leaf: Any) -> bool:
-  """True for an empty numpy array. Orbax cannot write it, and its entry is enough."""
+  """Whether a leaf is an empty numpy array, which orbax cannot write. The entry suffices."""
   return isinstance(leaf, np.ndarray) and leaf.size == 0
 
 
 def first_damaged(arrays: Mapping[str, jax.Array | np.ndarray], saved: Manifest) -> str | None:
-  """The name of the first array that does not have the digest of its entry in `saved`, or None."""
+  """The name of the first array whose digest differs from that in `saved`, or None."""
   for name, array in arrays.items():
     if _digest_of(array, is_host_entry(saved[name])) != _saved_digest(saved[name]):
       return name
@@ -114,7 +114,7 @@ def check_same_leaves(path: Path, saved: Manifest, wanted: Mapping[str, Any]) ->
 
   Args:
     path: The checkpoint, for the error message.
-    saved: The manifest entries to compare.
+    saved: The entries of the checkpoint.
     wanted: The leaves that the config needs, by name. Each has a shape and a dtype.
   """
   there = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in saved.items()}
@@ -130,12 +130,12 @@ def check_same_leaves(path: Path, saved: Manifest, wanted: Mapping[str, Any]) ->
 def in_layers(
   saved: Manifest, wanted: Mapping[str, Any], layers_of: Callable[[str], Sequence[str]]
 ) -> dict[str, Sequence[str]]:
-  """The arrays of `wanted` whose layers the checkpoint holds apart, as earlier versions saved them.
+  """Finds stacked leaves whose layers a checkpoint of an earlier version holds as separate arrays.
 
   Args:
-    saved: The manifest entries of the checkpoint.
+    saved: The entries of the checkpoint.
     wanted: The leaves that the config needs, by name.
-    layers_of: The name of a leaf -> the names of its layers, in their order, or nothing.
+    layers_of: layers_of(name of a leaf) -> the names of its single layers in order, or ().
 
   Returns:
     The name of each such leaf -> the names of its layers.
@@ -150,7 +150,7 @@ def in_layers(
 
 
 def one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
-  """The shape of a layer of a stacked leaf, with the place where the stack lies."""
+  """The shape, dtype and sharding of a single layer of a stacked leaf."""
   sharding = getattr(leaf, "sharding", None)
   if isinstance(sharding, NamedSharding):
     sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
@@ -158,11 +158,12 @@ def one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def stack(layers: Sequence[jax.Array], leaf: Any) -> jax.Array:
-  """The layers as one array that lies where `leaf` does."""
+  """Stacks layers into one array with the sharding of `leaf`."""
   return jax.jit(lambda *x: jnp.stack(x), out_shardings=leaf.sharding)(*layers)
 
 
 def _entry(leaf: jax.Array | np.ndarray) -> dict[str, Any]:
+  """The entry of an array: its shape, dtype and digest."""
   on_host = isinstance(leaf, np.ndarray)
   kind = "crc32" if on_host else "digest"
   return {"shape": list(leaf.shape), "dtype": str(leaf.dtype), kind: _digest_of(leaf, on_host)}
@@ -178,15 +179,15 @@ def _saved_digest(entry: Mapping[str, Any]) -> int:
 
 @jax.jit
 def device_digest(x: jax.Array) -> jax.Array:
-  """uint32: the sum over all elements of mix(bits ^ mix(index)), modulo 2^32.
+  """Computes the uint32 sum over all elements of mix(bits ^ mix(index)), modulo 2^32.
 
   Integer sums do not depend on the order, so the digest is the same on every mesh. `mix` is a
-  bijection, so a change of any one element changes the digest. Other damage goes unnoticed once
-  in 2^32.
+  bijection, so changing one element always changes the digest. Other damage goes unnoticed with a
+  probability of 2^-32.
   """
   if x.dtype == bool:
     x = x.astype(jnp.uint8)
-  # Elements of eight bytes become two words each.
+  # An element of eight bytes becomes two words.
   word_dtype = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
   words = lax.bitcast_convert_type(x, word_dtype).astype(jnp.uint32)
   index = jnp.zeros(words.shape, jnp.uint32)

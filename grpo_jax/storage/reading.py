@@ -1,4 +1,4 @@
-"""Reads what a run wrote. The run may still go on."""
+"""Reads the files of a run, which may still be running."""
 
 import json
 from numbers import Integral
@@ -14,14 +14,14 @@ from grpo_jax.storage.json_files import parse_rows
 from grpo_jax.storage.saved_config import flat, read_values
 
 Row = dict[str, Any]
-_NEW_DEFAULTS = ("optimizer.b2",)  # keys whose default was once what `before` says
+_NEW_DEFAULTS = ("optimizer.b2",)  # keys that earlier versions had with another default
 
 
 def read_config(workdir: str | Path) -> Config:
-  """The config that a run's folder was made with.
+  """Reads the config of a run from its folder.
 
   Raises:
-    ConfigError: There is no such file, or it is damaged.
+    ConfigError: config.json is missing or damaged.
   """
   file = folder(workdir) / "config.json"
   with reaching(workdir, ConfigError):
@@ -35,18 +35,16 @@ def read_config(workdir: str | Path) -> Config:
 
 
 def as_begun(config: Config, workdir: str | Path) -> Config:
-  """The config of a run that an earlier version may have begun.
+  """Adapts the config of a run to the version of grpo_jax that began the run.
 
-  A setting that did not exist then, or had another default, gets the value that reproduces the
-  behaviour of that time, if `config` has its default. So the command of that time goes on with the
-  run.
-
-  A config.json that cannot be read changes nothing here, because another run may be writing it.
-  `open_run` reads it again when it holds the folder, and says what is wrong.
+  If a setting did not exist in that version, or had another default, and `config` has the default,
+  the setting gets the value that reproduces the old behaviour. So the same command can continue the
+  run. If config.json cannot be read, `config` is returned unchanged, because another run may be
+  writing it. `open_run` reads it again under the folder's lock, and reports errors.
 
   Args:
-    config: The config under which the run is to begin or to go on.
-    workdir: Its folder, which need not exist.
+    config: The config with which the run begins or continues.
+    workdir: The run's folder, which need not exist.
   """
   file = folder(workdir) / "config.json"
   try:
@@ -70,12 +68,12 @@ def as_begun(config: Config, workdir: str | Path) -> Config:
 
 
 def read_metrics(workdir: str | Path) -> list[Row]:
-  """The rows of a run's metrics.jsonl, from its first step on.
+  """Reads the rows of a run's metrics.jsonl, in the order of their steps.
 
   Returns:
     Dicts from the names of metrics to numbers, with `step` first. A number that is not finite is
-    None. Rows have different names: only some have an evaluation, and those of the warm start have
-    names of their own.
+    None. Rows differ in their names: only some have metrics of an evaluation, and those of the warm
+    start have other metrics.
 
   Raises:
     ConfigError: The file does not exist or is damaged.
@@ -88,22 +86,22 @@ def read_metrics(workdir: str | Path) -> list[Row]:
 
 
 def completion_steps(workdir: str | Path) -> list[int]:
-  """The steps whose completions a run saved, as `log.completions_every` says, in order."""
+  """The steps whose completions a run saved (see `log.completions_every`), in ascending order."""
   names = (path.name for path in (folder(workdir) / "completions").glob("*.jsonl"))
   return sorted(int(name[:-6]) for name in names if re.fullmatch(r"\d{6,}\.jsonl", name))
 
 
 def read_completions(workdir: str | Path, step: int | None = None) -> list[Row]:
-  """The completions that a run sampled in a step, group by group.
+  """Reads the completions that a run sampled in a step.
 
   Args:
     workdir: The run's folder.
-    step: One of `completion_steps`. None means the newest.
+    step: One of `completion_steps`. None means the newest one.
 
   Returns:
-    One dict for each completion, with `prompt`, `completion`, `reward` (None where no function
-    scored it), `rewards/NAME`, `advantage`, `length` in tokens, `stopped_by`, `prompt_ids`,
-    `completion_ids` and `logprobs`. The members of a group follow each other.
+    One dict for each completion, with `prompt`, `completion`, `reward` (None if no function scored
+    it), `rewards/NAME`, `advantage`, `length` in tokens, `stopped_by`, `prompt_ids`,
+    `completion_ids` and `logprobs`. The completions of a group are consecutive.
 
   Raises:
     ConfigError: The step was not saved, or its file is damaged.

@@ -1,7 +1,7 @@
-"""The rows of a run: metrics.jsonl, completions/, TensorBoard's event files, and trackers.
+"""Writes the rows of a run to metrics.jsonl, completions/, TensorBoard's event files and trackers.
 
 metrics.jsonl is the record of the run. Each line is a strict JSON object with `step` first. When
-`RowWriter.write` returns, a row is in it and in the event files.
+`RowWriter.write` returns, the row is in metrics.jsonl and in the event files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +16,20 @@ from grpo_jax.storage.tensorboard import Events, completions_as_markdown
 
 
 class Receiver(Protocol):
-  """Whoever gets the rows beside the files. It raises nothing."""
+  """An object that receives the rows in addition to the files. Its methods raise nothing."""
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
-    """Takes the finite numbers of a row, or those that are added to the last one."""
+    """Receives the finite numbers of a new row, or numbers to add to the last row."""
 
   def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Takes the completions of a step."""
+    """Receives the completions of a step."""
 
   def close(self, has_failed: bool = False) -> None:
-    """Ends. `has_failed` is whether the run ends with an error."""
+    """Is called at the end of the run. `has_failed`: the run ends with an error."""
 
 
 class RowWriter:
-  """Appends to a run's folder. Only one process may write."""
+  """Appends rows to the files in a run's folder. Only one process may write."""
 
   def __init__(
     self,
@@ -39,16 +39,16 @@ class RowWriter:
     receivers: Sequence[Receiver] = (),
     warn: Callable[[str], None] = logging.warning,
   ) -> None:
-    """Opens the files, and removes what they hold of later steps, which will run again.
+    """Opens the files, and removes the rows of steps after `start_step`, which will run again.
 
-    Without a checkpoint all steps run again. What the files hold is then kept under other names.
+    If no checkpoint was restored, all steps run again. Then the old files are renamed.
 
     Args:
-      workdir: The folder, which exists.
-      start_step: The step of the checkpoint that was restored, or -1 without one.
+      workdir: The folder, which must exist.
+      start_step: The step of the restored checkpoint, or -1 if none was restored.
       tensorboard: Whether to write event files.
-      receivers: They get what the event files get.
-      warn: Receives a line if the run starts over.
+      receivers: They receive the same rows as the event files.
+      warn: warn(line) is called if the run starts over or if rows are missing.
 
     Raises:
       ConfigError: metrics.jsonl is damaged.
@@ -70,8 +70,8 @@ class RowWriter:
     """Warns if metrics.jsonl ends too early.
 
     Args:
-      start_step: The step of the checkpoint that was restored, or -1 without one.
-      every: How many steps lie between two rows at most.
+      start_step: The step of the restored checkpoint, or -1 if none was restored.
+      every: The largest number of steps from one row to the next.
     """
     last_step = self._last_step or 0
     if start_step - last_step >= every:
@@ -81,11 +81,11 @@ class RowWriter:
       )
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Appends one row to metrics.jsonl. A kill loses no row once `write` has returned.
+    """Writes one row. Once `write` has returned, metrics.jsonl keeps it even after a kill.
 
     Raises:
       ValueError: `step` is not later than the last step.
-      OSError: The row cannot be written. metrics.jsonl has no part of it.
+      OSError: The row cannot be written. metrics.jsonl then holds no part of it.
     """
     if self._last_step is not None and step <= self._last_step:
       raise ValueError(
@@ -96,7 +96,7 @@ class RowWriter:
     self._show(step, values)
 
   def lacks_evaluation(self, step: int) -> bool:
-    """Whether the last row is that of `step` and holds no evaluation."""
+    """Whether the last row belongs to `step` and has no metrics of an evaluation."""
     if self._last_step != step:
       return False
     last_row, _ = parse_rows(self._path)[-1]
@@ -113,10 +113,7 @@ class RowWriter:
     self._show(last_row["step"], values)
 
   def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-    """Writes the rows to completions/NNNNNN.jsonl, either all of them or no file at all.
-
-    TensorBoard and the receivers get them, too.
-    """
+    """Writes completions to completions/STEP.jsonl atomically, and to the other outputs."""
     self._completions.mkdir(exist_ok=True)
     content = b"".join(json_line(row) for row in rows)
     replace_file(self._completions / f"{step:06d}.jsonl", content)
@@ -127,7 +124,7 @@ class RowWriter:
 
   def close(self, has_failed: bool = False) -> None:
     """Closes the files and the receivers, all of them even if one raises an error."""
-    with contextlib.ExitStack() as stack:  # which closes in the reverse order
+    with contextlib.ExitStack() as stack:  # it calls in reverse order: the files close first
       for receiver in reversed(self._receivers):
         stack.callback(receiver.close, has_failed)
       if self._events is not None:
@@ -135,7 +132,7 @@ class RowWriter:
       stack.callback(self._file.close)
 
   def _show(self, step: int, values: Mapping[str, float]) -> None:
-    """Sends values to TensorBoard and to the receivers."""
+    """Sends the finite values to TensorBoard and to the receivers."""
     finite = {name: value for name, value in plain(values).items() if value is not None}
     if self._events is not None:
       self._events.write(step, finite)
@@ -144,7 +141,7 @@ class RowWriter:
 
 
 def _keep_what_was_there(workdir: Path, warn: Callable[[str], None]) -> None:
-  """Renames the rows and completions of a run whose checkpoints are gone, to metrics.jsonl.1."""
+  """Renames the files of a run that starts over: metrics.jsonl to metrics.jsonl.1, and so on."""
   metrics, completions = workdir / "metrics.jsonl", workdir / "completions"
   old = [completions] if any(completions.glob("[0-9]*.jsonl")) else []
   if metrics.exists() and metrics.stat().st_size:
@@ -158,11 +155,7 @@ def _keep_what_was_there(workdir: Path, warn: Callable[[str], None]) -> None:
 
 
 def _truncate_metrics(path: Path, start_step: int) -> int | None:
-  """Removes the rows after `start_step` and a half-written row.
-
-  Returns:
-    The last step that is left, or None without one.
-  """
+  """Removes rows after `start_step` and a partial row. Returns the last step left, or None."""
   if not path.exists():
     return None
   kept = [(row, line) for row, line in parse_rows(path) if row["step"] <= start_step]
@@ -176,7 +169,7 @@ def _truncate_metrics(path: Path, start_step: int) -> int | None:
 
 
 def _remove_completions(folder: Path, start_step: int) -> None:
-  """Removes the files of steps after `start_step` and half-written files, and no others."""
+  """Removes the files of steps after `start_step` and partly written files, but no other files."""
   for path in folder.glob("*"):
     match = re.fullmatch(r"(\d{6,})\.jsonl(\.new)?", path.name)
     if match and (match[2] or int(match[1]) > start_step):

@@ -1,4 +1,4 @@
-"""A run's config.json, and whether a run may continue under another config."""
+"""Reads a run's config.json, and checks whether the run may continue with another config."""
 
 from collections.abc import Mapping
 import json
@@ -9,9 +9,9 @@ from grpo_jax import files
 from grpo_jax.config import REMOVED
 from grpo_jax.settings import ConfigError
 
-# A run may continue with other values of these keys. They do not change what is computed: they say
-# how often something is saved or shown, where compiled programs are kept, and where and in which
-# parts an update is computed.
+# Prefixes of keys that may change when a run continues. They do not change what is computed, but
+# how often something is saved or shown, where compiled programs are cached, and how the computation
+# is distributed.
 _MAY_DIFFER = (
   "compilation_cache",
   "checkpoint.",
@@ -44,7 +44,7 @@ _MAY_DIFFER = (
 
 
 def read_values(path: Path) -> dict[str, Any]:
-  """The nested values in a config.json. Raises ConfigError if it cannot be read."""
+  """Reads the nested values in a config.json. Raises ConfigError if it cannot be read."""
   try:
     return files.json_object(files.read_bytes(path))
   except (OSError, ValueError) as error:
@@ -54,22 +54,23 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Nested values as a config.json holds them, with lists for tuples."""
+  """Nested values as they are read back from a config.json, with lists in place of tuples."""
   return json.loads(json.dumps(config))
 
 
 def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-  """Raises ConfigError at the first key whose new value would make the run another one.
+  """Raises ConfigError if a run cannot continue with other values, naming the first such key.
 
   Args:
     path: The config.json of the run, for the error message.
-    old: The nested values that the run has had so far.
-    new: The nested values under which it is to continue.
+    old: The nested values of the run so far.
+    new: The nested values with which it should continue.
   """
   old, new = flat(old), flat(new)
   for key in [*new, *old]:
     is_same = key in old and key in new and old[key] == new[key]
-    # A template whose calls are not read is refused, and was not by earlier versions.
+    # Earlier versions accepted "auto" for a template whose calls they could not read. Now it is
+    # refused, so the user must name another value.
     says_more = key == "environment.calls" and old.get(key) == "auto"
     if is_same or says_more or key.startswith(_MAY_DIFFER):
       continue
@@ -93,7 +94,7 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     )
 
 
-# The values with which nothing depends on the number of steps.
+# Settings -> the values with which they do not depend on the number of steps.
 _CONSTANT = {
   "optimizer.schedule": "constant",
   "sampling.temperature_schedule": "constant",
@@ -102,10 +103,7 @@ _CONSTANT = {
 
 
 def _decaying(flat: Mapping[str, Any]) -> str:
-  """The schedule that depends on the number of steps, as KEY = VALUE. Empty for none.
-
-  Older configs have no temperature schedule.
-  """
+  """The first setting that depends on the number of steps, as "KEY = VALUE", or "" if none does."""
   for key, constant in _CONSTANT.items():
     if flat.get(key, constant) != constant:
       return f"{key} = {flat[key]!r}"
@@ -117,7 +115,7 @@ def _shown(flat: Mapping[str, Any], key: str) -> str:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Nested values by dotted key, such as {"model.path": ""}."""
+  """Flattens nested values into a dict by dotted keys, such as {"model.path": ""}."""
   found = {}
   for key, value in config.items():
     if isinstance(value, Mapping):

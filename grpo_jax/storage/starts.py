@@ -1,4 +1,4 @@
-"""Where and when a run was started: environment.json in its folder, one entry for each start."""
+"""Records the starts of a run in environment.json, with their times, versions and devices."""
 
 import datetime
 import json
@@ -13,7 +13,7 @@ FILE = "environment.json"
 
 
 def here() -> dict[str, Any]:
-  """This start: the time in UTC, the commit of the code, versions, devices and processes."""
+  """The entry for this start: UTC time, commit of the code, version of JAX, devices, processes."""
   device = jax.devices()[0]
   return {
     "started": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
@@ -27,15 +27,12 @@ def here() -> dict[str, Any]:
 
 
 def add(workdir: Path, start: dict[str, Any]) -> None:
-  """Adds a start to the file."""
+  """Appends the entry of a start to the file in `workdir`."""
   replace_file(workdir / FILE, json.dumps([*read(workdir), start], indent=2) + "\n")
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
-  """The starts of a run, oldest first. Empty for a run of an older version, or a damaged file.
-
-  Nothing depends on them, so a damaged file stops nothing.
-  """
+  """The starts of a run, oldest first. Empty for a run of an older version, or a damaged file."""
   try:
     starts = json.loads((workdir / FILE).read_text())
   except (OSError, ValueError):
@@ -44,7 +41,7 @@ def read(workdir: Path) -> list[dict[str, Any]]:
 
 
 def _commit(folder: Path) -> str | None:
-  """The commit of a checkout, with + if files differ from it. None for an installed package."""
+  """The commit of a git checkout, with "+" if files differ from it. None if it is no checkout."""
 
   def git(*arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]

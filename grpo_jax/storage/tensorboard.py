@@ -1,7 +1,7 @@
-"""TensorBoard's event files, written by the training thread.
+"""Writes TensorBoard's event files in the training thread.
 
-The writer of tensorboardX has a thread of its own. When the disk is full, that thread dies, and the
-run then waits for it for ever.
+The writer of tensorboardX uses another thread. When the disk is full, that thread dies, and the run
+would wait for it for ever.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ _VERSION = "brain.Event:2"
 
 
 class Events:
-  """One event file. Each start of a run writes its own."""
+  """One event file. Each start of a run writes another one."""
 
   def __init__(self, workdir: Path, start_step: int) -> None:
-    """Creates the file. TensorBoard forgets what it has of steps after `start_step`."""
-    # TensorBoard wants the time in the name. The count keeps two starts within a second apart.
+    """Creates the file. TensorBoard then drops earlier data of steps after `start_step`."""
+    # TensorBoard needs the time in the name. The count distinguishes two starts within a second.
     number = len(list(workdir.glob("events.out.tfevents.*")))
     name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{number}"
     self._file = AppendedFile(workdir / name)
@@ -36,12 +36,12 @@ class Events:
     self._append(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Appends finite numbers by name."""
+    """Appends the numbers of a step, which must be finite, by their names."""
     scalars = [Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()]
     self._append(Event(step=step, summary=Summary(value=scalars)))
 
   def write_text(self, step: int, name: str, text: str) -> None:
-    """Appends a text, which TensorBoard shows as Markdown."""
+    """Appends a text in Markdown."""
     content = TensorProto(dtype="DT_STRING", string_val=[text.encode()])
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     value = Summary.Value(tag=_tag(name), tensor=content, metadata=metadata)
@@ -51,6 +51,7 @@ class Events:
     self._file.close()
 
   def _append(self, event: Event) -> None:
+    """Writes an event as a TFRecord: the length, the content and their checksums."""
     event.wall_time = time.time()
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
@@ -58,7 +59,7 @@ class Events:
 
 
 def _tag(name: str) -> str:
-  """The name with the characters that TensorBoard allows."""
+  """The name with "_" in place of characters that TensorBoard does not allow."""
   return re.sub(r"[^-/\w.]", "_", name).lstrip("/")
 
 
@@ -66,19 +67,19 @@ def _checksum(content: bytes) -> bytes:
   return struct.pack("<I", masked_crc32c(content))
 
 
-MOST_SHOWN = 64  # completions of a step; all of them are in completions/
+MOST_SHOWN = 64  # how many completions of a step are shown; all are in completions/
 _FIRST = ("prompt", "completion", "reward", "advantage", "length")
 _MARKDOWN = "\\`*_{}[]()#+-.!|~"  # html.escape handles & < >
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-  """The fields that a reader wants: no token ids and no log-probs."""
+  """The fields of completions to show: no token ids and no log-probs."""
   scores = [name for name in rows[0] if name.startswith("rewards/")] if rows else []
   return [*_FIRST, *scores]
 
 
 def completions_as_markdown(rows: Sequence[dict[str, Any]]) -> str:
-  """A table in Markdown. The texts stay texts: nothing in them is read as Markdown or HTML."""
+  """Formats completions as a Markdown table. Markdown and HTML in their texts are escaped."""
   names = columns(rows)
   lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
   for row in rows[:MOST_SHOWN]:

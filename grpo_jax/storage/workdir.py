@@ -1,4 +1,4 @@
-"""A run's folder: who may create it, whether a run may go on in it, and what it has saved."""
+"""A run's folder: creates it, checks whether a run may continue in it, and lists checkpoints."""
 
 from collections.abc import Callable, Mapping
 import json
@@ -11,20 +11,20 @@ from grpo_jax.storage.bucket import COMMITTED, folder, is_bucket, reaching
 from grpo_jax.storage.json_files import parse_rows, replace_file
 from grpo_jax.storage.saved_config import as_json, check_same_run, read_values
 
-LOCK_FILE = "run.lock"  # what grpo_jax/storage/lock.py locks
+LOCK_FILE = "run.lock"  # the file that grpo_jax/storage/lock.py locks
 LAUNCH_FOLDER = "launch"  # where grpo_jax/around/launchers/ keep logs and scripts
-# A new run may find these in its folder, from a launcher or from a run killed at its start.
+# Files of a launcher, or of a run that was killed at its start, which a new folder may contain.
 _OF_THE_START = {LOCK_FILE, LAUNCH_FOLDER, "config.json.new"}
 
 
 def make_folder(workdir: Path) -> None:
-  """Creates the folder of a run, if it is not there.
+  """Creates the folder of a run, if it does not exist.
 
   Raises:
-    ConfigError: Something else is in its place.
+    ConfigError: The path cannot be a folder, for example because it is a file.
     OSError: The disk cannot be written.
   """
-  if is_bucket(workdir):  # a folder is there as soon as an object is
+  if is_bucket(workdir):  # a bucket has no folders: the first object creates it
     return
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -39,17 +39,17 @@ def open_run(
   config: Mapping[str, Any],
   complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> None:
-  """Creates the folder, or checks that its run can continue under `config`. Stores the config.
+  """Creates the folder, or checks that its run can continue with `config`. Stores the config.
 
   Args:
-    workdir: The folder.
-    config: The nested plain values of the run's config, as config.to_dict gives them.
-    complete: Adds to the values of an older config.json the keys that it lacks, each with the
-      value that gives the behaviour of that time. It removes no key, so that a file that is not a
-      run's config is noticed. None means that no key is added.
+    workdir: The run's folder.
+    config: The nested plain values of the run's config, from config.to_dict.
+    complete: complete(values of an older config.json) -> the values with the keys that it lacks,
+      set so that they reproduce the old behaviour. It removes no key, so that a file that is not a
+      run's config is noticed. None adds no keys.
 
   Raises:
-    ConfigError: The folder cannot be created, holds another run or other things, or is damaged.
+    ConfigError: The folder cannot be created, holds another run or other files, or is damaged.
   """
   workdir = folder(workdir)
   path = workdir / "config.json"
@@ -59,8 +59,8 @@ def open_run(
     saved = read_values(path)
     old = as_json(complete(saved)) if complete else saved
     has_begun = any((workdir / name).exists() for name in ("metrics.jsonl", "checkpoints"))
-    # A run that failed before its first file may get another config. But a file with other sections
-    # is the config of another program, and must not be overwritten.
+    # A run that failed before it wrote metrics or a checkpoint may get another config. But a file
+    # with other sections belongs to another program, and must not be overwritten.
     is_foreign = old.keys() != config.keys()
     if has_begun or is_foreign:
       check_same_run(path, old, config)
@@ -75,13 +75,13 @@ def open_run(
 
 
 def saved_steps(directory: Path) -> list[int]:
-  """The steps whose checkpoints in this folder are complete (damaged or not), ascending."""
+  """The steps with complete checkpoints in this folder (damaged or not), in ascending order."""
   with reaching(directory):
     return sorted(int(path.name) for path in _numbered(directory) if _is_complete(path))
 
 
 def unfinished(directory: Path) -> list[Path]:
-  """The files in this folder that saves left behind when they were killed or failed."""
+  """The unfinished checkpoints in this folder, from saves that were killed or failed."""
   with reaching(directory):
     if is_bucket(directory):
       return [path for path in _numbered(directory) if not _is_complete(path)]
@@ -95,5 +95,5 @@ def _numbered(directory: Path) -> list[Path]:
 
 
 def _is_complete(path: Path) -> bool:
-  """Whether orbax has finished the checkpoint. On a disk, only then does it have this name."""
+  """Whether orbax has finished the checkpoint. On a disk, unfinished ones have another name."""
   return not is_bucket(path) or (path / COMMITTED).exists()

@@ -1,6 +1,6 @@
-"""Failures to write, such as a full disk or a folder that is read-only.
+"""Explains failures to write, such as a full disk or a read-only folder.
 
-They are neither bad input nor bugs: the same command goes on once the disk can be written again.
+They are neither bad input nor bugs: the same command can continue once the disk is writable again.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.workdir import saved_steps
 
-# The condition under which the same command can go on, by the error number.
+# Error numbers -> the condition under which the same command can continue.
 _REMEDIES = {
   errno.ENOSPC: "there is room",
   errno.EDQUOT: "the quota has room",
@@ -28,11 +28,11 @@ _REMEDIES = {
 
 
 def explain(error: BaseException, workdir: str | Path | None = None) -> str | None:
-  """One line about a failure to write, or None for any other error.
+  """Explains a failure to write in one line. Returns None for any other error.
 
   Args:
-    error: An exception. The exceptions that it was raised from, or while handling, count too.
-    workdir: The folder of the run, whose newest checkpoint the line names.
+    error: An exception. The exceptions that caused it are checked, too.
+    workdir: The folder of the run, to name the newest checkpoint. None names none.
   """
   for one in _chain(error):
     number, path = _number_and_path(one)
@@ -46,6 +46,7 @@ def explain(error: BaseException, workdir: str | Path | None = None) -> str | No
 
 
 def _saved(workdir: str | Path) -> str:
+  """Describes the newest checkpoint in a run's folder."""
   try:
     steps = saved_steps(folder(workdir) / "checkpoints")
   except (OSError, ConfigError, RunFailed):
@@ -54,7 +55,7 @@ def _saved(workdir: str | Path) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-  """The error and those behind it, as a traceback shows them."""
+  """Yields the error and the exceptions that caused it, as a traceback shows them."""
   seen: set[int] = set()
   while error is not None and id(error) not in seen:
     seen.add(id(error))
@@ -64,9 +65,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _number_and_path(error: BaseException) -> tuple[int | None, str]:
-  """The number of the operating system's error, or None, and the file or "".
+  """Returns the errno of an error, or None, and the path of the file, or "".
 
-  Tensorstore and safetensors put the number into their message.
+  Errors of tensorstore and safetensors contain the errno in their message.
   """
   if isinstance(error, OSError):
     return error.errno, _shown(error.filename)
@@ -79,7 +80,7 @@ def _number_and_path(error: BaseException) -> tuple[int | None, str]:
 
 
 def _shown(path: str | bytes | int | None) -> str:
-  """The path without what orbax adds to it while it writes."""
+  """The path without the suffix of orbax's temporary folders. "" if there is no path."""
   if path is None or isinstance(path, int):
     return ""
   return re.sub(r"\.orbax-checkpoint-tmp.*", "", os.fsdecode(path))

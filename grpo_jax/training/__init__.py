@@ -1,4 +1,4 @@
-"""The loop, its two kinds of steps, its state, and what it reports.
+"""The training loop: its two kinds of steps, its state and its reports.
 
-It may import every room but around/, which lies above it.
+It may import every package except around/, which is above it.
 """

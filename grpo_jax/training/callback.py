@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A step that is finished.
+  """A finished step.
 
   Attributes:
     workdir: The run's folder.
-    step: The number of steps so far, those of the warm start included.
-    last_step: The number of steps of the whole run.
-    metrics: The step's row of metrics.jsonl without its `step`, and with the evaluation where one
-      was made.
+    step: The number of steps so far, including the warm start.
+    last_step: The number of steps of the whole run, including the warm start.
+    metrics: The step's row of metrics.jsonl without `step`. It includes the evaluation, if there
+      was one.
   """
 
   workdir: Path
@@ -45,11 +45,11 @@ Callback = Callable[[Step], bool | None]
 
 
 class Callbacks:
-  """Calls a run's callback on the first process.
+  """Calls the user's callback on the first process.
 
   Attributes:
-    latest: The step that was reported last, or None before the first one.
-    ask_to_stop: Whether the callback asked to stop. The same on every process.
+    latest: The step that was reported last, or None before the first step.
+    ask_to_stop: Whether the callback asked to stop. It is the same on all processes.
   """
 
   def __init__(self, callback: Callback | None, workdir: Path, last_step: int, hosts: "Hosts"):
@@ -59,10 +59,10 @@ class Callbacks:
     self.ask_to_stop = False
 
   def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-    """Reports a step.
+    """Calls the callback with a finished step, and sets `latest` and `ask_to_stop`.
 
     Raises:
-      RunFailed: The callback raised something. KeyboardInterrupt is raised as it is.
+      RunFailed: The callback raised an exception. KeyboardInterrupt is passed on unchanged.
     """
     self.latest = self.step_of(step, metrics)
     if self._callback is None:
@@ -73,24 +73,24 @@ class Callbacks:
         answer = self._callback(self.latest)
       except KeyboardInterrupt:
         raise
-      except BaseException as caught:  # sys.exit, too: a run must not end quietly
+      except BaseException as caught:  # also sys.exit: a run must not end without a message
         error = caught
     if self._hosts.any_process(error is not None):
       name = name_of(self._callback)
       what = f"{name} raised {describe(error)}" if error else f"see what {name} raised"
       raise RunFailed(what) from error
-    # Not every true value: a callback that returns its plot does not ask to stop.
+    # Other true values do not count: a callback that returns a plot does not ask to stop.
     wants_to_stop = isinstance(answer, (bool, np.bool_)) and bool(answer)
     self.ask_to_stop = self._hosts.any_process(wants_to_stop)
 
   def step_of(self, step: int, metrics: Mapping[str, Any]) -> Step:
-    """The struct for a step of this run."""
+    """The `Step` for a step of this run with these metrics."""
     numbers = {name: float(value) for name, value in metrics.items()}
     return Step(self._workdir, step, self._last_step, MappingProxyType(numbers))
 
 
 def with_last_row(step: Step) -> Step:
-  """The step with the last row of its run's metrics.jsonl."""
+  """A copy of `step` with the metrics in the last row of its run's metrics.jsonl."""
   rows = read_metrics(step.workdir)
   metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
   return dataclasses.replace(step, metrics=MappingProxyType(metrics))

@@ -1,7 +1,7 @@
 """The training loop and its two kinds of steps.
 
-A run first imitates worked solutions, if it has a warm start. Then it takes GRPO steps. Both are
-counted together. `trainer.py` has what happens before the loop and after each step.
+If a run has a warm start, it first imitates worked solutions. Then it takes GRPO steps. Both kinds
+are counted together. `trainer.py` does the work before the loop and after each step.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ _ALL_REJECTED = (
 
 
 class RunEnd(NamedTuple):
-  """How a run ended.
+  """The end of a run.
 
   Attributes:
     state: The state after the last step that was taken.
-    step: The last step. Its metrics are empty if there was nothing left to do.
+    step: The last step. Its metrics are empty if this call took no step.
   """
 
   state: RunState
@@ -64,23 +64,23 @@ def run_steps(
   callback: Callback | None = None,
   signals: Signals = leaving_on_second_signal,
 ) -> RunEnd:
-  """The whole job, or what is left of it.
+  """Takes all steps of a run, or those that remain if its folder has a checkpoint.
 
   Args:
-    config: The run.
-    workdir: Its folder, which is created or resumed.
-    callback: Called after each step with a `callback.Step`, which has the step's metrics.
-    signals: Decides what SIGTERM, Ctrl-C and SIGHUP do while the run takes steps.
+    config: The config of the run.
+    workdir: The run's folder, which is created if it does not exist.
+    callback: callback(Step) is called after each step. If it returns True, the run stops.
+    signals: signals(stop_request) -> a context in which SIGTERM, Ctrl-C and SIGHUP are handled.
 
   Returns:
-    The state and the last step. It is earlier than the run's last step if the callback asked to
-    stop.
+    The state, and the last step that was taken. If the callback asked to stop, it is earlier than
+    the run's last step.
 
   Raises:
-    ConfigError: The config or the folder cannot be used. Nothing was run.
-    RunFailed: The run cannot go on. What could be saved is saved.
-    Stopped: The run was asked to stop, but not by the callback. Its state is saved, and the same
-      call goes on.
+    ConfigError: The config or the folder cannot be used. No step was taken.
+    RunFailed: The run cannot continue. The state is saved if that was possible.
+    Stopped: The run was asked to stop, but not by the callback. The state is saved, and the same
+      call continues the run.
   """
   config = as_begun(config, workdir)
   with contextlib.ExitStack() as stack:
@@ -97,7 +97,7 @@ def run_steps(
       try:
         with trainer.saving_on_failure(state, step, f"step {step + 1}"), trainer.doing(step):
           result = take_step(state, step)
-      except SamplingClosed:  # the run was asked to stop, and nobody is there that could sample
+      except SamplingClosed:  # the run was asked to stop, and no sampler process is connected
         break
       state, step = result.state, step + 1
       with trainer.saving_on_failure(state, step, f"evaluation after step {step}"):
@@ -115,10 +115,10 @@ class StepResult(NamedTuple):
 
   Attributes:
     state: The state after the step.
-    metrics: A row of metrics.jsonl.
-    rows: One object per completion, or None if completions are not logged at this step.
+    metrics: The step's row of metrics.jsonl, without `step`.
+    rows: A JSON object for each completion, or None if completions are not logged at this step.
     why_unscored: Why the step had nothing to learn from: no completion has a reward and a token in
-      the loss, or all tokens were rejected. "" if it had.
+      the loss, or all tokens were rejected. "" if it learned something.
   """
 
   state: RunState
@@ -128,14 +128,14 @@ class StepResult(NamedTuple):
 
 
 class WarmStep:
-  """A supervised update on worked solutions."""
+  """Takes a step of the warm start: a supervised update on worked solutions."""
 
   def __init__(self, run: Run, prompts: PromptSet):
     self._run = run
     self._prompts = prompts
 
   def __call__(self, state: RunState, step: int) -> StepResult:
-    """Learns from the solutions of some examples. Returns the state after it and its metrics."""
+    """Updates the policy on the examples of `step`, which counts from 0."""
     run, config, clock = self._run, self._run.config, Clock()
     size = config.warm_start.batch
     indices = loader.step_indices(config.seed, step, size, len(self._prompts))
@@ -163,13 +163,14 @@ class WarmStep:
 
 
 class GrpoStep:
-  """Sample, score, compare within the group, update.
+  """Takes a GRPO step: samples and scores completions, compares them within groups, and updates.
 
-  `run.programs` has the compiled functions: `with_advantages` is that of algo/batch.py, `update` is
-  `train_step` of learner/train_step.py.
+  `run.programs` has the compiled functions: `with_advantages` of algo/batch.py, and `update`, which
+  is `train_step` of learner/train_step.py.
   """
 
   def __init__(self, run: Run, collector: Collector | Ahead, store: StateStore):
+    """`collector` returns the batch of a step, and `store` has the reference policy."""
     self._run = run
     self._collect = collector
     self._store = store
@@ -183,10 +184,11 @@ class GrpoStep:
     self._sampler_gap = jax.jit(sampler_gap, out_shardings=everywhere)
 
   def __call__(self, state: RunState, step: int) -> StepResult:
-    """`step` counts the warm start's steps, too."""
+    """Takes the step. `step` counts from 0 and includes the steps of the warm start."""
     run, algo, clock = self._run, self._algo, Clock()
-    index = step - run.config.warm_start.steps
-    # Not kept in a variable: the converted copy must be freed before the update.
+    index = step - run.config.warm_start.steps  # the number of the GRPO step, from 0
+    # The parameters for sampling have no variable, because this converted copy must be freed
+    # before the update.
     collected = self._collect(
       run.parameters.for_sampling(state.train.params), index, state.host, clock
     )
@@ -207,7 +209,7 @@ class GrpoStep:
     return StepResult(state, metrics, self._rows(collected, batch), why)
 
   def _prepare(self, state: RunState, collected: Collected) -> tuple[Batch, dict[str, float]]:
-    """Adds the reference's log-probs and the advantages to the batch. Also returns metrics."""
+    """Returns the batch with the reference's log-probs and the advantages, and their metrics."""
     batch = collected.batch
     if self._algo.uses_reference and not self._algo.needs_full_kl:
       reference = self._store.reference_params(state)
@@ -215,14 +217,18 @@ class GrpoStep:
         logprobs_PGT = self._run.programs.logprobs(reference, batch.without_experts())
       batch = batch.replace(ref_logprobs_PGT=logprobs_PGT)
     with_advantages = self._run.programs.with_advantages
-    seen = dict(images=batch.images, visual=batch.visual)  # large, and not copied
+    # The images are large, so they bypass the compiled function, which would copy them.
+    seen = dict(images=batch.images, visual=batch.visual)
     batch = batch.replace(images=None, visual=None)
     batch, metrics = with_advantages(batch, collected.rewards, state.train.coefs.kl)
     batch = batch.replace(**seen)
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
   def _with_old_logprobs(self, train: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
-    """Adds the old log-probs that are computed, and rejects tokens. Also returns metrics."""
+    """Recomputes the old log-probs and masks out rejected tokens, as far as the config asks for it.
+
+    Returns the batch, and the metrics of the rejection with the gap between sampler and learner.
+    """
     run, algo = self._run, self._algo
     is_recomputed = not run.config.old_is_policy and algo.old_logprobs == "recomputed"
     if not is_recomputed and not algo.has_rejection:
@@ -232,14 +238,14 @@ class GrpoStep:
       batch = batch.replace(old_logprobs_PGT=old_PGT)
     if not algo.has_rejection:
       return batch, {}
-    # Over all tokens: those that are rejected are the ones that differ.
+    # The gap covers all tokens, before those with the largest differences are rejected.
     gap = self._sampler_gap(old_PGT, batch.sampler_logprobs_PGT, batch.mask_PGT)
-    given = old_PGT, batch.behavior_logprobs_PGT, batch.mask_PGT
-    mask_PGT, metrics = self._without_rejected(*given)
+    inputs = old_PGT, batch.behavior_logprobs_PGT, batch.mask_PGT
+    mask_PGT, metrics = self._without_rejected(*inputs)
     return batch.replace(mask_PGT=mask_PGT), jax.device_get(metrics) | metrics_lib.reduced(gap)
 
   def _update(self, state: RunState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
-    """Passes algo.updates_per_batch times over the minibatches."""
+    """Updates on each minibatch, algo.updates_per_batch times. Returns the state and metrics."""
     run, algo, train = self._run, self._algo, state.train
     base, reference = run.parameters.base, self._store.reference_params(state)
     parts = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
@@ -252,20 +258,21 @@ class GrpoStep:
           work.advance()
       reduced = metrics_lib.reduced(measured)
     if algo.kl_target:
-      reduced["kl_coef"] = float(train.coefs.kl)  # the coefficient of the next update
+      reduced["kl_coef"] = float(train.coefs.kl)  # the coefficient for the next update
     if algo.moves_entropy_coef:
       reduced["entropy_coef"] = float(train.coefs.entropy)
     return train, reduced
 
   def _with_planned(self, train: TrainState, index: int) -> TrainState:
-    """The state with the coefficients that `algo` plans for GRPO step `index`."""
-    coefs, own = train.coefs, dict[str, jax.Array]()
+    """Sets the coefficients that the config schedules for GRPO step `index`."""
+    coefs, new = train.coefs, dict[str, jax.Array]()
     for name, value in planned(self._algo, index, self._run.config.steps).items():
-      place = getattr(coefs, name).sharding  # as it was, so that nothing is compiled again
-      own[name] = jax.make_array_from_callback((), place, lambda _, x=value: np.float32(x))
-    return train.replace(coefs=coefs.replace(**own))
+      kept = getattr(coefs, name).sharding  # the same sharding, so that nothing is compiled again
+      new[name] = jax.make_array_from_callback((), kept, lambda _, x=value: np.float32(x))
+    return train.replace(coefs=coefs.replace(**new))
 
   def _step_metrics(self, index: int, metrics: dict[str, float], clock: Clock) -> dict[str, float]:
+    """The metrics of time, speed and learning rate. `metrics` are the others of the step."""
     last_update = (index + 1) * self._algo.updates_per_step - 1
     seconds = {"step": clock.total()} | clock.laps
     out = {f"time/{name}": value for name, value in seconds.items()}
@@ -276,10 +283,14 @@ class GrpoStep:
     return out
 
   def _rows(self, collected: Collected, batch: Batch) -> list[dict[str, Any]] | None:
-    """Completions with the advantage of their first token. None if the step logs no completions."""
+    """The logged completions with the advantages of their first tokens, or None if none are logged.
+
+    `collected.rows` is None on all processes if the step logs none, and empty on other processes
+    than the first.
+    """
     if collected.rows is None:
       return None
-    # Rows after those of the rollouts are further branches of them.
+    # Members of a group after the first `size` are further branches of rollouts.
     size = self._run.config.batch.group_size
     advantages_PG = self._run.hosts.fetch(batch.advantages_PGT[:, :size, 0])
     if not collected.rows:

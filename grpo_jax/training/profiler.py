@@ -1,4 +1,4 @@
-"""Traces some steps of a run, for XProf, TensorBoard and Perfetto."""
+"""Profiles some steps of a run, for XProf, TensorBoard and Perfetto."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -10,33 +10,33 @@ from grpo_jax.progress import doing
 
 
 class Profiler:
-  """Writes a trace of the steps that log.profile names, and what is in the memory after them.
+  """Writes a trace of the steps in log.profile, and a memory profile of the devices after them.
 
-  The trace has all threads of this process and its devices. So it has the batches that are drawn
-  ahead meanwhile, too. A trace that cannot be made ends no run.
+  The trace shows all threads of this process and its devices, and so also batches that are drawn
+  ahead. If the trace fails, the run continues without it.
   """
 
   def __init__(self, steps: tuple[int, ...], folder: Path, say: Callable[[str], None]) -> None:
-    """Traces nothing yet.
+    """Does not start tracing yet.
 
     Args:
-      steps: The first step and the last one, or nothing.
-      folder: The folder that gets the files.
-      say: Gets a line that says where they are, or why there are none.
+      steps: The first and the last step to trace, or () to trace nothing.
+      folder: The folder for the files.
+      say: say(line) prints where the files are, or why there are none.
     """
     self._steps = range(steps[0], steps[1] + 1) if steps else range(0)
     self._folder, self._say = folder, say
     self._is_tracing = False
 
   def remarks(self, step: int) -> tuple[str, ...]:
-    """Says so if a run that goes on after `step` has no step left to trace."""
+    """A line for the user if a run that resumes after `step` has no step left to trace, or ()."""
     if not self._steps or step < self._steps[-1]:
       return ()
     return (f"log.profile: step {self._steps[-1]} is over, so nothing is traced",)
 
   @contextlib.contextmanager
   def step(self, step: int) -> Iterator[None]:
-    """Names a step in the trace, which the first step begins and the last one ends."""
+    """Traces the block as step `step`. The first traced step starts the trace, the last ends it."""
     if step not in self._steps:
       yield
       return
@@ -51,7 +51,7 @@ class Profiler:
       self.close()
 
   def close(self) -> None:
-    """Writes the trace if one has begun."""
+    """Stops and writes the trace, if it was started."""
     if not self._is_tracing:
       return
     self._is_tracing = False
@@ -62,8 +62,9 @@ class Profiler:
 
   @contextlib.contextmanager
   def _saying_why_not(self) -> Iterator[None]:
+    """Turns an error of the block into a warning, and stops tracing."""
     try:
       yield
-    except Exception as error:  # such as a trace that somebody else makes, or a full disk
+    except Exception as error:  # such as another trace that is already running, or a full disk
       self._say(f"warning: log.profile: there is no trace: {' '.join(str(error).split())}")
       self._steps = range(0)

@@ -1,4 +1,4 @@
-"""Writes and shows a run: rows of metrics, evaluations, completions and the terminal."""
+"""Reports a run to files, trackers and the terminal: metrics, evaluations and completions."""
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
@@ -31,11 +31,11 @@ COMPLETIONS_SHOWN = 4
 
 
 class Reporter:
-  """Reports a run's steps. The first process writes and shows, and all evaluate together.
+  """Reports a run's steps. The first process writes and prints, and all processes evaluate.
 
   Attributes:
-    evaluator: Evaluates the policy. None where eval.every is 0.
-    devices: Makes what is held while it samples.
+    evaluator: Evaluates the policy. None if eval.every is 0.
+    devices: devices() -> a context in which evaluations may use the sampler's devices.
   """
 
   devices: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -48,17 +48,17 @@ class Reporter:
     on_lost_stdout: Callable[[str], None],
     remote: Remote | None = None,
   ):
-    """Prints and writes nothing yet.
+    """Does not print or write yet.
 
     Args:
       run: The run.
-      scorers: Its reward functions.
-      workdir: Its folder.
-      on_lost_stdout: Gets the reason when stdout cannot be written any more.
-      remote: Draws for evaluations. None means that the run does.
+      scorers: The reward functions of the run.
+      workdir: The run's folder.
+      on_lost_stdout: on_lost_stdout(reason) is called if stdout cannot be written any more.
+      remote: Makes the group sampler for evaluations. None means that the run's devices sample.
 
     Raises:
-      ConfigError: The evaluation cannot be run.
+      ConfigError: The config asks for an evaluation that is not possible.
     """
     self._run = run
     self._workdir = workdir
@@ -66,7 +66,7 @@ class Reporter:
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
     is_first = run.hosts.is_first
-    # Lines and tables are plain text in a notebook, too, though its kernel asks for colours.
+    # In a notebook, output is plain text, too, although its kernel asks for colours.
     plain = {"color_system": None, "width": 100} if notebook.is_running() else {}
     console = Console(
       file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first, force_jupyter=False, **plain
@@ -79,17 +79,17 @@ class Reporter:
       self.evaluator = Evaluators(run, scorers, remote=remote)
 
   def start_terminal(self) -> None:
-    """Lets the terminal show what takes long, until `close`."""
+    """Starts to show the progress of long work in the terminal, until `close`."""
     self._terminal.start()
 
   def open(self, start_step: int) -> None:
-    """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
+    """Opens metrics.jsonl and the trackers. Removes rows after `start_step`, or all for -1."""
     log = self._run.config.log
 
     def open_writer() -> RowWriter:
       files = local_files(self._workdir)
       senders = trackers.open_all(log, files, self.warn)
-      with contextlib.ExitStack() as stack:
+      with contextlib.ExitStack() as stack:  # closes the trackers if opening the files fails
         for sender in senders:
           stack.callback(sender.close, has_failed=True)
         writer = RowWriter(files, start_step, log.tensorboard, senders, self.warn)
@@ -101,7 +101,7 @@ class Reporter:
       self._writer.warn_of_missing_rows(start_step, log.every)
 
   def close(self, has_failed: bool = False) -> None:
-    """Closes the files and leaves the terminal as it was."""
+    """Closes the files and trackers, and restores the terminal."""
     try:
       if self._writer:
         self._writer.close(has_failed)
@@ -117,10 +117,10 @@ class Reporter:
     self._terminal.say(f"warning: {text}")
 
   def evaluate_if_missing(self, step: int, params: Any) -> None:
-    """Evaluates after `step` if that is due and metrics.jsonl does not have it.
+    """Evaluates after `step` if an evaluation is due and missing in metrics.jsonl.
 
-    That is so before the first step of a run that has no warm start, and where the evaluation of
-    the last step failed.
+    It is missing before the first step of a run without a warm start, and if the evaluation of the
+    last step failed.
     """
     if not self._evaluation_is_due(step):
       return
@@ -134,16 +134,16 @@ class Reporter:
         self._writer.add_to_last(values)
 
   def step(self, step: int, params: Any, metrics: dict, rows: list[dict] | None) -> dict:
-    """Reports a finished step, with the evaluation where one is due.
+    """Reports a finished step. Evaluates first if that is due.
 
     Args:
       step: The number of steps so far.
       params: The trained parameters.
-      metrics: The step's row.
-      rows: One object per completion, or None.
+      metrics: The metrics of the step.
+      rows: A JSON object for each completion, or None if this step logs none.
 
     Returns:
-      The metrics, with those of the evaluation.
+      The metrics of the step and of the evaluation.
     """
     if rows is not None:
       self._completions(step, rows)
@@ -151,7 +151,7 @@ class Reporter:
       try:
         metrics = metrics | self._evaluate(step, params)
       except RunFailed:
-        self._write(step, metrics)  # the next start makes the evaluation
+        self._write(step, metrics)  # the next start of the run repeats the evaluation
         raise
     elif step % self._run.config.log.every and step != self._last_step:
       return metrics
@@ -159,17 +159,18 @@ class Reporter:
     return metrics
 
   def finish(self, step: int) -> None:
-    """Says where everything is."""
+    """Prints where the results are, or how to resume a run that was stopped."""
     if step < self._last_step:
       self.say(f"stopped at step {step}; run the same command again to resume")
     else:
       self.say(f"finished: metrics, completions and checkpoints are in {self._workdir}")
 
   def header(self, lines: list[str]) -> None:
-    """Prints what is about to run."""
+    """Prints the lines of `header_lines`."""
     self._terminal.header(lines)
 
   def _evaluation_is_due(self, step: int) -> bool:
+    """Whether to evaluate after `step`: every eval.every GRPO steps, from 0 on, and at the end."""
     every = self._run.config.eval.every
     index = step - self._first_grpo_step
     return bool(every) and index >= 0 and (index % every == 0 or step == self._last_step)
@@ -189,20 +190,21 @@ class Reporter:
   def _completions(self, step: int, rows: list[dict]) -> None:
     if self._writer:
       self._writer.completions(step, rows)
-    # A few rows that are of several prompts and several members of their groups.
-    apart = max(1, len(rows) // COMPLETIONS_SHOWN - 1)
-    self._terminal.completions(step, rows[::apart])
+    # The stride is chosen so that the rows shown are from several prompts and group members.
+    stride = max(1, len(rows) // COMPLETIONS_SHOWN - 1)
+    self._terminal.completions(step, rows[::stride])
 
 
 def _terminal(config: Config, console: Console) -> Terminal:
-  # A completion is thought to take as long as a worked solution does in the warm start.
+  # For the estimate of the remaining time: a GRPO step takes longer than a step of the warm start
+  # in proportion to its completions.
   completions = config.batch.prompts * config.batch.group_size
   ratio = completions / config.warm_start.batch
   return Terminal(last_step(config), config.warm_start.steps, console, ratio)
 
 
 def last_step(config: Config) -> int:
-  """The number of steps of a run, those of the warm start included."""
+  """The number of steps of a run, including the warm start."""
   return config.warm_start.steps + config.steps
 
 
@@ -214,15 +216,15 @@ def header_lines(
   workdir: Path,
   saved_devices: int | None = None,
 ) -> list[str]:
-  """The lines that a user should read before the first step.
+  """The lines that describe a run to the user before the first step.
 
   Args:
     run: The run.
-    prompts: (name of the split, its prompts).
-    remarks: Warnings about the config.
-    step: Where the run resumes, 0 for a new one.
+    prompts: (name, prompts) of each split of the data.
+    remarks: Warnings to show.
+    step: The step from which the run resumes, or 0 for a new run.
     workdir: The run's folder.
-    saved_devices: The number of devices on which the run was before, if that is known.
+    saved_devices: The number of devices that saved the checkpoint. None: unknown or a new run.
   """
   config, device = run.config, jax.devices()[0]
   lines = [
@@ -255,7 +257,7 @@ def header_lines(
 
 
 def _about_prompts(split: str, kept: PromptSet, most: int) -> Iterator[str]:
-  """Which prompts of a split are not used. At most so many tokens of a prompt are allowed."""
+  """Yields lines about unused prompts of a split. `most` is the limit on a prompt's tokens."""
   if kept.dropped:
     yield (
       f"{kept.dropped} {split} prompts are longer than data.max_prompt_tokens = {most} and left"
@@ -272,7 +274,7 @@ def _about_prompts(split: str, kept: PromptSet, most: int) -> Iterator[str]:
 
 
 def _about_sampling(run: Run) -> list[str]:
-  """Where batches are drawn, and how far ahead."""
+  """Lines about the devices that sample, and how far ahead batches are drawn."""
   lines, sampling, rollout = [], run.parameters.sampling, run.config.rollout
   if sampling.mesh != run.mesh:
     apart = "apart, " if sampling.is_apart else ""
@@ -285,7 +287,7 @@ def _about_sampling(run: Run) -> list[str]:
 
 
 def _about_updates(config: Config) -> list[str]:
-  """Lines about how the number of updates per batch bears on these settings."""
+  """A warning if settings do not suit the number of updates per batch, or []."""
   algo = config.algo
   idle = settings_idle_at_ratio_one(algo) if config.old_is_policy else ()
   if idle:

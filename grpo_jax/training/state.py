@@ -1,4 +1,4 @@
-"""The state of a run: how it starts, what a checkpoint holds, and where the reference is."""
+"""The state of a run: its start, the contents of a checkpoint, and the reference policy."""
 
 import functools
 from pathlib import Path
@@ -13,17 +13,17 @@ from grpo_jax.run.run import Run
 from grpo_jax.storage.checkpoint import Checkpoints, restore_tree, save_tree
 from grpo_jax.types import TrainState
 
-_DEVICES = "num_devices"  # of the group `host` of a checkpoint, not of the host state
+_DEVICES = "num_devices"  # an entry of the group `host` in checkpoints, but not of the host state
 
 
 class RunState(struct.PyTreeNode):
-  """All that a run changes.
+  """Everything that changes during a run.
 
   Attributes:
     train: The parameters and the optimizer's state, which updates change.
-    reference: The reference policy, as trained parameters: all parameters in model.reference_dtype,
-      or adapters. None where no KL term needs it, during the warm start if the reference is then
-      frozen, and with LoRA if the reference is the base without adapters.
+    reference: The parameters of the reference policy in model.reference_dtype, or with LoRA its
+      adapters. None if no KL term needs it, during the warm start if the reference does not move
+      later, and with LoRA if the reference is the base model without adapters.
     host: numpy arrays on the host, such as counters.
   """
 
@@ -33,13 +33,14 @@ class RunState(struct.PyTreeNode):
 
 
 class StateStore:
-  """Starts a run's state, saves it and restores it.
+  """Makes, saves and restores a run's state.
 
-  A reference that moves is part of every checkpoint. One that stays is written once, after the warm
-  start, to the folder `reference`. Without a warm start it is made again from the config.
+  A reference that moves is part of every checkpoint. A fixed reference is written once, after the
+  warm start, to the folder `reference`. Without a warm start, it is made again from the config.
 
   Attributes:
-    saved_devices: The number of devices that the restored checkpoint was saved on, if it says so.
+    saved_devices: The number of devices on which the restored checkpoint was saved, or None if it
+      is not known.
   """
 
   def __init__(
@@ -50,7 +51,7 @@ class StateStore:
     host: HostState,
     ahead: Ahead | None = None,
   ):
-    """`host` is the host state of a run's first step. `ahead` has batches for later steps."""
+    """`host` is the host state of a new run. `ahead` draws batches ahead, which are saved, too."""
     self._run, self._ahead = run, ahead
     self.saved_devices: int | None = None
     self._reference_path = workdir / "reference"
@@ -62,8 +63,8 @@ class StateStore:
     self._has_warm_start = run.config.warm_start.steps > 0
 
   def restore_or_init(self) -> tuple[RunState, int, bool]:
-    """(state, step, whether the state comes from a checkpoint)."""
-    _ = self._run.parameters.base  # read now, so that no step's time holds it
+    """Returns (state, number of steps so far, whether the state comes from a checkpoint)."""
+    _ = self._run.parameters.base  # loaded now, so that it does not count as a step's time
     for store in (self._checkpoints, Checkpoints(self._reference_path, keep=1)):
       store.remove_unfinished()
     restored = self._checkpoints.restore_latest(self._abstract(), optional=("host",))
@@ -88,15 +89,15 @@ class StateStore:
       return state
     reference = self._first_reference(state.train.params)
     if reference is not None and not self._reference_moves:
-      # Two saves at once, of processes that are not equally far, wait for each other for ever.
+      # Two saves at once could deadlock, because processes may start them in different orders.
       self._checkpoints.wait()
       save_tree(self._reference_path, reference)
     train = self._run.programs.init_state(state.train.params).replace(step=state.train.step)
     return state.replace(train=train, reference=reference)
 
   def save(self, step: int, state: RunState) -> None:
-    """Starts to write a checkpoint. A step that is saved already is left as it is."""
-    if self._checkpoints.has(step):  # what is drawn ahead is in there, and not asked for again
+    """Starts to write a checkpoint, unless the step is saved already."""
+    if self._checkpoints.has(step):  # with the batches drawn ahead: `ahead` is not asked again
       return
     index = step - self._run.config.warm_start.steps
     if self._ahead is not None and index >= 0:
@@ -105,7 +106,7 @@ class StateStore:
     self._checkpoints.save(step, self._tree(state))
 
   def reference_params(self, state: RunState) -> Any:
-    """All parameters of the reference policy, or None where no KL term needs them."""
+    """All parameters of the reference policy, or None if no KL term needs them."""
     if not self._run.config.algo.uses_reference:
       return None
     if state.reference is None:
@@ -118,19 +119,20 @@ class StateStore:
     return state.replace(reference=moved)
 
   def _init(self) -> RunState:
+    """The state of a new run."""
     params = self._run.initial_params()
     in_warm_start = self._has_warm_start and not self._reference_moves
     reference = None if in_warm_start else self._first_reference(params)
     return RunState(self._run.programs.init_state(params), reference, self._initial_host)
 
   def _first_reference(self, params: Any) -> Any:
-    """A copy of the policy, where the reference is neither unused nor the base."""
+    """A copy of the policy, or None if the reference is unused or is the base model."""
     if not self._run.config.algo.uses_reference or self._base_is_reference:
       return None
     return self._run.parameters.reference(params)
 
   def _frozen_reference(self) -> Any:
-    """The reference that is not in the checkpoint, of a run in its GRPO phase."""
+    """The reference after the warm start if checkpoints do not hold it, or None (`RunState`)."""
     algo = self._run.config.algo
     if not algo.uses_reference or self._base_is_reference:
       return None
@@ -140,12 +142,13 @@ class StateStore:
     return restore_tree(self._reference_path, parameters.abstract_reference, parameters.layers_of)
 
   def _abstract(self) -> dict[str, Any]:
+    """The shapes, dtypes and shardings of the arrays of a checkpoint."""
     abstract = self._run.programs.abstract_state
     reference = self._run.parameters.abstract_reference if self._reference_moves else None
     return self._tree(RunState(abstract, reference, self._initial_host))
 
   def _tree(self, state: RunState) -> dict[str, Any]:
-    """The arrays of a checkpoint. Their names are those of every earlier version."""
+    """The arrays of a checkpoint. The names must stay the same in all versions."""
     train = state.train
     tree = {
       "step": train.step,

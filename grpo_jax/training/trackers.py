@@ -1,7 +1,7 @@
 """Sends the rows of a run to Weights & Biases, MLflow, Trackio and SwanLab.
 
-`TRACKERS` has a record for each. Whatever a tracker does, it does in a thread of its own: a step
-waits for no network, and a tracker's handlers of signals do not take the place of the run's.
+`TRACKERS` has a record for each. Each tracker runs in a separate thread, so that steps do not wait
+for the network, and a tracker cannot replace the run's signal handlers.
 """
 
 from collections import deque
@@ -31,12 +31,12 @@ Rows = Sequence[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """A start of a run, as a tracker sees it.
+  """The data with which a tracker opens a run.
 
   Attributes:
     tracker: The name of the tracker.
-    project: The project that the user named.
-    folder: The folder of the run's files, where a tracker may have one of its own.
+    project: The name of the project, from the config.
+    folder: The folder of the run's files, in which a tracker may make a subfolder.
     config: The nested values of config.json.
   """
 
@@ -52,23 +52,23 @@ class Start:
 
   @property
   def id_file(self) -> Path:
-    """The file that keeps the tracker's id of the run."""
+    """The file that stores the tracker's id of the run."""
     return self.folder / f"{self.tracker}_id"
 
   def identity(self, make: Callable[[], str] = lambda: secrets.token_hex(8)) -> str:
-    """The tracker's id of the run. `make` makes it at the first start."""
+    """The tracker's id of the run. make() returns it at the first start, and a file stores it."""
     if not self.id_file.exists():
       replace_file(self.id_file, make())
     return self.id_file.read_text()
 
 
 class OpenTracker(NamedTuple):
-  """A run that is open at a tracker.
+  """The functions of a run that is open at a tracker.
 
   Attributes:
-    log: (step, finite numbers by name) -> None.
-    close: (whether the run has failed) -> None. Sends what is not sent yet, and ends the run there.
-    completions: (step, rows) -> None, if the tracker shows tables.
+    log: log(step, values) sends finite numbers by name.
+    close: close(has_failed) sends all remaining data, and ends the run at the tracker.
+    completions: completions(step, rows) sends a table. None if the tracker shows no tables.
   """
 
   log: Callable[[int, dict[str, float]], Any]
@@ -77,11 +77,11 @@ class OpenTracker(NamedTuple):
 
 
 class Tracker(NamedTuple):
-  """A tracker. Its name is that of its package, and of the extra of setup.py that installs it.
+  """A tracker. Its name is also the name of its package, and of the extra that installs it.
 
   Attributes:
-    open: Opens a run. One that is there already goes on, if the tracker can do that.
-    offline: How the user works without its server, for an error message.
+    open: open(Start) -> the open run. It continues an existing run, if the tracker can do that.
+    offline: How to use the tracker without its server, for an error message.
   """
 
   open: Callable[[Start], OpenTracker]
@@ -89,7 +89,7 @@ class Tracker(NamedTuple):
 
 
 def _open_wandb(start: Start) -> OpenTracker:
-  """Opens the run at Weights & Biases, or goes on with it."""
+  """Opens the run at Weights & Biases, or continues it."""
   import wandb  # these packages are optional
 
   run = wandb.init(
@@ -114,12 +114,12 @@ def _open_wandb(start: Start) -> OpenTracker:
   )
 
 
-_MOST_PARAMS = 100  # that MLflow takes at once
-_LONGEST_PARAM = 6000  # characters
+_MOST_PARAMS = 100  # MLflow's limit on parameters in a request
+_LONGEST_PARAM = 6000  # MLflow's limit on characters in a parameter
 
 
 def _open_mlflow(start: Start) -> OpenTracker:
-  """Opens the run at MLflow, or goes on with it."""
+  """Opens the run at MLflow, or continues it."""
   from mlflow import MlflowClient
   from mlflow.entities import Metric, Param
 
@@ -139,7 +139,7 @@ def _open_mlflow(start: Start) -> OpenTracker:
 
   def log(step: int, values: dict[str, float]) -> None:
     now = int(1000 * time.time())
-    # The characters that it takes. Of ours, it lacks @.
+    # MLflow allows only these characters in names. Some of our metrics have "@".
     named = {re.sub(r"[^-/\w. :]", "_", name): value for name, value in values.items()}
     client.log_batch(run_id, [Metric(k, value, now, step) for k, value in named.items()])
 
@@ -150,16 +150,17 @@ def _open_mlflow(start: Start) -> OpenTracker:
 
 
 def _open_trackio(start: Start) -> OpenTracker:
+  """Opens the run at Trackio, or continues it."""
   import trackio
 
-  # It knows a run by its name, which must not be that of a run in another folder.
+  # Trackio identifies a run by its name, so the name must be unique among the runs of all folders.
   name = start.identity(lambda: f"{start.name}-{secrets.token_hex(4)}")
   run = trackio.init(start.project, name=name, config=dict(start.config), resume="allow")
   return OpenTracker(lambda step, values: run.log(values, step=step), lambda _: run.finish())
 
 
 def _open_swanlab(start: Start) -> OpenTracker:
-  """Opens the run at SwanLab, or goes on with it."""
+  """Opens the run at SwanLab, or continues it."""
   import swanlab
 
   run = swanlab.init(
@@ -189,7 +190,7 @@ def check_installed(log: Log) -> None:
   """Raises ConfigError if a tracker that the config names is not installed."""
   for name in log.trackers:
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:  # a folder of its name, such as ./wandb, has no origin
+    if spec is None or spec.origin is None:  # without an origin, it is a folder such as ./wandb
       raise ConfigError(
         f"config key log.trackers names {name}, which is not installed: pip install -e '.[{name}]'"
       )
@@ -199,12 +200,12 @@ def open_all(log: Log, workdir: Path, warn: Callable[[str], None]) -> list["Send
   """Opens the run at the trackers that the config names.
 
   Args:
-    log: The section of the config.
+    log: The section `log` of the config.
     workdir: The folder of the run's files on this machine, with its config.json.
-    warn: Gets a line about a tracker that fails later.
+    warn: warn(line) is called if a tracker fails later.
 
   Raises:
-    ConfigError: A tracker cannot be used. Those before it are closed.
+    ConfigError: A tracker cannot be used. The trackers opened before it are closed.
   """
   config = read_values(workdir / "config.json")
   senders = []
@@ -218,24 +219,24 @@ def open_all(log: Log, workdir: Path, warn: Callable[[str], None]) -> list["Send
 
 
 class Sender:
-  """Sends the rows of a run to a tracker. One that fails says so once and ends no run."""
+  """Sends the rows of a run to a tracker, in a thread. If that fails, it warns once."""
 
-  patience = 60.0  # seconds that a tracker has at the end of the run
-  most_waiting = 1000  # rows and tables that wait. For another one, the oldest is dropped
+  patience = 60.0  # how many seconds to wait for the tracker at the end of the run
+  most_waiting = 1000  # limit on queued rows and tables; beyond it, the oldest is dropped
 
   def __init__(self, start: Start, warn: Callable[[str], None]) -> None:
-    """Opens the run at the tracker, which may take long.
+    """Opens the run at the tracker, which may take long. `warn(line)` shows a warning.
 
     Raises:
-      ConfigError: It cannot be opened.
+      ConfigError: The run cannot be opened.
     """
     name = self._name = start.tracker
     self._warn = warn
-    self._tasks = deque[Callable[[], Any] | None]()
-    self._has_tasks = threading.Condition()
-    self._dropped = 0
+    self._tasks = deque[Callable[[], Any] | None]()  # the queued calls; None ends the thread
+    self._has_tasks = threading.Condition()  # guards the queue
+    self._dropped = 0  # how many tasks were dropped because the queue was full
     self._opened: OpenTracker | None = None
-    self._error: BaseException | None = None  # the first one, until it is said
+    self._error: BaseException | None = None  # the first error in the thread
     self._is_open = threading.Event()
     self._has_said_failure = False
     has_begun = start.id_file.exists()
@@ -253,16 +254,16 @@ class Sender:
       ) from self._error
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
-    """Sends a row, or numbers that are added to the last one. Returns at once."""
+    """Queues a row, or numbers to add to the last row. Returns at once."""
     self._put(functools.partial(self._opened.log, step, dict(values)))
 
   def completions(self, step: int, rows: Rows) -> None:
-    """Sends completions, if the tracker shows tables. Returns at once."""
+    """Queues completions, if the tracker shows tables. Returns at once."""
     if self._opened.completions is not None:
       self._put(functools.partial(self._opened.completions, step, rows[:MOST_SHOWN]))
 
   def close(self, has_failed: bool = False) -> None:
-    """Waits until everything is sent and the run is ended there, but not for ever."""
+    """Ends the run at the tracker. Waits at most `patience` seconds until everything is sent."""
     with doing(f"sending the last rows to {self._name}"), _no_stdout():
       self._put(functools.partial(self._opened.close, has_failed), None)
       self._thread.join(self.patience)
@@ -279,6 +280,7 @@ class Sender:
     self._say_failure()
 
   def _put(self, *tasks: Callable[[], Any] | None) -> None:
+    """Queues tasks. If the queue is full, drops the oldest tasks, and warns the first time."""
     self._say_failure()
     with self._has_tasks:
       surplus = max(0, len(self._tasks) + len(tasks) - self.most_waiting)
@@ -294,12 +296,13 @@ class Sender:
     self._dropped += surplus
 
   def _next(self) -> Callable[[], Any] | None:
-    """The oldest task. Waits for one. None is the end."""
+    """Waits for a task and removes the oldest one from the queue. None is the end."""
     with self._has_tasks:
       self._has_tasks.wait_for(lambda: self._tasks)
       return self._tasks.popleft()
 
   def _say_failure(self) -> None:
+    """Warns of the thread's first error, once."""
     if self._error is not None and not self._has_said_failure:
       self._has_said_failure = True
       self._warn(
@@ -308,10 +311,10 @@ class Sender:
       )
 
   def _run(self, start: Start) -> None:
-    """The thread."""
+    """Runs in the thread: opens the run, then executes the queued tasks."""
     try:
       self._opened = TRACKERS[self._name].open(start)
-    except BaseException as error:  # no key, no network, sys.exit: each has its own exception
+    except BaseException as error:  # no key, no network or sys.exit, with different exceptions
       self._error = error
       return
     finally:
@@ -324,15 +327,15 @@ class Sender:
 
 
 def _no_stdout() -> contextlib.AbstractContextManager[Any]:
-  """Lets what is printed go to stderr, because stdout may be for a program.
+  """Redirects printed text to stderr, because a program may read stdout.
 
-  It is of the whole process. So it is whoever waits for a tracker that holds it, and no tracker
-  that may hang.
+  The redirection applies to the whole process. So the waiting thread holds it for a limited time,
+  and not the tracker's thread, which may hang.
   """
   return contextlib.redirect_stdout(sys.stderr)
 
 
 def _line(error: BaseException) -> str:
-  """An exception in one line."""
+  """Describes an exception in one line."""
   text = " ".join(text_of(error).split())
   return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""The work around the training loop: setting up, checking, saving and finishing."""
+"""Does the work around the training loop: sets up, checks, saves and finishes a run."""
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
@@ -40,7 +40,7 @@ from grpo_jax.training.reporter import Reporter, header_lines, last_step
 from grpo_jax.training.state import RunState, StateStore
 
 Signals = Callable[[StopRequest], contextlib.AbstractContextManager[None]]
-# Nats per token. In float32, sampler and learner differ by about a millionth.
+# Nats per token. In float32, the log-probs of sampler and learner differ by about a millionth.
 _LARGEST_GAP = 1e-3
 
 
@@ -48,20 +48,26 @@ class Trainer:
   """Sets a run up before the loop, reports and saves after each step, and finishes it.
 
   Attributes:
-    run: The parts of the run.
+    run: The mesh, parameters, tokenizer and compiled functions of the run.
     collector: Collects the batch of a GRPO step.
-    ahead: Draws batches for later steps, or None.
-    store: The state of the run and its checkpoints.
+    ahead: Draws batches for later steps. None if batches are not drawn ahead.
+    store: Makes, saves and restores the state of the run.
     reporter: Writes and shows the steps.
     first_grpo_step: The number of steps of the warm start.
-    last_step: The number of steps of the whole run.
+    last_step: The number of steps of the whole run, including the warm start.
   """
 
   def __init__(self, config: Config, workdir: Path, stack: contextlib.ExitStack, signals: Signals):
-    """Builds everything before it writes anything. `stack` closes what is opened.
+    """Checks the config and builds the run's objects before it writes to the folder.
+
+    Args:
+      config: The config of the run.
+      workdir: The run's folder, which is locked from here on.
+      stack: Closes all objects when it exits, in reverse order.
+      signals: signals(stop_request) -> a context in which signals ask the run to stop.
 
     Raises:
-      ConfigError: For a config or a folder that cannot be used.
+      ConfigError: The config or the folder cannot be used.
     """
     self._workdir = workdir
     self.first_grpo_step, self.last_step = config.warm_start.steps, last_step(config)
@@ -84,7 +90,7 @@ class Trainer:
     self.collector = Collector(self.run, scorers, remote)
     evaluates = remote if config.eval.engine else None
     self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask, evaluates)
-    # From here on, the folder belongs to this run and this config.
+    # From here on, this run holds the folder's lock, and the folder stores its config.
     self._files = run_files(workdir, self.reporter.warn, stop_request.ask)
     hosts.on_first(lambda: stack.enter_context(self._files.held()))
     hosts.on_first(lambda: open_run(workdir, config_lib.to_dict(config), config_lib.completed))
@@ -102,9 +108,9 @@ class Trainer:
     if self.ahead is not None:
       self.reporter.devices = self.ahead.devices
     self.store = StateStore(self.run, workdir, self._checkpoints, host_state, self.ahead)
-    self._phases_seen: set[bool] = set()  # the first step of a phase compiles
+    self._phases_seen: set[bool] = set()  # True: the warm start; the first step of each compiles
     self._skipped = SkippedUpdates()
-    # They close in the reverse order: signals are handled until the last save is written.
+    # The stack closes in reverse order, so signals are handled until the last save is written.
     self._asked_to_stop = stop_request
     stack.enter_context(signals(stop_request))
     stack.push(lambda kind, error, trace: self.reporter.close(has_failed=kind is not None))
@@ -119,7 +125,7 @@ class Trainer:
   def _listen(
     self, access: Access | None, should_stop: Callable[[], bool], stack: contextlib.ExitStack
   ) -> RemoteSampler | None:
-    """Opens the port at which sampler processes join, if the run has some. `stack` closes it."""
+    """Opens the port for sampler processes, or returns None without `access`. `stack` closes it."""
     if access is None:
       return None
     rollout = self._config.rollout
@@ -130,7 +136,7 @@ class Trainer:
     return remote
 
   def _draws_ahead(self, stack: contextlib.ExitStack) -> Ahead | None:
-    """Makes the object that draws batches for later steps, or None. `stack` closes it."""
+    """Makes the object that draws batches for later steps, or returns None if none are drawn."""
     config, rollout = self._config, self._config.rollout
     if not rollout.max_staleness:
       return None
@@ -139,7 +145,7 @@ class Trainer:
     schedule = None
     if rollout.weights != "fixed":
       in_flight, replay = rollout.weights == "in_flight", rollout.replay
-      if replay and rollout.engine:  # it names what was drawn, and the schedule lies beside it
+      if replay and rollout.engine:  # `replay` names the file of drawn rows, beside the schedule
         replay = str(Path(replay).with_name("schedule.jsonl"))
       schedule = WeightSchedule(local_files(self._workdir), replay, in_flight)
       stack.callback(schedule.close)
@@ -147,7 +153,7 @@ class Trainer:
     stack.callback(ahead.close)
     if self._engine is not None:
       stack.callback(self._engine.close)
-    # These are called first, because the thread of `ahead` may wait for them.
+    # These close before `ahead`, because its thread may be waiting for them.
     stack.callback(self.run.hosts.sampler_mailbox.close)
     if self._remote is not None:
       stack.callback(self._remote.close)
@@ -158,10 +164,10 @@ class Trainer:
     return Callbacks(callback, self._workdir, self.last_step, self.run.hosts)
 
   def restore_or_init(self) -> tuple[RunState, int]:
-    """Restores the newest whole checkpoint, or makes the state of a new run.
+    """Restores the newest checkpoint that is not damaged, or makes the state of a new run.
 
-    It begins to compile, opens metrics.jsonl, shows the header, and evaluates where metrics.jsonl
-    lacks a due evaluation of this step.
+    Also starts compiling, opens metrics.jsonl, shows the header, and evaluates if an evaluation of
+    this step is due and missing in metrics.jsonl.
 
     Returns:
       The state, and the number of steps so far.
@@ -170,7 +176,7 @@ class Trainer:
       state, step, restored = self.store.restore_or_init()
     if step < self.last_step:
       compile_ahead(self.run, self._compiler)
-    no_row = -1  # of an earlier try that saved nothing: metrics.jsonl keeps none of its rows
+    no_row = -1  # without a checkpoint, metrics.jsonl keeps no rows of an earlier attempt
     self.reporter.open(step if restored else no_row)
     splits = [("training", self.collector.prompts)]
     if self.reporter.evaluator:
@@ -186,7 +192,7 @@ class Trainer:
     return state, step
 
   def _remarks_on_ahead(self, state: RunState, step: int) -> tuple[str, ...]:
-    """Warns if a checkpoint lacks the batches drawn ahead, as that of a run that was over does."""
+    """Warns if a checkpoint lacks batches drawn ahead, because its run had ended there."""
     rollout = self._config.rollout
     is_within = self.first_grpo_step < step < self.last_step
     if not is_within or self.ahead is None or rollout.weights != "fixed":
@@ -201,7 +207,7 @@ class Trainer:
 
   @contextlib.contextmanager
   def doing(self, step: int) -> Iterator[None]:
-    """Says that the step after `step` is taken, and traces it. The first of each phase compiles."""
+    """Shows progress of the step after `step`, and profiles it, within the block."""
     in_warm_start = step < self.first_grpo_step
     is_routine = in_warm_start in self._phases_seen
     self._phases_seen.add(in_warm_start)
@@ -209,26 +215,26 @@ class Trainer:
       yield
 
   def should_stop(self) -> bool:
-    """True on every process if any process was asked to stop."""
+    """Whether any process was asked to stop. The result is the same on all processes."""
     return self.run.hosts.any_process(self._asked_to_stop())
 
   def check_and_save(
     self, state: RunState, step: int, metrics: Mapping[str, float], why_unscored: str
   ) -> None:
-    """Checks that the step was one to go on from, and saves a checkpoint if one is due.
+    """Checks that the run may continue after this step, and saves a checkpoint if one is due.
 
-    While updates are skipped there is nothing new to save, and a save would delete an older
-    checkpoint, from before.
+    While updates are skipped, it saves nothing: the policy is unchanged, and a save would delete an
+    older checkpoint, made before the skipped updates.
 
     Args:
       state: The state after the step.
       step: The number of steps so far.
       metrics: The step's row, which is written already.
-      why_unscored: Why the step had nothing to learn from. "" if it had.
+      why_unscored: Why the step had nothing to learn from. "" if it learned something.
 
     Raises:
       RunFailed: Too many updates in a row were skipped, too many steps in a row had nothing to
-        learn from, or the policy is not the one that sampled.
+        learn from, or the log-probs of sampler and learner differ too much.
     """
     algo = self._config.algo
     self._skipped.count(metrics, 1 if step <= self.first_grpo_step else algo.updates_per_step)
@@ -240,37 +246,39 @@ class Trainer:
     unscored, _ = unscored_steps(state.host)
     if unscored == 1 and self.run.hosts.is_first:
       print(f"warning: step {step} had nothing to learn from: {why_unscored}", file=sys.stderr)
-    said = self._nothing_learned(unscored, why_unscored)
-    if said and 0 < self._config.reward.max_unscored_steps <= unscored:
+    message = self._nothing_learned(unscored, why_unscored)
+    # Without a limit, the run continues, and `finish` reports that no step learned anything.
+    if message and 0 < self._config.reward.max_unscored_steps <= unscored:
       self._save(state, step)
-      raise RunFailed(f"{said}; step {step} is saved, the same command goes on")
+      raise RunFailed(f"{message}; step {step} is saved; run the same command again to go on")
     every = self._config.checkpoint.every
     if every and step % every == 0 and not self._skipped.in_a_row:
       with doing(f"saving step {step}", is_routine=True):
-        self.run.hosts.on_first(self._files.upload)  # the rows of a checkpoint come before it
+        # Upload the metric rows before the checkpoint that follows them.
+        self.run.hosts.on_first(self._files.upload)
         self.store.save(step, state)
     elif self.run.hosts.is_first:
       self._files.upload_if_due()
 
   @contextlib.contextmanager
   def saving_on_failure(self, state: RunState, step: int, doing: str) -> Iterator[None]:
-    """Saves the state of `step` if what is done next fails. `doing` says what that is."""
+    """Saves the state after `step` if the block fails. `doing` names its work in the error."""
     try:
       yield
     except RunFailed as error:  # raised on all processes together
       self._save(state, step)
       saved = f"step {step} is saved" if step else "no step was finished"
-      goes_on = ", the same command goes on" if error.goes_on else ""
+      goes_on = "; run the same command again to go on" if error.goes_on else ""
       raise RunFailed(f"{doing}: {error}; {saved}{goes_on}") from error
     except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt, SystemExit):
-      # A save is made by all processes together, and the others may not have failed. An update
-      # takes the arrays of the state before it, which then cannot be saved.
+      # All processes must save together, but others may not have failed. And an update that failed
+      # may have donated the arrays of the state, which then cannot be saved.
       if jax.process_count() == 1 and not _is_deleted(state):
         self._save(state, step)
       raise
 
   def finish(self, state: RunState, step: int, was_asked_to: bool) -> None:
-    """Saves what is not saved yet, and waits until it is written.
+    """Saves the state if it is not saved yet, waits until it is written, and reports the end.
 
     Args:
       state: The state of the run.
@@ -278,17 +286,17 @@ class Trainer:
       was_asked_to: Whether the callback asked to stop.
 
     Raises:
-      Stopped: The last step is not reached, and the callback did not ask for it.
+      Stopped: The last step is not reached, and the callback did not ask to stop.
       RunFailed: The last step is reached, and no step had anything to learn from.
     """
     is_unfinished = step < self.last_step
-    # A resumed run takes the skipped steps again.
+    # After skipped updates, older checkpoints are kept, and a resumed run repeats the steps.
     if not (is_unfinished and self._skipped.in_a_row):
       self._save(state, step)
     self._checkpoints.wait()
-    said = self._nothing_learned(*unscored_steps(state.host))
-    if said and not is_unfinished:
-      raise RunFailed(said)
+    message = self._nothing_learned(*unscored_steps(state.host))
+    if message and not is_unfinished:
+      raise RunFailed(message)
     self.reporter.finish(step)
     if self._remote is not None and (was_asked_to or not is_unfinished):
       self._remote.say_ended()
@@ -298,15 +306,19 @@ class Trainer:
       )
 
   def _nothing_learned(self, unscored: int, why: str) -> str:
-    """Says that too many steps in a row had nothing to learn from. "" if they are few."""
+    """The error if too many steps in a row, or all, had nothing to learn from. Otherwise "".
+
+    `unscored` counts these steps up to now, and `why` is the reason of the last one.
+    """
     limit, steps = self._config.reward.max_unscored_steps, self._config.steps
-    said = f"the last {unscored} GRPO steps had nothing to learn from"
-    why = why or f"the rows in {self._workdir} have no reward"  # of an earlier version's checkpoint
+    message = f"the last {unscored} GRPO steps had nothing to learn from"
+    why = why or f"the rows in {self._workdir} have no reward"  # old checkpoints store no reason
     if 0 < limit <= unscored:
-      return f"{said} (reward.max_unscored_steps): {why}"
-    return f"{said}, which are all: {why}" if 0 < steps <= unscored else ""
+      return f"{message} (reward.max_unscored_steps): {why}"
+    return f"{message}, which are all: {why}" if 0 < steps <= unscored else ""
 
   def _save(self, state: RunState, step: int) -> None:
+    """Saves the state after `step` and waits until it is written. Step 0 is not saved."""
     if step:
       with doing(f"saving step {step}"):
         self.run.hosts.on_first(self._files.upload)
@@ -315,7 +327,7 @@ class Trainer:
 
 
 def _access(config: Config) -> Access | None:
-  """Whom the run lets sample for it, or None if no sampler process may join."""
+  """The secret and certificates for sampler processes, or None if the run does not listen."""
   rollout = config.rollout
   if not rollout.listen:
     return None
@@ -329,19 +341,20 @@ def _access(config: Config) -> Access | None:
 
 
 def _is_deleted(state: RunState) -> bool:
+  """Whether an update has donated the parameters of the state."""
   arrays = jax.tree.leaves(state.train.params)
   return any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays)
 
 
 class SkippedUpdates:
-  """Counts the updates in a row that were skipped because their gradient was not finite.
+  """Counts consecutive updates that were skipped because their gradient was not finite.
 
-  After such a row the policy does not recover: its parameters stay, so the next gradient is no
+  After several of them, the policy does not recover: it stays the same, so the next gradient is no
   better.
 
   Attributes:
-    limit: How many are too many.
-    in_a_row: How many there are up to now.
+    limit: The number of consecutive skipped updates that ends the run.
+    in_a_row: The number of skipped updates since the last step with an update.
   """
 
   limit = 5
@@ -350,12 +363,7 @@ class SkippedUpdates:
     self.in_a_row = 0
 
   def count(self, metrics: Mapping[str, float], updates: int) -> None:
-    """Counts those of a step.
-
-    Args:
-      metrics: The step's metrics.
-      updates: How many updates the step made.
-    """
+    """Counts the skipped updates among a step's `updates`. Unless all were skipped, resets to 0."""
     skipped = metrics.get("skipped_updates", metrics.get("warm_start/skipped_updates", 0))
     self.in_a_row = self.in_a_row + updates if skipped >= updates else 0
 
@@ -365,7 +373,7 @@ class SkippedUpdates:
     return self.in_a_row >= self.limit
 
   def failure(self, newest_checkpoint: int | None) -> RunFailed:
-    """The error that ends the run."""
+    """Makes the error that ends the run. It names the step of the newest checkpoint, if any."""
     saved = "no checkpoint is saved"
     if newest_checkpoint is not None:
       saved = f"the newest checkpoint, of step {newest_checkpoint}, is from before"
@@ -377,17 +385,18 @@ class SkippedUpdates:
 
 
 def check_gap(metrics: Mapping[str, float], config: Config) -> None:
-  """Checks that the learner computes about the log-probs that the sampler drew with.
+  """Checks that learner and sampler compute nearly the same log-probs.
 
-  Rounding makes them differ a little. A large difference says that tokens are learned that the
-  policy did not draw, such as those of an environment, or that it read something else before them.
+  Rounding makes them differ a little. A large difference shows that the learner learns tokens that
+  the policy did not draw, such as an environment's, or computes them after other tokens than the
+  sampler did.
 
   Args:
-    metrics: A step's row.
+    metrics: The row of a step.
     config: The config of the run.
 
   Raises:
-    RunFailed: A token's log-probs differ by more than sampling.max_logprob_gap.
+    RunFailed: The log-probs of a token differ by more than `largest_gap(config)`.
   """
   gap, bound = metrics.get("sampler/logprob_gap_max", 0.0), largest_gap(config)
   if 0 < bound < gap:
@@ -399,29 +408,29 @@ def check_gap(metrics: Mapping[str, float], config: Config) -> None:
 
 
 def largest_gap(config: Config) -> float:
-  """sampling.max_logprob_gap, or what stands for -1 there. 0 is no bound."""
+  """The value of sampling.max_logprob_gap, or the default that -1 stands for. 0 means no bound."""
   sampling = config.sampling
   if sampling.max_logprob_gap >= 0:
     return sampling.max_logprob_gap
-  # With these, the policy that learns is not the one that drew.
+  # With these settings, the sampler computes another policy than the learner on purpose.
   if sampling.weights_dtype or sampling.cache_dtype or config.rollout.max_staleness:
     return 0.0
   return 0.05 if _is_exact(config) else 4.0
 
 
 def check_ratio_of_one(metrics: Mapping[str, float], config: Config) -> None:
-  """Checks that the ratio was 1 where the objective took it to be 1.
+  """Checks that the probability ratio was 1 if the objective assumed that.
 
-  With one update per batch, the log-probs of the policy before the update take the place of the old
-  ones. That is right only if the same policy sampled. With float32 on both sides, their log-probs
-  then agree to rounding.
+  With one update per batch, the objective uses the log-probs of the policy before the update as the
+  old log-probs. That is right only if this policy sampled. If sampler and learner both compute in
+  float32, their log-probs then agree up to rounding.
 
   Args:
-    metrics: A step's row.
+    metrics: The row of a step.
     config: The config of the run.
 
   Raises:
-    RunFailed: Another policy sampled.
+    RunFailed: The log-probs differ too much, so another policy sampled.
   """
   gap = metrics.get("sampler/logprob_gap_mean", 0.0)
   is_assumed = config.old_is_policy and not config.algo.compares_with_sampler

@@ -1,7 +1,7 @@
 """Advantages: how much better a completion is than the others.
 
-To add one, write its function and its record into one of the files of this folder. A program adds
-its own with `register_advantage`.
+To add one, write its function and its record into one of the files of this folder. A user's program
+calls `register_advantage`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,24 @@ class _Choice(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings(answers.PassAtKSettings, batch.GdpoSettings, _Choice):
-  """The choice of an advantage and the settings of all. New settings go in front."""
+  """The choice of an advantage, and the settings of all advantages. New bases go in front."""
 
 
 def register_advantage(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-  """Gives an advantage of this program a name in configs: that of its function.
+  """Registers an advantage of the user under its function's name, for `algo.advantage`.
 
-  It can be used as a decorator. `algo.advantage` then finds the name. A program that goes on with a
-  run registers the function first, because the run saves the name alone.
+  Returns the function, so that it can be used as a decorator. A program that resumes a run
+  registers the function first, because the run saves only the name.
 
   Args:
-    compute: (rewards, mask_PGT, algo) -> [P, G], in JAX. `rewards.total_PG` has the weighted
-      scores less a KL penalty, and `rewards.scored_PG` says which completions were scored. The
-      others get 0, and so do groups whose rewards are equal. An advantage for which that is not so,
-      or that differs within a completion, is a record in a file of `grpo_jax/algo/advantages/`.
-
-  Returns:
-    The function.
+    compute: (rewards, mask_PGT, algo) -> advantages [P, G], in JAX. `rewards.total_PG` has the
+      weighted scores minus a KL penalty, and `rewards.scored_PG` says which completions were
+      scored. The function must return 0 for all others, and for groups of equal rewards. For an
+      advantage that does not, or that differs within a completion, write a record into a file of
+      `grpo_jax/algo/advantages/`.
 
   Raises:
-    ConfigError: An advantage of grpo_jax has this name, or it has none.
+    ConfigError: grpo_jax has an advantage of this name, or the function has no name.
   """
   record = Advantage(compute=compute, settings=Settings, examples=())
   register("advantage", ADVANTAGES, compute, record)

@@ -19,20 +19,20 @@ class Advantage(Record[S]):
   """One way to compute advantages.
 
   Attributes:
-    compute: (rewards, mask_PGT, algo) -> [P, G], or [P, G, T] where the tokens of a completion
-      differ. A completion that no function scored gets 0 and changes no statistic.
-    examples: Inputs are `scores` (nested [P, G], or [P, G, J] with `weights`), and where they are
-      read `lengths` [P, G], `greedy_scores` [P], `step_rewards` [P, G, T] with None where no step
-      ends, and `kl_penalty` [P, G, T]. The output is `advantages`.
+    compute: (rewards, mask_PGT, algo) -> advantages [P, G], or [P, G, T] if the tokens of a
+      completion differ. A completion that no function scored gets 0 and changes no statistic.
+    examples: Inputs are `scores` (nested [P, G], or [P, G, J] with `weights`) and, if `compute`
+      reads them, `lengths` [P, G], `greedy_scores` [P], `step_rewards` [P, G, T] with None where no
+      step ends, and `kl_penalty` [P, G, T]. The output is `advantages`.
     equal_rewards_teach: True if a group whose rewards are all equal may get advantages other than
-      0. Dynamic sampling, which drops such groups, is refused then.
+      0. Dynamic sampling, which drops such groups, is then refused.
     takes_kl_penalty: True if `compute` can work with a KL penalty in the reward.
     needs_greedy: True if `compute` reads `Rewards.greedy_scores_PJ`.
-    needs_steps: True if `compute` reads the rewards of steps.
-    counts_right_answers: True if only the sign of a reward matters. Penalties for length, which
-      would make a right answer wrong, are refused then.
-    refuses_negative: True if a reward below 0 has no meaning. A run with one stops, and penalties
-      for length are refused.
+    needs_steps: True if `compute` reads `Rewards.step_rewards_PGT`.
+    counts_right_answers: True if only the sign of a reward matters. Length penalties, which could
+      make a right answer wrong, are then refused.
+    refuses_negative: True if `compute` cannot use rewards below 0. A run stops at such a reward,
+      and length penalties are refused.
     per_token: True if the tokens of a completion may differ without a KL penalty in the reward.
     check: (algo, group_size) -> None. Raises ConfigError if the settings do not fit together.
   """

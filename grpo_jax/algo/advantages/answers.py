@@ -29,8 +29,9 @@ class PassAtKSettings(EpsSettings):
 def pass_at_k(rewards: Rewards, mask_PGT: jax.Array, algo: PassAtKSettings) -> jax.Array:
   """Advantages whose objective is pass@k (Pass@k training 2508.10751, eq. 12-15).
 
-  A reward above 0 is a right answer. Of the n answers of a group c are right. The mean reward of k
-  answers is R = 1 - C(n-c, k) / C(n, k), and its deviation is s = sqrt(R (1 - R)).
+  A reward above 0 is a right answer, and c of the n answers of a group are right. A draw of k
+  answers has the reward 1 if one of them is right. The mean of this reward over draws is
+  R = 1 - C(n-c, k) / C(n, k), and its deviation is s = sqrt(R (1 - R)).
     A of a right answer: (1 - R) / (s + eps)
     A of a wrong answer: (1 - R - C(n-c-1, k-1) / C(n-1, k-1)) / (s + eps)
   All advantages of a group are 0 where s is 0.
@@ -40,7 +41,7 @@ def pass_at_k(rewards: Rewards, mask_PGT: jax.Array, algo: PassAtKSettings) -> j
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   del mask_PGT
   right_PG = rewards.scored_PG & (rewards.total_PG > 0)

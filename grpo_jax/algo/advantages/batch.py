@@ -44,10 +44,10 @@ def group_mean_batch_std(rewards: Rewards, mask_PGT: jax.Array, algo: BatchSetti
 
   Args:
     rewards: The rewards of P prompts with G completions each.
-    mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
+    mask_PGT: The loss mask, for the lengths that `batch_weighting` may read.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   centered_PG = masked.centered(rewards.total_PG, rewards.scored_PG, 1)
   weights_PG = _batch_weights(mask_PGT, algo)
@@ -78,8 +78,8 @@ ADVANTAGES["group_mean_batch_std"] = Advantage(
 def batch_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: BatchSettings) -> jax.Array:
   """A = (r - mean) / (std + eps) over the batch, without groups (REINFORCE++ 2501.03262).
 
-  With a KL penalty in the reward, each token has a reward of its own, the score minus the KL of the
-  token and of those after it: r_t = score - sum over u >= t of KL_u. The mean and the standard
+  With a KL penalty in the reward, each token has its own reward, r_t = score - sum over u >= t of
+  KL_u: the score minus the KL of this token and of later tokens. The mean and the standard
   deviation are then over all tokens.
 
   Args:
@@ -87,7 +87,7 @@ def batch_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: BatchSettings)
     mask_PGT: The loss mask.
 
   Returns:
-    [P, G], or [P, G, T] with a KL penalty in the reward.
+    Advantages [P, G], or [P, G, T] with a KL penalty in the reward.
   """
   if rewards.kl_penalty_PGT is None:
     return _batch_whitened(rewards.total_PG, rewards, mask_PGT, algo, algo.std_eps)
@@ -136,10 +136,10 @@ def group_centered_batch_whitened(
 
   Args:
     rewards: The rewards of P prompts with G completions each.
-    mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
+    mask_PGT: The loss mask, for the lengths that `batch_weighting` may read.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   centered_PG = masked.centered(rewards.total_PG, rewards.scored_PG, 1)
   return _batch_whitened(centered_PG, rewards, mask_PGT, algo, algo.std_eps)
@@ -166,17 +166,17 @@ ADVANTAGES["group_centered_batch_whitened"] = Advantage(
 
 
 def gdpo(rewards: Rewards, mask_PGT: jax.Array, algo: GdpoSettings) -> jax.Array:
-  """Normalises each reward in its group, adds them up, then whitens the batch (GDPO 2601.05242).
+  """Normalises each reward in its group, sums them, then whitens over the batch (GDPO 2601.05242).
 
   z_j = (r_j - mean_g r_j) / (std_g r_j + std_eps) for each reward function j. Their sum is
   v = sum_j weight_j z_j, and A = (v - mean v) / (std v + batch_std_eps) over the batch.
 
   Args:
     rewards: The rewards of P prompts with G completions each.
-    mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
+    mask_PGT: The loss mask, for the lengths that `batch_weighting` may read.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   sum_PG = sum_of_normalized(rewards, algo)
   return _batch_whitened(sum_PG, rewards, mask_PGT, algo, algo.batch_std_eps)
@@ -202,13 +202,13 @@ ADVANTAGES["gdpo"] = Advantage(
 def _batch_whitened(
   x_PG: jax.Array, rewards: Rewards, mask_PGT: jax.Array, algo: BatchSettings, eps: float
 ) -> jax.Array:
-  """x minus its mean over the batch, divided by its standard deviation plus eps."""
+  """(x - mean) / (standard deviation + eps) over the scored completions of the batch, [P, G]."""
   weights_PG = _batch_weights(mask_PGT, algo)
   std = masked.std(x_PG, rewards.scored_PG, algo.std_ddof, None, weights_PG)
   return masked.centered(x_PG, rewards.scored_PG, None, weights_PG) / (std + eps)
 
 
 def _batch_weights(mask_PGT: jax.Array, algo: BatchSettings) -> jax.Array:
-  """How often each completion counts in statistics of the batch, [P, G]."""
+  """The weight of each completion in statistics of the batch, [P, G]: 1 or its length."""
   lengths_PG = mask_PGT.sum(-1)
   return lengths_PG if algo.batch_weighting == "token" else jnp.ones_like(lengths_PG)

@@ -1,6 +1,6 @@
 """Advantages that compare a completion with its group or with the prompt's greedy completion.
 
-Where all rewards of a group are equal, advantages that know only the group are exactly 0.
+If all rewards of a group are equal, advantages that read only the group are exactly 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def group_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: StdSettings) -
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   del mask_PGT
   centered_PG = masked.centered(rewards.total_PG, rewards.scored_PG, 1)
@@ -68,22 +68,22 @@ ADVANTAGES["group_normalized"] = Advantage(
 def group_normalized_each(rewards: Rewards, mask_PGT: jax.Array, algo: StdSettings) -> jax.Array:
   """A = sum_j weight_j (r_j - mean_g r_j) / (std_g r_j + eps), over the reward functions j.
 
-  Each function is normalised before they are added, so that none drowns the others by its scale.
-  This is GDPO 2601.05242 without its last step, which whitens A over the batch.
+  The scores of each function are normalised before they are added, so that no function dominates by
+  its scale. This is GDPO 2601.05242 without the last step, which whitens A over the batch.
 
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   del mask_PGT
   return sum_of_normalized(rewards, algo)
 
 
 def sum_of_normalized(rewards: Rewards, algo: StdSettings) -> jax.Array:
-  """The weighted sum over the functions of their scores, each normalised in its group, [P, G]."""
+  """The weighted sum of the functions' scores, each normalised within its group, [P, G]."""
   scored_PGJ = ~jnp.isnan(rewards.scores_PGJ)
   std_P1J = masked.std(rewards.scores_PGJ, scored_PGJ, algo.std_ddof, 1)
   z_PGJ = masked.centered(rewards.scores_PGJ, scored_PGJ, 1) / (std_P1J + algo.std_eps)
@@ -119,7 +119,7 @@ def group_centered(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   del mask_PGT
   return masked.centered(rewards.total_PG, rewards.scored_PG, 1)
@@ -145,7 +145,7 @@ def leave_one_out(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    [P, G]. The only scored completion of a group gets 0.
+    Advantages [P, G]. The only scored completion of a group gets 0.
   """
   del mask_PGT
   count_P1 = masked.count(rewards.scored_PG, 1, keepdims=True)
@@ -177,14 +177,14 @@ def max_rl(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
 
   With rewards of 0 and 1, the objective approaches the log-likelihood of a right answer as groups
   grow, and hard prompts weigh more. A group whose mean is not above 0 gets 0. A run stops at a
-  negative reward, because the mean is then no pass rate, and dividing by it may turn the sign.
+  negative reward: the mean is then no pass rate, and dividing by it may flip the sign.
 
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   del mask_PGT
   mean_P1 = masked.mean(rewards.total_PG, rewards.scored_PG, 1, keepdims=True)
@@ -225,7 +225,7 @@ def opo(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
     mask_PGT: The loss mask, which gives the lengths.
 
   Returns:
-    [P, G]
+    Advantages [P, G].
   """
   lengths_PG = mask_PGT.sum(-1)
   return masked.centered(rewards.total_PG, rewards.scored_PG, 1, lengths_PG)
@@ -248,11 +248,11 @@ def greedy_baseline(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> ja
   """A = r - reward of the prompt's greedy completion (ReMax 2310.10505, eq. 3).
 
   Args:
-    rewards: The rewards of P prompts with G completions each, and the greedy ones.
+    rewards: The rewards of P prompts with G completions each, and of the greedy completions.
     mask_PGT: The loss mask. Not read.
 
   Returns:
-    [P, G]. A prompt whose greedy completion has no score gets 0.
+    Advantages [P, G]. A prompt whose greedy completion has no score gets 0.
   """
   del mask_PGT
   baseline_P1 = rewards.greedy_score_P[:, None]

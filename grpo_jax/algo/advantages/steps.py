@@ -1,4 +1,4 @@
-"""Advantages from rewards of the steps of a completion."""
+"""Advantages from the rewards of single steps of a completion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def process(rewards: Rewards, mask_PGT: jax.Array, algo: StdSettings) -> jax.Arr
     mask_PGT: The loss mask.
 
   Returns:
-    [P, G, T]
+    Advantages [P, G, T].
   """
   ends_PGT = rewards.step_ends_PGT * rewards.scored_PG[..., None]
   std_P11 = masked.std(rewards.step_rewards_PGT, ends_PGT, algo.std_ddof, (1, 2))

@@ -1,7 +1,7 @@
 """Surrogates: the loss of a token.
 
-To add one, write its function and its record into one of the files of this folder. A program adds
-its own with `register_surrogate`.
+To add one, write its function and its record into one of the files of this folder. A user's program
+calls `register_surrogate`.
 """
 
 from __future__ import annotations
@@ -44,26 +44,23 @@ class SurrogateSettings(
   clipped.PpoSettings,
   _Choice,
 ):
-  """The choice of a surrogate and the settings of all. New settings go in front."""
+  """The choice of a surrogate, and the settings of all surrogates. New bases go in front."""
 
 
 def register_surrogate(loss: Loss[S]) -> Loss[S]:
-  """Gives a surrogate of this program a name in configs: that of its function.
+  """Registers a surrogate of the user under its function's name, for `algo.surrogate`.
 
-  It can be used as a decorator. `algo.surrogate` then finds the name. The config that a run saves
-  holds the name alone, so a program that goes on with the run registers the function first.
+  Returns the function, so that it can be used as a decorator. A program that resumes a run
+  registers the function first, because the run saves only the name.
 
   Args:
-    loss: (terms, algo) -> the loss of each token, [P, G, T], in JAX. `Terms` has what it reads:
-      ratios, advantages, log-probs and the mask. It does not average over tokens, because
-      `algo.aggregation` does. It may read any setting of `algo`, which is an
-      `grpo_jax.algo.settings.Algo`, such as algo.clip_high.
-
-  Returns:
-    The function.
+    loss: (terms, algo) -> the loss of each token, [P, G, T], in JAX. `Terms` has ratios,
+      advantages, log-probs and the mask. The function does not average over tokens, because
+      `algo.aggregation` does. It may read any setting of `algo`, a `grpo_jax.algo.settings.Algo`,
+      such as algo.clip_high.
 
   Raises:
-    ConfigError: A surrogate of grpo_jax has this name, or it has none.
+    ConfigError: grpo_jax has a surrogate of this name, or the function has no name.
   """
   register("surrogate", SURROGATES, loss, Surrogate(loss=loss, settings=Settings, examples=()))
   return loss

@@ -1,4 +1,4 @@
-"""Surrogates with one weight for a whole row, made of the ratios of its tokens: gmpo and vespo."""
+"""Surrogates with one weight for all tokens of a row, from the row's ratios: gmpo and vespo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gmpo(terms: Terms, algo: ClipSettings) -> jax.Array:
     algo: Reads `clip_low` and `clip_high`, which are bounds of the logarithm.
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   d_PGT, A_PGT = terms.d_PGT, terms.advantages_PGT
   # As in PPO, the clip limits what a token can gain, and not what it can lose.
@@ -43,7 +43,7 @@ def gmpo(terms: Terms, algo: ClipSettings) -> jax.Array:
 
 
 def gmpo_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
-  """Tokens that count as the bound in the row's mean of logarithms."""
+  """Tokens whose log-ratio the lower or the upper bound replaces in the row's mean."""
   d_PGT, positive_PGT = terms.d_PGT, terms.advantages_PGT > 0
   return (d_PGT < -algo.clip_low) & ~positive_PGT, (d_PGT > algo.clip_high) & positive_PGT
 
@@ -131,15 +131,15 @@ def vespo(terms: Terms, algo: VespoSettings) -> jax.Array:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   log_w_PG1 = masked.total(terms.d_PGT, terms.mask_PGT, -1, keepdims=True)
   log_w_PG1 = jnp.clip(log_w_PG1, jnp.log(_SMALLEST_WEIGHT), _LARGEST_LOG_WEIGHT)
   # A correction may be 0, which has no logarithm.
   log_corrections_PGT = jnp.log(jnp.maximum(terms.corrections_PGT, _SMALLEST_WEIGHT))
-  # With one weight for a row, every token carries it.
-  of_row = masked.mean if terms.corrections_of_row else masked.total
-  log_w_PG1 = log_w_PG1 + of_row(log_corrections_PGT, terms.mask_PGT, -1, keepdims=True)
+  # A correction of the row is the same at all tokens, so their mean is taken and not their product.
+  reduce = masked.mean if terms.corrections_of_row else masked.total
+  log_w_PG1 = log_w_PG1 + reduce(log_corrections_PGT, terms.mask_PGT, -1, keepdims=True)
   positive_PGT = terms.advantages_PGT >= 0
   k_PGT = jnp.where(positive_PGT, algo.k_pos, algo.k_neg)
   lambda_PGT = jnp.where(positive_PGT, algo.lambda_pos, algo.lambda_neg)

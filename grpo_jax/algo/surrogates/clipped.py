@@ -18,7 +18,7 @@ SURROGATES = Records[Surrogate]()
 
 @dataclasses.dataclass(frozen=True)
 class PpoSettings(RatioMaxSettings):
-  """Settings of ppo_clip and of what is made of it."""
+  """Settings of ppo_clip, and of clip_cov, which is based on it."""
 
   dual_clip: float = setting(
     0.0,
@@ -38,7 +38,7 @@ def ppo_clip(terms: Terms, algo: PpoSettings) -> jax.Array:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   w_PGT, A_PGT = terms.ratio_PGT, terms.advantages_PGT
   clipped_PGT = jnp.clip(w_PGT, 1 - algo.clip_low, 1 + algo.clip_high)
@@ -46,13 +46,13 @@ def ppo_clip(terms: Terms, algo: PpoSettings) -> jax.Array:
     w_PGT = jnp.minimum(w_PGT, algo.ratio_max)
   # The minimum lets the clip limit what a token can gain, and not what it can lose.
   loss_PGT = -jnp.minimum(w_PGT * A_PGT, clipped_PGT * A_PGT)
-  if algo.dual_clip:  # where A < 0, a large w would make the loss of one token as large
+  if algo.dual_clip:  # otherwise the loss of a token with A < 0 grows without limit with w
     loss_PGT = jnp.where(A_PGT < 0, jnp.minimum(loss_PGT, -algo.dual_clip * A_PGT), loss_PGT)
   return loss_PGT
 
 
 def ppo_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
-  """Tokens without a gradient, because A pushes their ratio further past the bound it has left."""
+  """Tokens without a gradient: A pushes their ratio further beyond the lower or upper bound."""
   w_PGT, A_PGT = terms.ratio_PGT, terms.advantages_PGT
   return (w_PGT < 1 - algo.clip_low) & (A_PGT < 0), (w_PGT > 1 + algo.clip_high) & (A_PGT > 0)
 
@@ -112,14 +112,14 @@ def cispo(terms: Terms, algo: ClipSettings) -> jax.Array:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   weight_PGT = jnp.clip(terms.ratio_PGT, 1 - algo.clip_low, 1 + algo.clip_high)
   return -jax.lax.stop_gradient(weight_PGT) * terms.advantages_PGT * terms.logprobs_PGT
 
 
 def cispo_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
-  """Tokens whose ratio is outside the bounds, so that their weight is the bound."""
+  """Tokens whose ratio is below the lower or above the upper bound, which is then their weight."""
   return terms.ratio_PGT < 1 - algo.clip_low, terms.ratio_PGT > 1 + algo.clip_high
 
 
@@ -165,7 +165,7 @@ def sapo(terms: Terms, algo: SapoSettings) -> jax.Array:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   tau_PGT = jnp.where(terms.advantages_PGT > 0, algo.tau_pos, algo.tau_neg)
   gate_PGT = jax.nn.sigmoid(tau_PGT * (terms.ratio_PGT - 1))

@@ -1,7 +1,7 @@
-"""Surrogates that treat the tokens of highest covariance apart (Entropy mechanism 2505.22617).
+"""Surrogates that treat the tokens of highest covariance specially (Entropy mechanism 2505.22617).
 
-The covariance of a token says how much its log-prob and its advantage are high together:
-(A - mean A)(lp - mean lp), with means over the tokens of the batch (eq. 8).
+The covariance of a token is (A - mean A)(lp - mean lp), with means over the tokens of the batch
+(eq. 8). It is large if both the log-prob and the advantage are high, or both are low.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SURROGATES = Records[Surrogate]()
 
 @dataclasses.dataclass(frozen=True)
 class CovarianceSettings(Settings):
-  """How many tokens are treated apart."""
+  """How many tokens are treated specially."""
 
   cov_fraction: float = setting(
     2e-4, "clip_cov, kl_cov: the fraction of the tokens that is chosen", above(0)
@@ -56,7 +56,7 @@ def clip_cov(terms: Terms, algo: PpoSettings) -> jax.Array:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   return jnp.where(terms.chosen_PGT != 0, 0, ppo_clip(terms, algo))
 
@@ -64,8 +64,8 @@ def clip_cov(terms: Terms, algo: PpoSettings) -> jax.Array:
 def clip_cov_select(tokens: BatchTokens, algo: ClipCovSettings) -> jax.Array:
   """Tokens with a covariance in (cov_low, cov_high) that PPO does not clip.
 
-  At most `cov_fraction` of all tokens are chosen. The paper draws them at random. Here they are
-  those of highest covariance, so that they do not depend on a seed.
+  At most `cov_fraction` of all tokens are chosen. The paper draws them at random. This function
+  takes those of highest covariance, so that the choice does not depend on a seed.
 
   Args:
     tokens: The tokens of the whole batch, [P, G, T].
@@ -153,9 +153,9 @@ def kl_cov(terms: Terms, algo: KlCovSettings) -> jax.Array:
   """-w A, plus cov_kl_coef |d| at the chosen tokens (2505.22617, eq. 12-13).
 
   The paper finds that the policy's entropy falls as fast as log-probs and advantages covary, and
-  that a few tokens make most of this covariance. `kl_cov_select` chooses these. Where `clip_cov`
-  drops their gradient, `kl_cov` holds their log-prob lp near the old one: |d| = |lp - old| is the
-  penalty. Its gradient is 0 where d is 0, as it is in the first update of a batch.
+  that few tokens cause most of this covariance. `kl_cov_select` chooses these tokens. `clip_cov`
+  drops their gradient, while `kl_cov` keeps their log-probs near the old ones by the penalty
+  |d| = |lp - old|. The penalty has no gradient where d is 0, as in the first update of a batch.
 
   Args:
     terms: Arrays [P, G, T].
@@ -210,9 +210,9 @@ def _deviation(x_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
 
 
 def _budget(mask_PGT: jax.Array, algo: CovarianceSettings) -> jax.Array:
-  """max(1, floor(cov_fraction n)).
+  """The number of tokens to choose: max(1, floor(cov_fraction n)) of n tokens of the loss.
 
-  The product is raised a little before it is rounded down: in float32, 0.1 * 30 is below 3.
+  The product is raised a little before it is rounded down, because in float32 0.1 * 30 is below 3.
   """
   return jnp.maximum(1, jnp.floor(algo.cov_fraction * masked.count(mask_PGT) * (1 + 1e-6)))
 

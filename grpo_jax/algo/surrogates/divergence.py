@@ -1,6 +1,7 @@
 """Surrogates that leave out tokens whose distribution has moved too far (DPPO 2602.04879).
 
-With p = e^lp and q = e^old, a distribution is reduced to the sampled token against all others.
+A distribution is reduced to two outcomes, the sampled token and all others. The sampled token has
+the probability p = e^lp under the policy, and q = e^old before the update.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ SURROGATES = Records[Surrogate]()
 
 
 def dppo_tv(terms: Terms, algo: RatioMaxSettings) -> jax.Array:
-  """-sg[min(w, ratio_max)] A lp, 0 outside `tv_bounds` (DPPO 2602.04879).
+  """-sg[min(w, ratio_max)] A lp, 0 at the tokens of `tv_bounds` (DPPO 2602.04879).
 
   Args:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   low_PGT, high_PGT = tv_bounds(terms, algo)
   return jnp.where(low_PGT | high_PGT, 0, _limited_reinforce(terms, algo))
 
 
 def tv_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
-  """Total variation: q - p above clip_low where A <= 0, and p - q above clip_high where A > 0."""
+  """Tokens whose total variation |p - q| exceeds a bound in the direction in which A pushes.
+
+  Returns:
+    (A <= 0 and q - p > clip_low, A > 0 and p - q > clip_high), bool [P, G, T] each.
+  """
   moved_PGT = jnp.exp(terms.logprobs_PGT) - jnp.exp(terms.old_logprobs_PGT)
   positive_PGT = terms.advantages_PGT > 0
   return ~positive_PGT & (-moved_PGT > algo.clip_low), positive_PGT & (moved_PGT > algo.clip_high)
@@ -68,23 +73,25 @@ SURROGATES["dppo_tv"] = Surrogate(
 
 
 def dppo_kl(terms: Terms, algo: RatioMaxSettings) -> jax.Array:
-  """-sg[min(w, ratio_max)] A lp, 0 outside `kl_bounds` (DPPO 2602.04879).
+  """-sg[min(w, ratio_max)] A lp, 0 at the tokens of `kl_bounds` (DPPO 2602.04879).
 
   Args:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   low_PGT, high_PGT = kl_bounds(terms, algo)
   return jnp.where(low_PGT | high_PGT, 0, _limited_reinforce(terms, algo))
 
 
 def kl_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
-  """KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) above a bound.
+  """Tokens whose KL divergence exceeds a bound in the direction in which A pushes.
 
-  It counts where the token has moved the way A pushes it: above clip_low with p < q where A <= 0,
-  and above clip_high with p > q where A > 0.
+  The divergence is KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+
+  Returns:
+    (A <= 0 and p < q and KL > clip_low, A > 0 and p > q and KL > clip_high), bool [P, G, T] each.
   """
   lp_PGT, old_PGT = terms.logprobs_PGT, terms.old_logprobs_PGT
   q_PGT = jnp.exp(old_PGT)
@@ -137,5 +144,5 @@ def _limited_reinforce(terms: Terms, algo: RatioMaxSettings) -> jax.Array:
 
 
 def _log_of_others(logprobs_PGT: jax.Array) -> jax.Array:
-  """log(1 - p). p is kept below 1, where the logarithm is finite."""
+  """log(1 - p), the log-prob of all other tokens. p is kept below 1, so that the log is finite."""
   return jnp.log1p(-jnp.exp(jnp.minimum(logprobs_PGT, -1e-7)))

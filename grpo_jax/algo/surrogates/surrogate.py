@@ -1,4 +1,4 @@
-"""The record of a surrogate, and the settings that several share.
+"""The record of a surrogate, and the settings that several surrogates share.
 
 In docstrings, w is the ratio, A the advantage, lp the policy's log-prob, old the log-prob before
 the update, d = lp - old, and sg a stopped gradient.
@@ -29,23 +29,24 @@ class Surrogate(Record[S]):
 
   Attributes:
     loss: (terms, algo) -> the loss of each token, [P, G, T]. It never reduces over tokens.
-    examples: Inputs are lists over the tokens of one row: `w`, `A`, and where they are read `old`
-      (probabilities, 1/2 if missing), `mask`, `weights`, `chosen`, `corrections` and
+    examples: Inputs are lists over the tokens of one row: `w`, `A` and, if the loss reads them,
+      `old` (probabilities, 1/2 if missing), `mask`, `weights`, `chosen`, `corrections` and
       `corrections_of_row`. Outputs are `loss`, `gradient`, the derivative of the summed loss by
       each lp, and `low` and `high` if there are `bounds`. For `select`, the inputs are `lp`, `w`,
       `A` and `mask`, and the output is `chosen`.
-    bounds: (terms, algo) -> two bool [P, G, T], True where the lower and the upper bound of the
-      surrogate limit the token.
-    select: (tokens of the whole batch, algo) -> bool [P, G, T], the tokens that the loss treats in
-      its own special way.
+    bounds: (terms, algo) -> (low, high), bool [P, G, T] each: True where the lower or the upper
+      bound of the surrogate limits the token. Only metrics use it.
+    select: (tokens of the whole batch, algo) -> bool [P, G, T], the tokens that the loss treats
+      specially.
     ratios: The names of the ratios that the loss can be combined with. None means all.
-    weighs_tokens_itself: True if `loss` uses `Terms.weights_PGT`, so that nobody else applies them.
-    applies_correction_itself: True if `loss` uses `Terms.corrections_PGT`, likewise.
-    idle_at_ratio_one: Names of settings that change no gradient where every ratio is 1.
-    reads_ratio: False if the loss does not see how far the policy has moved since it sampled.
+    weighs_tokens_itself: True if `loss` applies `Terms.weights_PGT`, so that `objective` does not.
+    applies_correction_itself: True if `loss` applies `Terms.corrections_PGT`, so that `objective`
+      does not.
+    idle_at_ratio_one: Names of settings that do not change the gradient if every ratio is 1.
+    reads_ratio: False if the loss does not depend on how far the policy has moved since it sampled.
     idle_without_advantage: True if a group whose advantages are all 0 has no loss and no gradient,
       so that an update may leave it out.
-    needs_lower_bound: True if a `clip_low` of 1 or more, which bounds nothing, is refused.
+    needs_lower_bound: True if `clip_low` must be below 1, because from 1 on it bounds nothing.
     check: (algo) -> None. Raises ConfigError if the settings do not fit together.
   """
 
@@ -64,7 +65,7 @@ class Surrogate(Record[S]):
 
 @dataclasses.dataclass(frozen=True)
 class ClipSettings(Settings):
-  """The bounds of the ratio."""
+  """The bounds of the ratio; in gmpo of its logarithm, in dppo_tv and dppo_kl of a divergence."""
 
   clip_low: float = setting(
     0.2, "the ratio is limited to [1 - clip_low, 1 + clip_high]; see the surrogate", above(0)
@@ -76,7 +77,7 @@ class ClipSettings(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class RatioMaxSettings(ClipSettings):
-  """The bounds of the ratio, and a limit where they do not apply."""
+  """The bounds, and a limit of the ratio where they do not apply."""
 
   ratio_max: float = setting(
     0.0,

@@ -1,4 +1,4 @@
-"""The inputs of a surrogate, for a part of a batch, and of a token selection, for all of it."""
+"""The inputs of a surrogate for a micro-batch, and of a token selection for a whole batch."""
 
 from flax import struct
 import jax
@@ -8,10 +8,10 @@ class Terms(struct.PyTreeNode):
   """The inputs of a surrogate, float32 [P, G, T] each.
 
   Attributes:
-    logprobs_PGT: lp, 0 at padding.
-    old_logprobs_PGT: old, 0 at padding.
-    ratio_PGT: w, computed as `algo.ratio` says.
-    advantages_PGT: A, 0 at padding.
+    logprobs_PGT: lp, the policy's log-probs, with gradients. 0 outside of the loss.
+    old_logprobs_PGT: old, the log-probs before the update. 0 outside of the loss.
+    ratio_PGT: w, the ratio that `algo.ratio` names.
+    advantages_PGT: A, the advantages. 0 outside of the loss.
     mask_PGT: The loss mask.
     weights_PGT: The weight of each token, from the token selection. 0 leaves a token out.
     chosen_PGT: 1 at the tokens that `Surrogate.select` chose.
@@ -31,18 +31,18 @@ class Terms(struct.PyTreeNode):
 
   @property
   def d_PGT(self) -> jax.Array:
-    """lp - old."""
+    """lp - old, the log-ratio of each token."""
     return self.logprobs_PGT - self.old_logprobs_PGT
 
 
 class BatchTokens(struct.PyTreeNode):
-  """The numbers of a whole optimizer batch's tokens before the update, [P, G, T] each.
+  """The inputs of a token selection for a whole optimizer batch, [P, G, T] each.
 
   Attributes:
-    logprobs_PGT: The policy's log-probs.
-    ratio_PGT: w, computed as `algo.ratio` says.
+    logprobs_PGT: The policy's log-probs before the update.
+    ratio_PGT: w, the ratio that `algo.ratio` names.
     entropies_PGT: Entropy of softmax(logits / temperature), before any filter of the sampler.
-    advantages_PGT: A.
+    advantages_PGT: A, the advantages.
     mask_PGT: The loss mask.
   """
 

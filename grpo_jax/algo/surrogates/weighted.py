@@ -23,7 +23,7 @@ def reinforce(terms: Terms, algo: Settings) -> jax.Array:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   return -terms.advantages_PGT * terms.logprobs_PGT
 
@@ -47,13 +47,13 @@ SURROGATES["reinforce"] = Surrogate(
 def unclipped(terms: Terms, algo: Settings) -> jax.Array:
   """-w A, PPO's surrogate without its clip (TRPO 1502.05477, eq. 14; M2PO 2510.01161).
 
-  Something else has to keep the ratio near 1, such as `algo.m2_bound`.
+  Another setting has to keep the ratio near 1, such as `algo.m2_bound`.
 
   Args:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   return -terms.ratio_PGT * terms.advantages_PGT
 
@@ -86,7 +86,7 @@ def dro(terms: Terms, algo: DroSettings) -> jax.Array:
     terms: Arrays [P, G, T].
 
   Returns:
-    [P, G, T]
+    The loss of each token, [P, G, T].
   """
   penalty_PGT = 0.5 * algo.dro_beta * terms.d_PGT**2
   return penalty_PGT - terms.logprobs_PGT * terms.advantages_PGT

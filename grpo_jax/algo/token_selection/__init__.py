@@ -1,8 +1,8 @@
 """Token selection. It needs statistics of the whole batch, so it runs before micro-batching.
 
-It gives each token a weight for the surrogate, and it chooses the tokens that the surrogate treats
-in its own special way. Neither has a gradient. `weights.py` has the weights and `select.py` what is
-computed.
+It computes a weight of each token for the surrogate, and chooses the tokens that the surrogate
+treats specially. Neither has a gradient. `weights.py` declares the weights, and `select.py`
+computes the selection.
 """
 
 from grpo_jax.algo.token_selection.weights import (

@@ -1,4 +1,4 @@
-"""The weights and choices of all tokens of a batch."""
+"""Computes the token selection of a batch: a weight and a choice for each token."""
 
 import dataclasses
 
@@ -25,11 +25,11 @@ def select(
   mask_PGT: jax.Array,
   algo: SelectionSettings,
 ) -> TokenSelection:
-  """The selection of a whole batch. All arrays are [P, G, T].
+  """Computes the token selection of a whole batch. All arrays are [P, G, T].
 
   Args:
     logprobs_PGT: The policy's log-probs before the update.
-    old_logprobs_PGT: The old log-probs, the same where old is the policy itself.
+    old_logprobs_PGT: The old log-probs. If the old policy is the current one, they are the same.
     entropies_PGT: The entropies of softmax(logits / temperature) at the tokens.
     advantages_PGT: The advantages.
     mask_PGT: The loss mask.

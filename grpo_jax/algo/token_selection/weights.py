@@ -1,4 +1,4 @@
-"""The weights of tokens. To add one, write its function and its record."""
+"""Weights of tokens. To add one, write its function and its record."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenWeight(Record[S]):
-  """One way to weigh tokens. The weights of all that are on are multiplied.
+  """One way to weigh tokens. If several are on, their weights are multiplied.
 
   Attributes:
     compute: (tokens of the whole batch, algo) -> weights [P, G, T], read where the mask is 1.
     is_on: (algo) -> whether the settings turn it on.
-    examples: Inputs are lists over the tokens of one row: `mask`, and where they are read
-      `entropies`, `lp`, `w` and `A`. The output is `weights`. Their settings turn it on.
+    examples: Inputs are lists over the tokens of one row: `mask` and, if `compute` reads them,
+      `entropies`, `lp`, `w` and `A`. The output is `weights`. The settings turn the weight on.
   """
 
   compute: Callable[[BatchTokens, S], jax.Array]
@@ -46,7 +46,7 @@ class TopEntropySettings(Settings):
 
 
 def top_entropy(tokens: BatchTokens, algo: TopEntropySettings) -> jax.Array:
-  """1 at the tokens of highest entropy, from its (1 - q) quantile on (2506.01939, eq. 5).
+  """1 at tokens whose entropy is at least the (1 - q) quantile, else 0 (2506.01939, eq. 5).
 
   Args:
     tokens: The tokens of the whole batch, [P, G, T].
@@ -102,8 +102,8 @@ def second_moment(tokens: BatchTokens, algo: SecondMomentSettings) -> jax.Array:
 
   Only tokens that PPO might clip can be outliers: those with A > 0 and w > 1, or A < 0 and w < 1.
   Of these, tokens of the largest (log w)^2 are left out until the mean over those that remain is at
-  most `m2_bound`. Equal ones stay or go together, so that the order of tokens does not matter.
-  With a ratio of rows, whole completions stay or go.
+  most `m2_bound`. Tokens with equal values stay or go together, so that the order of tokens does
+  not matter. If all tokens of a row share a ratio, whole completions stay or go.
 
   Args:
     tokens: The tokens of the whole batch, [P, G, T].

@@ -1,7 +1,7 @@
 """Starts runs of `grpo_jax.train` on this machine or on a cluster.
 
-A launcher builds command lines and nothing else. The engine of the cluster and JAX do the rest.
-Nothing here imports jax, so that a login node without accelerators can launch.
+A launcher only builds command lines. The cluster's scheduler and JAX do the rest. No file here
+imports jax, so a login node without accelerators can launch runs.
 """
 
 from grpo_jax.around.launchers import local, ray_cluster, slurm, xmanager

@@ -1,4 +1,4 @@
-"""The record of a launcher, and the functions that launchers share."""
+"""Defines what a launcher is, and functions that launchers share."""
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
@@ -12,13 +12,13 @@ from grpo_jax.storage.workdir import LAUNCH_FOLDER
 
 
 def nothing_queued(units: Sequence[Unit]) -> dict[str, str]:
-  """The queue of a launcher that has none."""
+  """`Launcher.queued` of a launcher without a queue: no unit is queued."""
   del units
   return {}
 
 
 def nothing_to_settle(units: Sequence[Unit]) -> bool:
-  """Waits for nothing, as a launcher without a queue has no jobs to ask about."""
+  """`Launcher.settle` of a launcher without a queue: there are no jobs to wait for."""
   del units
   return True
 
@@ -28,14 +28,14 @@ class Launcher:
   """One way to start runs.
 
   Attributes:
-    launch: Starts units that are neither finished nor running nor queued, or prints what it would
-      start. Returns 0 if it did its work, 75 if it was stopped and the same command goes on, and
-      1 if a run failed.
-    queued: The units that the engine of the cluster has already: the title of each, with words for
-      a reader such as "job 12_3 pending".
-    waits: Whether `launch` returns at the end of the runs only.
-    settle: Waits for jobs of the units of which the engine does not know yet whether they go on.
-      Returns whether it knows now.
+    launch: Starts the units that it gets, or with options.dry_run prints their commands. Returns 0
+      on success, 75 if it was stopped and the same command continues the runs, or 1 if a run
+      failed.
+    queued: Returns a description such as "job 12_3 pending", by unit title, for each unit that the
+      cluster already has in its queue.
+    waits: Whether `launch` returns only after the runs have ended.
+    settle: Waits for jobs of the units that are ending, until it is known whether the cluster
+      queues them again. Returns False if it gave up.
   """
 
   launch: Callable[[Sequence[Unit], Options], int]
@@ -45,12 +45,12 @@ class Launcher:
 
 
 def launch_folder(unit: Unit) -> Path:
-  """The folder for logs and scripts: in the folder of the sweep, or in that of the only run."""
+  """The folder for logs and scripts, inside the folder of the sweep or of the single run."""
   workdir = Path(unit.workdir)
   return (workdir.parent if unit.name else workdir) / LAUNCH_FOLDER
 
 
 def say(line: str) -> None:
-  """Prints a line to stderr. A terminal that is gone must not end the runs."""
+  """Prints a line to stderr. Ignores errors, because a closed terminal must not end the runs."""
   with contextlib.suppress(OSError):
     print(line, file=sys.stderr, flush=True)

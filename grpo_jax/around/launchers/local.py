@@ -1,4 +1,4 @@
-"""Runs on this machine: a number of runs at once, or several processes of one run."""
+"""Launches runs on this machine: several runs at once, or runs of several processes."""
 
 from collections.abc import Sequence
 import shlex
@@ -13,14 +13,14 @@ from grpo_jax.console.exit_codes import DONE
 
 
 def launch(units: Sequence[Unit], options: Options) -> int:
-  """Trains the units, and waits for their end, as `work` says.
+  """Trains the units, and waits until they have ended, with `work`.
 
   Args:
     units: The runs to train.
-    options: Reads hosts, at_once and dry_run.
+    options: Uses hosts (processes of each run), at_once and dry_run (prints the commands instead).
 
   Returns:
-    0 if all are finished, 1 if one failed, else 75.
+    0 if all runs are finished, 1 if one failed, else 75.
   """
   if options.dry_run:
     for unit in units:
@@ -55,7 +55,7 @@ def _start(unit: Unit, hosts: int) -> ProcessGroup:
 
 
 def environments(hosts: int) -> list[dict[str, str]]:
-  """The environment variables by which each process of a run finds the others."""
+  """The environment variables by which the `hosts` processes of a run find each other."""
   return found_by(f"localhost:{_free_port()}", hosts, JAX_PLATFORMS="cpu")
 
 

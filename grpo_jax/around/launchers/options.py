@@ -1,4 +1,4 @@
-"""The options of launchers: each with its default, meaning and launchers, once."""
+"""Declares the options of launchers: their defaults, meanings, and launchers that read them."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,13 @@ ALL = ("local", "slurm", "ray", "xmanager")
 
 
 def _option(default: Any, meaning: str, *launchers: str, lowest: int = 0) -> Any:
-  """A field that is a flag of `grpo_jax.launch`, of the type of its default.
+  """Declares a dataclass field from which `define` makes a flag of the type of its default.
 
   Args:
-    default: The value where the user gives none.
-    meaning: The help of the flag.
-    *launchers: The launchers that read the option, or none for all. The others refuse the flag.
-    lowest: The lowest value of a number.
+    default: The default value of the flag.
+    meaning: The help text of the flag.
+    *launchers: The launchers that read the option. The others refuse the flag. None means all.
+    lowest: The lowest allowed value of an integer.
   """
   metadata = {"meaning": meaning, "launchers": launchers or ALL, "lowest": lowest}
   return dataclasses.field(default=default, metadata=metadata)
@@ -25,7 +25,7 @@ def _option(default: Any, meaning: str, *launchers: str, lowest: int = 0) -> Any
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """How runs are started. No option changes what a run computes."""
+  """The options of a launcher. No option changes what a run computes."""
 
   hosts: int = _option(
     1,
@@ -77,27 +77,27 @@ class Options:
 
 
 def define(values: flags.FlagValues) -> None:
-  """Defines them. The help of a flag says which launchers read it, if not all do."""
+  """Defines a flag for each option in `values`. Its help names its launchers if not all read it."""
   for field in dataclasses.fields(Options):
     launchers = field.metadata["launchers"]
-    of = "" if launchers == ALL else f"--on={'|'.join(launchers)}: "
-    given = (field.name, field.default, of + field.metadata["meaning"])
+    prefix = "" if launchers == ALL else f"--on={'|'.join(launchers)}: "
+    arguments = (field.name, field.default, prefix + field.metadata["meaning"])
     if isinstance(field.default, bool):
-      flags.DEFINE_boolean(*given, flag_values=values)
+      flags.DEFINE_boolean(*arguments, flag_values=values)
     elif isinstance(field.default, int):
       lowest = field.metadata["lowest"]
-      flags.DEFINE_integer(*given, lower_bound=lowest, flag_values=values)
+      flags.DEFINE_integer(*arguments, lower_bound=lowest, flag_values=values)
     elif isinstance(field.default, tuple):
-      flags.DEFINE_multi_string(*given, flag_values=values)
+      flags.DEFINE_multi_string(*arguments, flag_values=values)
     else:
-      flags.DEFINE_string(*given, flag_values=values)
+      flags.DEFINE_string(*arguments, flag_values=values)
 
 
 def options_of(values: flags.FlagValues, on: str) -> Options:
-  """The options that the flags give to the launcher `on`.
+  """The options in the values of the flags, for the launcher named `on`.
 
   Raises:
-    ConfigError: The launcher does not read one of them.
+    ConfigError: A flag that this launcher does not read differs from its default.
   """
   given: dict[str, Any] = {}
   for field in dataclasses.fields(Options):

@@ -1,4 +1,4 @@
-"""The processes of one run, which end together."""
+"""Manages the processes of one run, which end together."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from grpo_jax.console.exit_codes import STOPPED
 from grpo_jax.console.text import shorten, visible
 from grpo_jax.storage.workdir import make_folder
 
-GRACE_SECONDS = 30  # what the others get to end by themselves when one process has ended
-# Processes that end for the same reason do so together. The first of them says the reason.
+GRACE_SECONDS = 30  # how long the others may still run after one process has ended
+# Processes that fail for the same reason end within this time. The first failure is one of them.
 _TOGETHER_SECONDS = 2.0
 _LONGEST_TAIL = 300
 
@@ -25,41 +25,42 @@ class Process(abc.ABC):
   """One process of a run.
 
   Attributes:
-    log: The file that has what it prints.
-    place: Where it runs, such as "on HOST", for messages. "" means on this machine.
+    log: The file with the output of the process.
+    place: Where the process runs, such as "on HOST", for messages. "" means on this machine.
   """
 
   def __init__(self, log: Path, place: str = "") -> None:
     self.log, self.place = log, place
-    # Earlier starts of the run wrote what is before.
+    # Earlier starts of the run have written the log up to here.
     self._log_start = log.stat().st_size if log.exists() else 0
 
   @property
   @abc.abstractmethod
   def code(self) -> int | None:
-    """Its exit code, -N after signal N, or None while it runs."""
+    """The exit code, -N after signal N, or None while the process runs."""
 
   @abc.abstractmethod
   def send(self, number: int) -> None:
-    """Sends it a signal, if it still runs. What it started hears from it."""
+    """Sends the signal `number` to the process if it still runs, but not to its children."""
 
   @abc.abstractmethod
   def kill(self) -> None:
-    """Ends it, and what it started and left behind."""
+    """Kills the process and its children, even those that have outlived it."""
 
   @property
   def has_failed(self) -> bool:
+    """Whether the process has ended with another code than 0 and 75."""
     return self.code not in (None, 0, STOPPED)
 
   def how_it_ended(self) -> str:
-    """The end of the process in words, such as "exited with 1"."""
+    """Describes the end of the process, such as "exited with 1"."""
     if self.code >= 0:
       return f"exited with {self.code}"
     names = {number.value: number.name for number in signal.Signals}
     return f"was killed by {names.get(-self.code, f'signal {-self.code}')}"
 
   def tail(self) -> str:
-    """The line of its log that says best why it ended: the last error, else the last line."""
+    """The line of the log that best explains the end: the last error, or else the last line."""
     try:
       with open(self.log, "rb") as file:
         file.seek(self._log_start)
@@ -72,7 +73,7 @@ class Process(abc.ABC):
 
 
 class LocalProcess(Process):
-  """A process on this machine, the leader of a session of its own."""
+  """A process on this machine, which leads a new session."""
 
   def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
     super().__init__(log)
@@ -93,8 +94,8 @@ class ProcessGroup:
   """The processes of one run.
 
   Attributes:
-    unit: The run.
-    failed: The process that failed first, as far as `poll` has seen.
+    unit: The unit of the run.
+    failed: The process that failed first, None as long as `poll` has found no failure.
   """
 
   waits = False  # for room
@@ -106,12 +107,11 @@ class ProcessGroup:
     self._first_end: float | None = None
 
   def poll(self) -> int | None:
-    """The exit code of the run, or None while one of its processes runs.
+    """Returns None while processes run, then the exit code of the run.
 
-    Ends the processes that outlive another one for too long. They may wait for it for ever.
-
-    Returns:
-      The code of the process that failed first, else 75 if one was stopped, else 0.
+    This is the code of the process that failed first, else 75 if one was stopped, else 0. Processes
+    that still run GRACE_SECONDS after another one has ended may wait for it forever, so it kills
+    them.
     """
     ended = [one for one in self._processes if one.code is not None]
     if not ended:
@@ -130,26 +130,26 @@ class ProcessGroup:
     if self.failed:
       return self.failed.code
     code = max((one.code for one in self._processes), key=abs)
-    if code not in (0, STOPPED):  # killed now, because it has outlived the others
+    if code not in (0, STOPPED):  # none failed by itself, but one had to be killed just now
       self.failed = _first_failure(self._processes)
     return code
 
   def send(self, number: int) -> None:
-    """Sends a signal to each process that still runs."""
+    """Sends the signal `number` to each process that still runs."""
     for one in self._processes:
       one.send(number)
 
   def kill(self) -> None:
-    """Ends all processes at once."""
+    """Kills all processes."""
     for one in self._processes:
       one.kill()
 
   def why_it_failed(self) -> str:
-    """The failure in words, such as "process 1 of 2 exited with 1: error: ... (LOG)"."""
+    """Describes the failure, such as "process 1 of 2 exited with 1: error: ... (LOG)"."""
     return f"{self._how_it_failed()}: {self.failed.tail()} ({self.failed.log})"
 
   def _how_it_failed(self) -> str:
-    """How the process that failed first has ended, such as "process 1 of 2 exited with 1"."""
+    """Describes the end of the first failed process, such as "process 1 of 2 exited with 1"."""
     count = len(self._processes)
     name = "the process" if self.failed.place else ""
     if count > 1:
@@ -158,7 +158,7 @@ class ProcessGroup:
 
 
 def make_logs(unit: Unit, count: int) -> list[Path]:
-  """The log of each process of a run. Makes their folder."""
+  """Makes the folder for logs, and returns the path of the log of each of a run's processes."""
   folder = launch_folder(unit)
   make_folder(folder)
   suffixes = [f".{index}.log" for index in range(count)] if count > 1 else [".log"]
@@ -166,9 +166,9 @@ def make_logs(unit: Unit, count: int) -> list[Path]:
 
 
 def found_by(address: str, count: int, **more: str) -> list[dict[str, str]]:
-  """The environment variables by which processes of a run find the first, at `address`.
+  """The environment variables of `count` processes, of which the first listens at `address`.
 
-  `more` is added to them. A single process needs none.
+  They also have the variables in `more`. A single process needs none.
   """
   if count == 1:
     return [{}]
@@ -184,10 +184,10 @@ def found_by(address: str, count: int, **more: str) -> list[dict[str, str]]:
 def start_process(
   command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen:
-  """Starts a process as the leader of a session, and appends what it prints to its log.
+  """Starts a process as the leader of a new session, and appends its output to its log.
 
-  The terminal's Ctrl-C then reaches it through the launcher alone. A second signal would make it
-  leave without saving.
+  In a separate session, the process does not receive the terminal's Ctrl-C. It receives only the
+  launcher's signal. With two signals, it would exit without saving.
   """
   with open(log, "ab") as file:
     return subprocess.Popen(
@@ -201,13 +201,13 @@ def start_process(
 
 
 def kill_session(process: subprocess.Popen) -> None:
-  """Ends a process of `start_process`, and what it started and left behind."""
+  """Kills a process of `start_process` and all processes in its session, and waits for its end."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(process.pid, signal.SIGKILL)
   process.wait()
 
 
 def _first_failure(ended: Sequence[Process]) -> Process | None:
-  """The process that others failed with, which is rather one that was killed."""
+  """The first killed process, which others may fail with, else the first failed one, or None."""
   failed = [one for one in ended if one.has_failed]
   return min(failed, key=lambda one: one.code >= 0, default=None)

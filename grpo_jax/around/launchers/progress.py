@@ -1,4 +1,4 @@
-"""How far a run is, read from its folder alone. "Starts nothing twice" and the table read it."""
+"""Finds out from a run's folder how far the run is."""
 
 import dataclasses
 import json
@@ -16,12 +16,12 @@ class RunProgress:
   """How far a run is.
 
   Attributes:
-    step: The last step of its metrics, 0 without any.
-    last_step: The step at which it is finished, those of the warm start included. None for a run
-      whose config is not known.
-    accuracy: The newest held-out accuracy, in [0, 1]. None without any.
-    holder: The process that trains it now, such as "process 7 on HOST since ...", or "".
-    is_finished: Whether all of its work is done and saved.
+    step: The last step in its metrics, 0 without any.
+    last_step: The number of steps of the finished run, warm start included. None if the run has no
+      config.json yet.
+    accuracy: The newest held-out accuracy, in [0, 1]. None before the first evaluation.
+    holder: The process that trains the run now, such as "process 7 on HOST since ...", or "".
+    is_finished: Whether all work of the run is done and saved.
   """
 
   step: int
@@ -40,11 +40,11 @@ class RunProgress:
 
 
 def progress(workdir: str | Path, last_step: int | None = None) -> RunProgress:
-  """How far the run of a folder is. Changes nothing, and needs no folder to be there.
+  """Reads how far a run is. The folder need not exist.
 
   Args:
     workdir: The folder of a run.
-    last_step: The number of steps that the run shall have. None means that of its config.json.
+    last_step: The number of steps of the finished run. None means the number in its config.json.
 
   Raises:
     ConfigError: config.json is damaged.
@@ -62,7 +62,7 @@ def progress(workdir: str | Path, last_step: int | None = None) -> RunProgress:
     not holder
     and last_step is not None
     and step >= last_step
-    and is_evaluated  # the next start makes up for an evaluation that failed
+    and is_evaluated  # if the last evaluation failed, the next start repeats it
     and _newest_checkpoint(folder / "checkpoints") >= last_step
   )
   accuracy = _newest(rows, _ACCURACY).get(_ACCURACY)
@@ -70,7 +70,7 @@ def progress(workdir: str | Path, last_step: int | None = None) -> RunProgress:
 
 
 def _rows(path: Path) -> list[bytes]:
-  """The lines of metrics.jsonl. The last one may be half written."""
+  """The lines of metrics.jsonl, [] if it cannot be read. The last line may be incomplete."""
   try:
     return path.read_bytes().split(b"\n")
   except OSError:
@@ -78,12 +78,12 @@ def _rows(path: Path) -> list[bytes]:
 
 
 def _newest(rows: list[bytes], key: str) -> dict[str, Any]:
-  """The last row that has a number for this key, or {}. Files are long, so few rows are parsed."""
+  """The last row with a value for `key`, or {}. Parses few rows, because files can be long."""
   for line in reversed(rows):
     if f'"{key}"'.encode() in line:
       try:
         row = json.loads(line)
-      except ValueError:  # half a line; of a damaged one, the next start of the run complains
+      except ValueError:  # incomplete or damaged; the run reports damaged lines when it resumes
         continue
       if row.get(key) is not None:
         return row

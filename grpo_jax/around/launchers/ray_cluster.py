@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: a placement group for each run, with an actor on each of its hosts."""
+"""Launches runs on a Ray cluster. Each run has a placement group, with an actor on each host."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -19,21 +19,21 @@ _ACCELERATORS = ("GPU", "TPU")
 
 
 def launch(units: Sequence[Unit], options: Options) -> int:
-  """Trains the units on the hosts of the cluster, and waits for their end, as `work` says.
+  """Trains the units on the cluster, and waits until they have ended, with `work`.
 
-  Each host of a run is an actor that runs one process. Several hosts of a run are on different
-  nodes. As many runs go on at once as there is room for. If a host is lost, the other processes of
-  its run are ended, and the run goes on from its checkpoint where there is room.
+  Each host of a run is an actor that runs one process. The hosts of a run are on different nodes.
+  Runs wait until the cluster has room for them. If a run loses a host, its other processes are
+  ended, and the run resumes from its checkpoint on hosts that have room.
 
   Args:
     units: The runs to train.
-    options: Reads hosts, at_once, ray_resources, restarts and dry_run.
+    options: Uses hosts, at_once, ray_resources, restarts and dry_run.
 
   Returns:
-    0 if all are finished, 1 if one failed, else 75.
+    0 if all runs are finished, 1 if one failed, else 75.
 
   Raises:
-    ConfigError: The package ray is missing, there is no cluster, or an option cannot be used.
+    ConfigError: The package ray is missing, there is no cluster, or an option is invalid.
   """
   resources = parse_resources(options.ray_resources)
   if options.dry_run:
@@ -60,10 +60,10 @@ def launch(units: Sequence[Unit], options: Options) -> int:
 
 
 def parse_resources(text: str) -> dict[str, float]:
-  """The resources that --ray_resources reserves on each host of a run: amounts by Ray's names.
+  """Parses --ray_resources: the amounts to reserve on each host, by Ray's names. CPU is 1 if unset.
 
   Raises:
-    ConfigError: It is not a JSON object of positive numbers.
+    ConfigError: The text is not a JSON object with positive numbers.
   """
   try:
     given = json.loads(text or "{}")
@@ -83,10 +83,10 @@ def parse_resources(text: str) -> dict[str, float]:
 
 
 def _connect() -> None:
-  """Connects to the cluster of RAY_ADDRESS, else to that of this machine.
+  """Connects to the Ray cluster at RAY_ADDRESS, or without it to the cluster of this machine.
 
   Raises:
-    ConfigError: There is none, or it cannot be used from here.
+    ConfigError: There is no cluster, or the connection fails.
   """
   import ray
 
@@ -94,9 +94,9 @@ def _connect() -> None:
     with doing("connecting to the Ray cluster"):
       _check_somebody_listens(os.environ.get("RAY_ADDRESS", ""))
       ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-  except Exception as error:  # each way to fail has its own exception
+  except Exception as error:  # Ray raises many types
     if isinstance(error, ConnectionError) and "RAY_ADDRESS" not in os.environ:
-      raise ConfigError(  # Ray's own message names a flag of its own commands
+      raise ConfigError(  # Ray's message names a flag that grpo_jax does not have
         "flag --on=ray: no Ray cluster runs on this machine: start one (ray start --head), run this"
         " on a machine of a cluster, or set RAY_ADDRESS=HOST:PORT"
       ) from error
@@ -107,7 +107,7 @@ def _connect() -> None:
 
 
 def _check_somebody_listens(address: str) -> None:
-  """Raises OSError for a host:port where nobody listens. Ray would try it again for ten minutes."""
+  """Raises OSError if nobody listens at a host:port. Ray itself would retry for ten minutes."""
   if match := re.fullmatch(r"([^:/]+):(\d+)", address):
     try:
       socket.create_connection((match[1], int(match[2])), timeout=10).close()
@@ -120,7 +120,7 @@ def _check_somebody_listens(address: str) -> None:
 def _warn_of_little_room(
   nodes: Sequence[Mapping], resources: Mapping[str, float], hosts: int
 ) -> None:
-  """Says what a user would otherwise wait for or search for."""
+  """Warns if fewer than `hosts` nodes have the resources, or if runs reserve no accelerators."""
   alive = [node["Resources"] for node in nodes if node["Alive"]]
   fitting = [
     node for node in alive if all(node.get(key, 0) >= amount for key, amount in resources.items())

@@ -1,6 +1,6 @@
-"""One host of a run on a Ray cluster: the actor there, and what the launcher knows of its process.
+"""One host of a run on a Ray cluster: the actor, and the launcher's handle of its process.
 
-This file needs the package ray.
+This module needs the package ray.
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from grpo_jax.around.launchers.units import Unit
 from grpo_jax.console.exit_codes import FAILED, STOPPED
 from grpo_jax.console.text import shorten
 
-LOST = -int(signal.SIGKILL)  # the code of a process that nobody can ask any more
+LOST = -int(signal.SIGKILL)  # the exit code to assume for a process on a lost node
 _SECONDS_TO_ANSWER = 10
 _LONGEST_REASON = 200
-# Ray gives it to each host of a slice of TPUs, and JAX wants processes in this order.
+# Ray sets this label on each host of a TPU slice. JAX needs the processes in this order.
 _TPU_WORKER_LABEL = "ray.io/tpu-worker-id"
 
-# Runs a command that the kernel kills when the actor ends, however that ends: an actor that is
-# killed cannot end its processes. 1 is PR_SET_PDEATHSIG of prctl(2), which Python does not have.
+# Runs a command that the kernel kills when the actor ends. A killed actor cannot kill the command
+# itself. 1 is PR_SET_PDEATHSIG of prctl(2). Starts nothing if the actor has ended before the call.
 _KILLED_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -41,13 +41,13 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where an actor is.
+  """The place of an actor in the cluster.
 
   Attributes:
-    host: The name of its machine.
-    node: Ray's id of its node.
-    address: host:port, where a process of it can listen.
-    tpu_worker: The number of the host in its slice of TPUs, 0 without TPUs.
+    host: The name of the actor's machine.
+    node: Ray's id of the actor's node.
+    address: host:port with a free port, where the actor's process can listen.
+    tpu_worker: The number of the host in its TPU slice, 0 without TPUs.
   """
 
   host: str
@@ -60,15 +60,15 @@ class Place:
 
 
 class HostActor:
-  """Runs one process of a run on its node. It needs two threads: one of them waits in `run`."""
+  """Runs one process of a run on a node. Needs two threads, because one of them waits in `run`."""
 
   def __init__(self) -> None:
     self._process: subprocess.Popen | None = None
-    self._early_signals: list[int] = []  # that came before the process was started
+    self._early_signals: list[int] = []  # signals that arrived before the process was started
     self._lock = threading.Lock()
 
   def place(self) -> Place:
-    """Where the actor is."""
+    """The place of the actor, with a port that is free now."""
     context = ray.get_runtime_context()
     labels = context.get_node_labels() or {}
     with socket.socket() as listener:
@@ -82,22 +82,22 @@ class HostActor:
     )
 
   def run(self, unit: Unit, environment: Mapping[str, str], folder: str, log: str) -> int:
-    """Trains a run in a process here, and waits for its end.
+    """Trains a run in a process on this node, and waits until it ends.
 
     Args:
       unit: The run.
-      environment: The environment variables of the process.
-      folder: Its working folder.
-      log: The file that gets its output.
+      environment: Environment variables of the process, in addition to the actor's.
+      folder: The working folder of the process.
+      log: The file to which the output of the process is appended.
 
     Returns:
-      The exit code, or -N after signal N.
+      The exit code, or -N after signal N. 75 if a signal arrived before the process was started.
 
     Raises:
-      OSError: A folder is missing here.
+      OSError: A folder does not exist on this node.
     """
     os.chdir(folder)
-    command = unit.command()  # with the Python of this node
+    command = unit.command()  # with this node's Python
     if sys.platform == "linux":
       command = [sys.executable, "-c", _KILLED_WITH_PARENT, str(os.getpid()), *command]
     with self._lock:
@@ -107,7 +107,7 @@ class HostActor:
     return self._process.wait()
 
   def send(self, number: int) -> None:
-    """Sends the process a signal."""
+    """Sends the signal `number` to the process. Before its start, keeps it from being started."""
     with self._lock:
       if self._process:
         self._process.send_signal(number)
@@ -115,24 +115,24 @@ class HostActor:
         self._early_signals.append(number)
 
   def kill(self) -> None:
-    """Ends the process and what it has started."""
+    """Kills the process and its child processes."""
     self.send(signal.SIGKILL)
     if self._process:
       kill_session(self._process)
 
 
 class RemoteProcess(Process):
-  """The process of an actor."""
+  """The launcher's handle of an actor's process. Its code is LOST if the node does not answer."""
 
   def __init__(self, actor: Any, place: Place, log: Path) -> None:
     super().__init__(log, f"on {place}")
     self._actor = actor
     self._end: ray.ObjectRef | None = None
     self._code: int | None = None
-    self._why = ""  # it has no exit code of its own
+    self._why = ""  # how it ended, if it has no exit code
 
   def start(self, unit: Unit, environment: Mapping[str, str]) -> None:
-    """Starts it in the working folder of the launcher."""
+    """Starts the process in the launcher's working folder."""
     self._end = self._actor.run.remote(unit, environment, os.getcwd(), str(self.log))
 
   @property
@@ -157,6 +157,7 @@ class RemoteProcess(Process):
     return self._why or super().how_it_ended()
 
   def _take_end(self) -> None:
+    """Stores the result of the actor's finished call of `run` in `_code` and `_why`."""
     try:
       self._code = ray.get(self._end)
     except RayTaskError as error:
@@ -167,7 +168,7 @@ class RemoteProcess(Process):
 
 
 def reason_of(error: RayError) -> str:
-  """The part of Ray's text that says why an actor is gone, such as "its node has died"."""
+  """The reason in Ray's message why an actor has died, such as "its node has died"."""
   text = " ".join(str(error).split())
   found = re.search(r"The actor (?:is dead|died) because (.*?)(?:\.|$)", text)
   return shorten(found[1] if found else text, _LONGEST_REASON)

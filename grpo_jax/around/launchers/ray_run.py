@@ -1,6 +1,6 @@
-"""One run on a Ray cluster: room for it, its hosts, and its next start when one of them is lost.
+"""One run on a Ray cluster: its reserved room, its processes, and restarts after lost hosts.
 
-This file needs the package ray.
+This module needs the package ray.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,49 +21,49 @@ from grpo_jax.config import TRACKERS
 from grpo_jax.console.exit_codes import FAILED, STOPPED
 from grpo_jax.storage import lock
 
-# What a run inherits from the launcher's environment. The rest is that of the node.
+# Prefixes of the environment variables that a run inherits from the launcher, not from its node.
 _OF_TRACKERS = tuple(f"{name.upper()}_" for name in TRACKERS)
 _PASSED_ON = ("HF_", "JAX_", "LIBTPU_", "NCCL_", "XLA_", *_OF_TRACKERS)
-_SECONDS_TO_RELEASE = 120.0  # the folder, by a process on a node that was lost
+_SECONDS_TO_RELEASE = 120.0  # how long a process on a lost node may still hold the run's folder
 
 
 class RayRun:
-  """A run that waits for room in the cluster, or that has a process on each of its hosts.
+  """A run of a `unit`, which waits for room in the cluster or has a process on each of its hosts.
 
-  Attributes:
-    unit: The run.
+  `poll` moves it through these states: it waits for a placement group (`_room`), then for actors to
+  report their places, and then it has processes (`_group`).
   """
 
   def __init__(self, unit: Unit, hosts: int, resources: Mapping[str, float], restarts: int) -> None:
-    """Asks the cluster for room.
+    """Requests room from the cluster.
 
     Args:
-      unit: The run.
-      hosts: How many hosts it has.
-      resources: The amounts that are reserved for it on each of them, by Ray's names.
-      restarts: How often it is started again after the loss of a host.
+      unit: The unit of the run.
+      hosts: The number of hosts.
+      resources: The amounts to reserve on each host, by Ray's resource names.
+      restarts: How often the run may be restarted after it has lost a host.
     """
     self.unit = unit
     self._hosts, self._resources = hosts, resources
     self._restarts, self._restarted = restarts, 0
     self._is_stopping = False
-    self._why = ""  # it failed before it had processes
+    self._why = ""  # the reason, if it failed before it had processes
     self._forget()
     self._reserve()
 
   @property
   def waits(self) -> bool:
-    """Whether it has no processes."""
+    """Whether the run waits for room and has no processes yet."""
     return self._group is None
 
   def poll(self) -> int | None:
-    """The exit code of the run, or None while it goes on. Takes the next step towards its end."""
+    """Advances the run. Returns its exit code, or None as long as it runs, waits or restarts."""
     code = self._group.poll() if self._group else self._poll_start()
     if code is None:
       return None
     self._free()
-    # A code below 0 means that a host is gone, or that a process there was killed. Other failures
-    # would come again.
+    # A negative code means that a host was lost or a process was killed. Other failures would occur
+    # again after a restart.
     if code >= 0 or self._is_stopping or self._restarted == self._restarts:
       return code
     self._restarted += 1
@@ -74,17 +74,17 @@ class RayRun:
     return None
 
   def send(self, number: int) -> None:
-    """Sends a signal to each process."""
+    """Sends the signal `number` to each process. The run then does not start or restart."""
     self._is_stopping = True
     if self._group:
       self._group.send(number)
 
   def why_it_failed(self) -> str:
-    """How the run failed."""
+    """Describes how the run failed."""
     return self._group.why_it_failed() if self._group else self._why
 
   def _forget(self) -> None:
-    """Is before its start."""
+    """Resets the state to the time before the run has room."""
     self._room: PlacementGroup | None = None
     self._actors: list[ray.actor.ActorHandle] = []
     self._places: list[ray.ObjectRef] = []
@@ -92,12 +92,13 @@ class RayRun:
     self._since = time.monotonic()
 
   def _reserve(self) -> None:
+    """Requests a placement group. STRICT_SPREAD puts each host on another node."""
     strategy = "STRICT_SPREAD" if self._hosts > 1 else "PACK"
     self._room = placement_group([dict(self._resources)] * self._hosts, strategy)
     self._ready = self._room.ready()
 
   def _poll_start(self) -> int | None:
-    """Goes on towards processes. Returns a code if there will be none."""
+    """Takes the next step towards the start of the processes. Returns a code if it failed."""
     if self._is_stopping:
       return STOPPED
     try:
@@ -117,13 +118,14 @@ class RayRun:
     return None
 
   def _reserve_again(self) -> None:
-    """Asks for room again as soon as no process of the last start holds the folder."""
+    """Requests room again once no process of the last start holds the folder or after a timeout."""
     is_late = time.monotonic() - self._since > _SECONDS_TO_RELEASE
     if is_late or not lock.holder(Path(self.unit.workdir)):
       self._reserve()
 
   def _start_actors(self) -> None:
-    named = ("CPU", "GPU", "memory")  # which Ray takes as options of their own
+    """Starts an actor in each bundle of the placement group, and asks each for its place."""
+    named = ("CPU", "GPU", "memory")  # for which Ray has separate options
     resources = dict(
       num_cpus=self._resources.get("CPU"),
       num_gpus=self._resources.get("GPU"),
@@ -138,6 +140,7 @@ class RayRun:
     self._places = [actor.place.remote() for actor in self._actors]
 
   def _start_processes(self, places: Sequence[Place]) -> None:
+    """Starts the run's process on each actor, ordered by TPU worker. `places` are the actors'."""
     order = sorted(range(self._hosts), key=lambda index: places[index].tpu_worker)
     places, actors = [places[index] for index in order], [self._actors[index] for index in order]
     processes = []
@@ -149,7 +152,7 @@ class RayRun:
     say(f"started {self.unit.title} on {', '.join(map(str, places))}")
 
   def _free(self) -> None:
-    """Gives the room back. The processes have ended, or cannot be reached."""
+    """Frees the room of the run, whose processes have ended or cannot be reached."""
     for actor in self._actors:
       ray.kill(actor)
     if self._room:
@@ -157,15 +160,15 @@ class RayRun:
 
 
 def environments(places: Sequence[Place]) -> list[dict[str, str]]:
-  """The environment variables of each process of a run, among them those to find the others.
+  """The environment variables of each process, among them those by which it finds the others.
 
   Args:
-    places: Where the processes are, the first one first.
+    places: The places of the processes, in the order of their process ids.
   """
   passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
   return [passed_on | one for one in found_by(places[0].address, len(places))]
 
 
 def _are_there(results: Sequence[ray.ObjectRef]) -> bool:
-  """Whether all of these remote calls have ended."""
+  """Whether the results of all these remote calls are available."""
   return len(ray.wait(list(results), num_returns=len(results), timeout=0)[0]) == len(results)

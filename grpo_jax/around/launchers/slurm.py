@@ -1,4 +1,4 @@
-"""Runs as jobs of Slurm: a sweep is an array, several hosts of a run are tasks of one srun."""
+"""Launches runs as Slurm jobs: a sweep as an array, several hosts of a run as tasks of one srun."""
 
 from collections.abc import Sequence
 import math
@@ -20,7 +20,7 @@ from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.json_files import replace_file
 from grpo_jax.storage.workdir import make_folder
 
-# Jobs that Slurm still lists and that have ended for good.
+# States of jobs that Slurm still lists although they have ended for good.
 _ENDED = {
   "BOOT_FAIL",
   "CANCELLED",
@@ -33,26 +33,23 @@ _ENDED = {
   "REVOKED",
   "TIMEOUT",
 }
-# Slurm kills what outlives the end of a job by KillWait, 30 seconds by default.
+# How long `settle` waits. Slurm kills the processes of ending jobs after KillWait, 30 s by default.
 _SECONDS_TO_COMPLETE = 180.0
 _SECONDS_BETWEEN_LOOKS = 2.0
 _SECONDS_BETWEEN_LINES = 10.0
-_COMPLETING = " completing"  # how `queued` ends for a job that Slurm is ending
+_COMPLETING = " completing"  # ends the description by `queued` of a job that Slurm is ending
 _HERE = "run this on a machine of the cluster, where sbatch and squeue are"
 
 
 def launch(units: Sequence[Unit], options: Options) -> int:
-  """Submits the units as one job, or as one array, and does not wait for its end.
+  """Submits the units as one job or as one array of jobs. Returns 0 without waiting for their end.
 
   Args:
-    units: The only run, or runs of a sweep.
-    options: The options of the script, and dry_run.
-
-  Returns:
-    0 if the job is submitted.
+    units: The single run, or runs of a sweep.
+    options: The options of the script, and dry_run, which prints the script instead.
 
   Raises:
-    ConfigError: Slurm is absent, or an option cannot be used.
+    ConfigError: There is no sbatch, or an option is invalid.
     RunFailed: sbatch refuses the job.
   """
   folder = launch_folder(units[0])
@@ -70,20 +67,20 @@ def launch(units: Sequence[Unit], options: Options) -> int:
   try:
     job = _output(["sbatch", "--parsable", str(path)]).split(";")[0].strip()
   except RunFailed:
-    path.unlink()  # nothing refers to it
+    path.unlink()  # no job uses the script
     raise
   say(f"submitted job {job}: {path}; its logs will be beside it")
   return DONE
 
 
 def queued(units: Sequence[Unit]) -> dict[str, str]:
-  """The units that are in Slurm's queue: their titles, with the job and its state.
+  """Finds units in Slurm's queue: a text such as "job 12_3 pending: Priority" by unit title.
 
-  A job is found by its comment, which is the path of its script in the launch folder. The script
-  says which run each task of an array trains.
+  The comment of a job is the path of its script in the launch folder. The script says which run
+  each task of an array trains.
 
   Raises:
-    RunFailed: squeue fails, or the script of a job is gone.
+    RunFailed: squeue fails, or the script of a job cannot be read.
   """
   if not shutil.which("squeue"):
     say(f"warning: there is no squeue, so nothing is known of jobs: {_HERE}")
@@ -106,16 +103,16 @@ def queued(units: Sequence[Unit]) -> dict[str, str]:
 
 
 def settle(units: Sequence[Unit]) -> bool:
-  """Waits until Slurm has ended the jobs of the units that are in the state COMPLETING.
+  """Waits until no job of the units is in the state COMPLETING, in which processes may still save.
 
-  Such a job is either gone soon, so that its run must be submitted again, or queued again by Slurm,
-  so that it must not. Their processes may still save.
+  Slurm then either removes the job, so that its run must be submitted again, or queues the job
+  again, so that its run must not.
 
   Returns:
-    Whether none is left.
+    Whether no such job is left. False after a timeout.
 
   Raises:
-    RunFailed: As `queued`.
+    RunFailed: squeue fails, or the script of a job cannot be read.
   """
   if not shutil.which("squeue"):
     return True
@@ -138,6 +135,7 @@ def settle(units: Sequence[Unit]) -> bool:
 
 
 def _read(path: Path, job: str) -> str:
+  """Reads the script of a job. Raises RunFailed if it cannot be read."""
   try:
     return path.read_text()
   except OSError as error:
@@ -148,11 +146,7 @@ def _read(path: Path, job: str) -> str:
 
 
 def _output(command: Sequence[str]) -> str:
-  """Runs a command of Slurm and returns what it prints.
-
-  Raises:
-    RunFailed: It fails.
-  """
+  """Runs a command of Slurm and returns its standard output. Raises RunFailed if it fails."""
   with doing(f"waiting for {command[0]}"):
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
   if done.returncode:
@@ -161,9 +155,9 @@ def _output(command: Sequence[str]) -> str:
   return done.stdout
 
 
-# After the end of one process of a run, srun ends the others, which wait for it.
+# How long the other processes of a run, which may wait for it, still run after one has ended.
 _GRACE_SECONDS = 30
-_EARLIEST_SECONDS = 60  # Slurm may send the signal so much earlier
+_EARLIEST_SECONDS = 60  # Slurm may send the signal up to this much earlier than requested
 
 _HEADER = """\
 #!/bin/bash
@@ -213,16 +207,17 @@ flags+=("--config.rollout.engine_urls=($urls)")
 
 
 def script(units: Sequence[Unit], options: Options, path: Path) -> str:
-  """The script for these units, which is submitted as the file `path`.
+  """Writes the text of the script that sbatch runs for these units.
 
   Args:
-    units: The only run, or runs of a sweep.
-    options: Reads all options of Slurm.
-    path: Its file. The comment of the job is this path, by which `queued` finds the job again.
+    units: The single run, or runs of a sweep.
+    options: The options of the launcher.
+    path: The file that the script will be written to. The comment of the job is this path, so that
+      `queued` can find the job.
 
   Raises:
-    ConfigError: The time limit is not one, or is too short for stop_ahead, or the options of the
-      engine cannot be used.
+    ConfigError: The time limit is malformed or too short for stop_ahead, the options of the engine
+      are invalid, or an option of sbatch contains a newline.
   """
   _check_time_limit(options)
   is_sweep = bool(units[0].name)
@@ -231,8 +226,9 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
     names = (f"#   {index}: {unit.name}" for index, unit in enumerate(units))
     contents = "\n".join([" Each task of the array trains one run of the sweep:", *names])
   common = os.path.commonprefix([unit.flags for unit in units])
-  several = options.hosts * options.tasks_per_host > 1
-  if options.engine_hosts and several:
+  has_several_processes = options.hosts * options.tasks_per_host > 1
+  # A run of several processes does its own sampling, so it cannot use engine hosts.
+  if options.engine_hosts and has_several_processes:
     raise ConfigError(
       "flag --engine_hosts: a run of several processes samples itself; leave out --hosts and"
       " --tasks_per_host"
@@ -240,8 +236,8 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
   if options.engine and not options.engine_hosts:
     raise ConfigError("flag --engine: it needs --engine_hosts above 0")
   python = shlex.quote(sys.executable)
-  more = "".join(f" {shlex.quote(flag)}" for flag in options.engine)
-  serves = _SERVES.format(python=python, more=more)
+  engine_flags = "".join(f" {shlex.quote(flag)}" for flag in options.engine)
+  serve_engine = _SERVES.format(python=python, more=engine_flags)
   header = _HEADER.format(
     contents=contents,
     options="\n".join(f"#SBATCH {option}" for option in _options(units, options, path)),
@@ -252,8 +248,9 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
     flags="\n".join(f"  {shlex.quote(flag)}" for flag in common),
     choice=_choice(units, len(common)),
     grace=_GRACE_SECONDS,
-    label=" --label" if several else "",
-    serves=serves if options.engine_hosts else "",
+    label=" --label" if has_several_processes else "",
+    serves=serve_engine if options.engine_hosts else "",
+    # The run trains on the first node. The other nodes serve the engine.
     place=" --nodes=1 --ntasks=1 --relative=0" if options.engine_hosts else "",
     python=python,
     train=TRAIN,
@@ -262,25 +259,25 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
 
 
 def names_in(text: str) -> dict[str, str]:
-  """The names of the runs in a script of a sweep, by the task of the array."""
+  """Reads the names of a sweep's runs from its script, by the array task that trains each."""
   return dict(re.findall(r"^#   (\d+): (.*)$", text, flags=re.MULTILINE))
 
 
 def job_name(units: Sequence[Unit]) -> str:
-  """The name of the job, which is that of the folder of the run or of the sweep."""
+  """The name of the job: the name of the run's or sweep's folder, without unusual characters."""
   folder = Path(units[0].workdir)
   name = (folder.parent if units[0].name else folder).name
   return re.sub(r"[^\w.=+-]", "_", name, flags=re.ASCII)[:100] or "grpo_jax"
 
 
 def seconds(time_limit: str) -> int | None:
-  """A time limit of Slurm: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None if it is not one."""
+  """Parses a time limit of Slurm: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None if it is malformed."""
   match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
   if not match:
     return None
   days, *parts = match.groups()
   numbers = [int(part) for part in parts if part is not None]
-  # With days, the first number is hours. Without, it is minutes, unless there are three.
+  # The first number is hours after days or if there are three numbers, else minutes.
   first = 0 if days is not None or len(numbers) == 3 else 1
   units = (3600, 60, 1)[first : first + len(numbers)]
   if len(units) < len(numbers):
@@ -289,7 +286,7 @@ def seconds(time_limit: str) -> int | None:
 
 
 def _check_time_limit(options: Options) -> None:
-  """Raises ConfigError for a time limit that cannot be read, or that leaves no time to train."""
+  """Raises ConfigError for a time limit that is malformed or leaves no time to train."""
   limit = options.time_limit
   if not limit:
     return
@@ -308,7 +305,7 @@ def _check_time_limit(options: Options) -> None:
 
 
 def _options(units: Sequence[Unit], options: Options, path: Path) -> list[str]:
-  """The options of sbatch that depend on the runs, in the order of the script."""
+  """The options of sbatch for these units, shell-quoted, in the order of the script."""
   is_sweep = bool(units[0].name)
   log = f"{path.parent}/slurm-".replace("%", "%%") + ("%A_%a.log" if is_sweep else "%j.log")
   lines = [f"--job-name={job_name(units)}", f"--comment={path}"]
@@ -329,12 +326,12 @@ def _options(units: Sequence[Unit], options: Options, path: Path) -> list[str]:
 
 
 def _choice(units: Sequence[Unit], common: int) -> str:
-  """The lines that add the flags of one run, and that name its job."""
+  """The lines of the script that add a run's flags after the first `common` ones, and set $job."""
   if not units[0].name:
     return f"flags+=({shlex.quote(f'--workdir={units[0].workdir}')})\njob=$SLURM_JOB_ID\n"
   lines = ["case $SLURM_ARRAY_TASK_ID in"]
   for index, unit in enumerate(units):
     own = (*unit.flags[common:], f"--workdir={unit.workdir}")
     lines.append(f"  {index}) flags+=({shlex.join(own)}) ;;")
-  # The number of one of the tasks is also that of the whole array, so both parts are needed.
+  # SLURM_JOB_ID is ambiguous: for one of the tasks, it is the number of the whole array.
   return "\n".join([*lines, "esac", "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", ""])

@@ -1,4 +1,4 @@
-"""The settings of a sweep: a Python file whose `sweep()` yields one dict for each run.
+"""Reads the settings of a sweep: a Python file whose `sweep()` yields one dict for each run.
 
 def sweep():
   for learning_rate in (1e-4, 2e-4):
@@ -19,21 +19,21 @@ from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, shown
 
 SEED = "seed"
-_MOST_RUNS = 10_000  # a sweep() that never ends shall not fill the memory
-_LONGEST_NAME = 150  # file systems take 255 bytes, and logs add to the name
+_MOST_RUNS = 10_000  # keeps an endless sweep() from filling the memory
+_LONGEST_NAME = 150  # file systems allow 255 bytes, and the names of logs are longer
 
 
 def load_sweep(path: str) -> list[dict[str, Any]]:
-  """The settings of each run: values by config key, in the order of the file.
+  """Executes a sweep file. Returns the settings of each run by config key, in the file's order.
 
-  Whether the keys exist and the values fit is for the config to say.
+  The config checks later whether the keys exist and the values are valid.
 
   Args:
-    path: A Python file that defines sweep(). It is executed.
+    path: A Python file that defines sweep().
 
   Raises:
-    ConfigError: There is no such file, it fails, or sweep() yields no dicts of settings, or the
-      same settings twice.
+    ConfigError: The file does not exist or fails, or sweep() yields nothing, something other than
+      dicts of settings, or the same settings twice.
   """
   file = Path(path).expanduser()
   if not file.is_file():
@@ -45,20 +45,20 @@ def load_sweep(path: str) -> list[dict[str, Any]]:
     raise ConfigError(f"flag --sweep={path}: sweep() yields nothing")
   seen: dict[Any, dict[str, Any]] = {}
   for one in settings:
-    # 1 and 1.0 are equal, and 0.001 and '0.001' share a name.
+    # Two runs are the same if their settings are equal (1 and 1.0) or share a name (1 and '1').
     for key in (frozenset(one.items()), name_of(one)):
       first = seen.setdefault(key, one)
       if first is not one:
-        twice = "twice" if first == one else f"and {shown(first)}, which are the same run"
-        raise ConfigError(f"flag --sweep={path}: sweep() yields {shown(one)} {twice}")
+        conflict = "twice" if first == one else f"and {shown(first)}, which are the same run"
+        raise ConfigError(f"flag --sweep={path}: sweep() yields {shown(one)} {conflict}")
   return settings
 
 
 def name_of(overrides: Mapping[str, Any]) -> str:
   """The name of a run's folder, such as "optimizer.learning_rate=0.001,seed=1".
 
-  It depends on the settings alone, so that a run keeps its folder when the sweep gets other runs.
-  Other settings have another name. The seed stands last.
+  The name depends only on the run's settings, so a run keeps its folder when the sweep changes.
+  Different settings have different names: a long or unusual name ends in a hash. The seed is last.
   """
   keys = sorted(overrides, key=lambda key: (key == SEED, key))
   full = ",".join(f"{key}={flag_value(overrides[key])}" for key in keys)
@@ -69,12 +69,12 @@ def name_of(overrides: Mapping[str, Any]) -> str:
 
 
 def flag_value(value: Any) -> str:
-  """A value as --config.KEY=VALUE wants it."""
+  """Formats a value for --config.KEY=VALUE."""
   return value if isinstance(value, str) else repr(value)
 
 
 def _yielded(path: str, file: Path) -> list[Any]:
-  """The objects that sweep() of the file yields."""
+  """Executes `file` and returns the objects that its sweep() yields. Messages name it `path`."""
   try:
     function = runpy.run_path(str(file), run_name="sweep").get("sweep")
     if not callable(function):
@@ -87,7 +87,7 @@ def _yielded(path: str, file: Path) -> list[Any]:
     made = list(itertools.islice(yielded, _MOST_RUNS + 1))
   except (ConfigError, KeyboardInterrupt):
     raise
-  except BaseException as error:  # a program, so it can raise any exception, SystemExit included
+  except BaseException as error:  # a user's code can raise anything, even SystemExit
     raise ConfigError(f"flag --sweep={path}: {describe(error, file)}") from None
   if len(made) > _MOST_RUNS:
     raise ConfigError(f"flag --sweep={path}: sweep() yields more than {_MOST_RUNS} runs")
@@ -95,7 +95,7 @@ def _yielded(path: str, file: Path) -> list[Any]:
 
 
 def _plain(path: str, overrides: Any) -> dict[str, Any]:
-  """The overrides with scalars of numpy as numbers, and lists as the tuples that flags hold."""
+  """Converts NumPy scalars and lists in a run's settings to numbers and tuples, and checks them."""
   if not isinstance(overrides, Mapping) or not overrides:
     raise ConfigError(
       f"flag --sweep={path}: sweep() must yield dicts of settings such as"
@@ -115,7 +115,7 @@ def _plain(path: str, overrides: Any) -> dict[str, Any]:
 def _plain_value(value: Any) -> Any:
   if isinstance(value, (list, tuple)):
     return tuple(_plain_value(item) for item in value)
-  # A scalar of numpy. Of any other object, nothing is asked, because it may do anything.
+  # Reads attributes of NumPy scalars only, because an attribute of another object may run any code.
   return value.item() if hasattr(type(value), "ndim") and value.ndim == 0 else value
 
 

@@ -1,4 +1,4 @@
-"""The table of a sweep: its settings, best first, with accuracies over seeds."""
+"""Formats the table of a sweep: a row for each setting, best accuracy first, with its seeds."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -19,13 +19,14 @@ _LEGEND = (
 
 @dataclasses.dataclass(frozen=True)
 class _SettingRow:
-  """The runs of one setting, which differ in their seeds."""
+  """A row of the table: the runs of one setting, which differ only in their seeds."""
 
   setting: str
   accuracies: list[float]
-  runs: list[tuple[str, str]]  # the seed, and how far the run is
+  runs: list[tuple[str, str]]  # (seed, progress in words)
 
   def cells(self) -> list[str]:
+    """The texts of the row: setting, mean accuracy, interval, number of accuracies, progress."""
     mean = f"{statistics.fmean(self.accuracies):.1%}" if self.accuracies else _NONE
     ends = t_interval(self.accuracies)
     interval = f"{max(ends[0], 0):.1%} to {min(ends[1], 1):.1%}" if ends else _NONE
@@ -33,11 +34,11 @@ class _SettingRow:
 
 
 def table(units: Sequence[Unit], queued: Mapping[str, str]) -> list[str]:
-  """The runs by setting, best accuracy first, as lines for a reader.
+  """Formats the runs as a table with a row for each setting, best mean accuracy first.
 
   Args:
     units: The runs.
-    queued: By title, words for runs that an engine has and that do not run yet.
+    queued: Descriptions of queued runs by unit title, as `Launcher.queued` returns them.
   """
   by_setting: dict[str, list[tuple[Unit, RunProgress]]] = {}
   for unit in units:
@@ -51,13 +52,13 @@ def table(units: Sequence[Unit], queued: Mapping[str, str]) -> list[str]:
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float] | None:
-  """Student's 95% interval of the mean: mean ± t(0.975, n - 1) * s / sqrt(n).
+  """Student's 95% confidence interval of the mean: mean ± t(0.975, n - 1) * s / sqrt(n).
 
   Args:
-    values: Independent values. s is their standard deviation with n - 1.
+    values: n independent values. s is their sample standard deviation, with divisor n - 1.
 
   Returns:
-    Its low and high end, or None for fewer than two values.
+    The low and high end of the interval, or None for fewer than two values.
   """
   if len(values) < 2:
     return None
@@ -70,18 +71,19 @@ def t_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _row(name: str, runs: list[tuple[Unit, RunProgress]], queued: Mapping[str, str]) -> _SettingRow:
+  """The row of a setting `name`. The arguments are as in `table`."""
   accuracies = [found.accuracy for _, found in runs if found.accuracy is not None]
-  far = []
+  seeds_and_words = []
   for unit, found in runs:
     words = str(found)
     if unit.title in queued and not found.holder:
       words = f"{queued[unit.title]}, {words}" if found.step else queued[unit.title]
-    far.append((str(unit.overrides.get(SEED, "")), words))
-  return _SettingRow(name, accuracies, far)
+    seeds_and_words.append((str(unit.overrides.get(SEED, "")), words))
+  return _SettingRow(name, accuracies, seeds_and_words)
 
 
 def _how_far(runs: list[tuple[str, str]]) -> str:
-  """How far runs are, such as "2 finished; 1 at 40 of 250 (seed 3)"."""
+  """Describes the progress of runs, such as "seed 0, 1 finished; seed 2 at 40 of 250"."""
   by_words: dict[str, list[str]] = {}
   for seed, words in runs:
     by_words.setdefault(words, []).append(seed)

@@ -1,4 +1,4 @@
-"""The runs of `grpo_jax.train` that a launcher starts, each with its folder and its flags."""
+"""Defines the runs of `grpo_jax.train` that a launcher starts: their folders and flags."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
@@ -15,12 +15,12 @@ TRAIN = "grpo_jax.train"
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-  """One run.
+  """One run that a launcher starts.
 
   Attributes:
-    name: The name of its folder below that of the sweep, or "" for a run without a sweep.
-    workdir: Its folder, as an absolute path.
-    overrides: The settings that the sweep gives it, by config key.
+    name: The name of the run's folder in the folder of the sweep. "" for a run without a sweep.
+    workdir: The run's folder, as an absolute path.
+    overrides: The settings of this run in the sweep, by config key.
     flags: All flags of `grpo_jax.train` except --workdir.
   """
 
@@ -31,23 +31,24 @@ class Unit:
 
   @property
   def title(self) -> str:
-    """How to call the run in messages."""
+    """The name of the run in messages."""
     return self.name or self.workdir
 
   def command(self, python: str = sys.executable) -> list[str]:
-    """The command that trains it, and that goes on with it."""
+    """The command that starts the run, or resumes it. `python` is the interpreter."""
     return [python, "-m", TRAIN, *self.flags, f"--workdir={self.workdir}"]
 
 
 def units(
   workdir: str, flags: Sequence[str], sweep: Iterable[Mapping[str, Any]] | None = None
 ) -> list[Unit]:
-  """The runs of a sweep, or the only one.
+  """Makes the units of a sweep, or the unit of a single run.
 
   Args:
     workdir: The folder of the run, or the common folder of the sweep's runs.
-    flags: The flags of `grpo_jax.train` that all runs have, without --workdir.
-    sweep: The settings of each run by config key, as `load_sweep` returns them. None means one run.
+    flags: The flags of `grpo_jax.train` that all runs share, without --workdir.
+    sweep: The settings of each run by config key, as `load_sweep` returns them. None means a single
+      run without a sweep.
 
   Raises:
     ConfigError: `flags` sets --workdir, or a key that the sweep sets too.

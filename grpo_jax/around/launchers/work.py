@@ -1,4 +1,4 @@
-"""Starts runs, passes signals on to them, and says how they end, for launchers that wait."""
+"""Starts runs, forwards signals to them, and reports how they end, for launchers that wait."""
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
@@ -16,56 +16,52 @@ from grpo_jax.storage import lock
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
-# The signals that runs get for the first, second and third signal to the launcher. A second SIGTERM
-# soon after the first one would count as the same.
+# The signals that runs receive for the first, second and third signal to the launcher. They differ,
+# because a run takes two SIGTERMs in quick succession for one.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 _ENDED_BY_SIGNAL = {code for number in _PASSED_ON for code in (-number, 128 + number)}
 
 
 class StartedRun(Protocol):
-  """A run that waits for room, or that has processes.
-
-  Attributes:
-    unit: The run.
-  """
+  """A started run of a `unit`, which either waits for room on the cluster or has processes."""
 
   unit: Unit
 
   @property
   def waits(self) -> bool:
-    """Whether it waits for room."""
+    """Whether the run waits for room and has no processes."""
 
   def poll(self) -> int | None:
-    """The exit code of the run, or None while it goes on. Called a few times each second."""
+    """The exit code of the run, None before its end. `work` calls it a few times each second."""
 
   def send(self, number: int) -> None:
-    """Sends a signal to each process."""
+    """Sends the signal `number` to each process of the run."""
 
   def why_it_failed(self) -> str:
-    """How the run failed, as `poll` has found it."""
+    """Describes the failure that `poll` found, for a message."""
 
 
 def work(units: Sequence[Unit], start: Callable[[Unit], StartedRun], at_once: int) -> int:
-  """Trains the units, and waits for their end.
+  """Trains the units, and waits until all runs have ended.
 
-  The first SIGTERM, Ctrl-C or SIGHUP makes all runs save and stop, and no other run starts. The
-  second one makes them leave at once, and the third one kills them.
+  After the first SIGTERM, Ctrl-C or SIGHUP, all runs save and stop, and no other run starts. After
+  the second, they exit at once. The third kills them.
 
   Args:
     units: The runs to train.
-    start: Starts a run. On a cluster it may first wait for room: `StartedRun.waits` says so.
-    at_once: How many are started at once.
+    start: Starts a run and returns it. While it waits for room, its `StartedRun.waits` is True.
+    at_once: The most runs that are started at the same time.
 
   Returns:
-    0 if all are finished, 1 if one failed. Else 75, because one was stopped, left alone or not
-    started: the same command goes on.
+    0 if all runs are finished, 1 if one failed. Else 75: a run was stopped or not started, or
+    another process trains it. The same command then continues.
   """
   with _received_signals() as signals:
     return _Work(units, start, at_once, signals).do()
 
 
 class _Work:
-  """The units that wait, those that are started, and the exit codes of the others."""
+  """The state of `work`. A handler appends the signals that the launcher receives to `signals`."""
 
   def __init__(
     self,
@@ -81,7 +77,7 @@ class _Work:
     self._signals, self._passed_on = signals, 0
 
   def do(self) -> int:
-    """Trains all runs, and leaves no process behind, whatever happens. Returns an exit code."""
+    """Trains all runs and returns an exit code as `work`. Ends all processes, even on an error."""
     shown_at = time.monotonic()
     try:
       while self._started or (self._waiting and not self._signals):
@@ -93,7 +89,7 @@ class _Work:
           self._show()
         time.sleep(_SECONDS_BETWEEN_POLLS)
     finally:
-      if self._started:  # the launcher itself has failed, for example to write a log
+      if self._started:  # the launcher itself failed, for example because it cannot write a log
         self._signals.append(signal.SIGTERM)
         self._end_all()
     if FAILED in self._codes:
@@ -101,22 +97,25 @@ class _Work:
     return STOPPED if self._waiting or STOPPED in self._codes else DONE
 
   def _end_all(self) -> None:
+    """Forwards signals until all started runs have ended."""
     while self._started:
       self._pass_signals_on()
       self._collect()
       time.sleep(_SECONDS_BETWEEN_POLLS)
 
   def _start_some(self) -> None:
+    """Starts waiting units up to `at_once`, except those that another process trains by now."""
     while self._waiting and len(self._started) < self._at_once and not self._signals:
       unit = self._waiting.pop(0)
       holder = lock.holder(Path(unit.workdir))
-      if holder:  # somebody else has started it since the launcher began
+      if holder:  # another launcher has started the run in the meantime
         say(f"left alone {unit.title}: {holder} trains it")
         self._codes.append(STOPPED)
         continue
       self._started.append(self._start(unit))
 
   def _pass_signals_on(self) -> None:
+    """Sends the matching signal of _PASSED_ON to all runs for each newly received signal."""
     for number in self._signals[self._passed_on :]:
       self._passed_on += 1
       name = signal.Signals(number).name
@@ -126,7 +125,7 @@ class _Work:
         run.send(_PASSED_ON[min(self._passed_on, len(_PASSED_ON)) - 1])
 
   def _collect(self) -> None:
-    """Takes out the runs that have ended, and says how."""
+    """Removes the runs that have ended from the started ones, and reports how they ended."""
     for run in list(self._started):
       code = run.poll()
       if code is not None:
@@ -134,9 +133,9 @@ class _Work:
         self._codes.append(self._count(run, code))
 
   def _count(self, run: StartedRun, code: int) -> int:
-    """Says how a run ended. Returns which of the three ends it counts as."""
+    """Reports how a run ended. Returns FAILED, STOPPED or DONE."""
     title = run.unit.title
-    # A run that has not begun to train does not handle the signal.
+    # A run that has not installed its signal handlers yet dies from the signal.
     by_signal = bool(self._signals) and code in _ENDED_BY_SIGNAL
     if code == STOPPED or by_signal:
       if not run.waits:
@@ -152,6 +151,7 @@ class _Work:
     return DONE
 
   def _show(self) -> None:
+    """Prints the progress of all running runs in one line."""
     running = [run for run in self._started if not run.waits]
     parts = [f"{run.unit.title}: {_how_far(run.unit)}" for run in running]
     waiting = len(self._waiting) + len(self._started) - len(running)
@@ -160,7 +160,7 @@ class _Work:
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-  """Yields a list to which signals that ask to stop are appended. They do nothing else."""
+  """Yields a list to which handlers append stop signals. Finally restores the former handlers."""
   signals: list[int] = []
 
   def append(number: int, frame: FrameType | None) -> None:
@@ -170,7 +170,7 @@ def _received_signals() -> Iterator[list[int]]:
   numbers = [
     number
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    if signal.getsignal(number) is not signal.SIG_IGN  # as nohup ignores SIGHUP
+    if signal.getsignal(number) is not signal.SIG_IGN  # nohup, for example, ignores SIGHUP
   ]
   before = {number: signal.signal(number, append) for number in numbers}
   try:
@@ -181,13 +181,13 @@ def _received_signals() -> Iterator[list[int]]:
 
 
 def _elsewhere(unit: Unit) -> str:
-  """Who else trains a run, or has finished it, or "".
+  """Says who else trains the run or has finished it. "" if nobody does.
 
-  Two launchers may start a run at the same time. Its folder refuses the second process.
+  If two launchers start a run at the same time, the second process finds the folder locked.
   """
   try:
     found = progress(unit.workdir)
-  except ValueError:  # a damaged config.json, of which the process has said more
+  except ValueError:  # config.json is damaged, which the run's process has reported in detail
     return ""
   if found.holder:
     return f"{found.holder} trains it"
@@ -195,7 +195,8 @@ def _elsewhere(unit: Unit) -> str:
 
 
 def _how_far(unit: Unit) -> str:
+  """Describes the progress of a run."""
   try:
     return str(progress(unit.workdir))
-  except ValueError as error:  # a damaged config.json ends no other run
+  except ValueError as error:  # a damaged config.json of one run must not end the others
     return str(error)

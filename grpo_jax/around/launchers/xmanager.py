@@ -1,4 +1,4 @@
-"""Runs as work units of XManager, which experiments/xm_launch.py launches."""
+"""Launches runs as work units of XManager, with experiments/xm_launch.py."""
 
 from collections.abc import Sequence
 import os
@@ -17,17 +17,17 @@ _SCRIPT = Path(__file__).resolve().parents[3] / "experiments" / "xm_launch.py"
 
 
 def launch(units: Sequence[Unit], options: Options) -> int:
-  """Runs `xmanager launch` in the place of this program, or prints the commands of the runs.
+  """Replaces this program by `xmanager launch`, or prints the commands of the runs.
 
   Args:
     units: The runs to train.
-    options: Reads at_once, xm and dry_run.
+    options: Uses at_once, xm and dry_run.
 
   Returns:
-    0 after a dry run.
+    0 after a dry run. Otherwise it does not return.
 
   Raises:
-    ConfigError: There is no xmanager, or no script for it.
+    ConfigError: The program xmanager or the script is missing.
   """
   lines = [shlex.join(unit.command()) for unit in units]
   if options.dry_run:
@@ -41,7 +41,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
     )
   if not _SCRIPT.is_file():
     raise ConfigError(f"flag --on=xmanager: there is no {_SCRIPT}: use the source tree")
-  runs = tempfile.TemporaryFile("w")  # the next program inherits it, and it leaves nothing behind
+  runs = tempfile.TemporaryFile("w")  # without a name: xmanager inherits it by its descriptor
   runs.write("".join(f"{line}\n" for line in lines))
   runs.flush()
   os.set_inheritable(runs.fileno(), True)

@@ -1,4 +1,4 @@
-"""Plans a run on chips that need not be there: memory, operations and bytes, by the compiler.
+"""Plans a run on chips that need not exist: memory and work, as XLA compiles its programs.
 
-It may import run/, console/ and what lies below them. It runs nothing.
+This package may import run/, console/ and the packages below them. It runs no program of a run.
 """

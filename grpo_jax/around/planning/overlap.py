@@ -1,11 +1,11 @@
-"""Simulates a run whose batches are drawn ahead of the steps that learn from them.
+"""Simulates a run whose batches are sampled ahead of the steps that learn from them.
 
-It follows grpo_jax/asynchronous/ahead.py. The sampler draws batch after batch in chunks of rounds:
-between two chunks, rows that have ended leave their seats and others of the batch enter. A batch
-whose rows have all ended is scored, and then the learner takes it. With a bound of s, batch k is
-drawn once step k - s - 1 has made the weights for it, so at most s batches are drawn ahead.
+The simulation follows grpo_jax/asynchronous/ahead.py. The sampler decodes batch after batch in
+chunks of rounds. Between two chunks, waiting rows of the batch replace rows that have ended. A
+batch whose rows have all ended is scored, and then the learner updates with it. With a staleness
+bound s, the sampler starts batch k after step k - s - 1, so it is at most s batches ahead.
 
-With a bound of 0 the two sides take turns. On all devices that is a run without overlap.
+With a bound of 0, sampler and learner take turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """The work of a run, whatever its devices.
+  """The work of a run, independent of its devices.
 
   Attributes:
-    prompts: Groups of a batch.
-    lengths_NG: int, the lengths of the completions of N groups. Simulated groups have them in turn.
+    prompts: The number of groups in a batch.
+    lengths_NG: int, completion lengths in tokens of N groups, which simulated groups use in turn.
     seats: How many rows are decoded together.
-    chunk: The most rounds between two moments at which rows enter and weights change.
-    reward_seconds: How long the scoring of a batch takes after its last row.
-    steps: Updates to simulate.
-    warm_up: How many of them, from the first on, are not measured.
+    chunk: The most decoding rounds of a chunk. Rows enter only between chunks.
+    reward_seconds: How long it takes to score a batch after its last row has ended.
+    steps: The number of updates to simulate.
+    warm_up: How many of the first updates are not measured.
   """
 
   prompts: int
@@ -44,9 +44,9 @@ class Outcome:
 
   Attributes:
     step_seconds: The mean time from one update to the next.
-    sampler_idle: The share of time in which the sampler decodes nothing.
-    seats_filled: The mean share of seats with a row, while it decodes.
-    learner_idle: The share of time without an update.
+    sampler_idle: The share of time in which the sampler decodes nothing, in [0, 1].
+    seats_filled: The mean share of seats that hold a row while the sampler decodes.
+    learner_idle: The share of time in which the learner computes no update.
   """
 
   step_seconds: float
@@ -56,13 +56,13 @@ class Outcome:
 
   @property
   def steps_per_hour(self) -> float:
-    """Updates in an hour."""
+    """The number of updates in an hour."""
     return 3600 / self.step_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-  """Devices to each side, a bound on staleness, and what a run of it does."""
+  """How many devices sample and how many learn, a bound on staleness, and the simulated times."""
 
   sampler: int
   learner: int
@@ -73,18 +73,18 @@ class Split:
 def simulate(
   job: Workload, round_seconds: float, update_seconds: float, bound: int, apart: bool = True
 ) -> Outcome:
-  """Simulates a run: when each batch is drawn, and when the learner updates with it.
+  """Simulates when each batch of a run is sampled and when the learner updates with it.
 
   Args:
     job: The work of the run.
-    round_seconds: How long the sampler takes for a token of all rows.
-    update_seconds: How long the learner takes for a batch.
-    bound: rollout.max_staleness, how many steps a token may be old when it is learned from.
-    apart: Whether sampler and learner have devices of their own. Otherwise step k draws batch
-      k + bound before its update.
+    round_seconds: How long the sampler takes to decode one token of all rows.
+    update_seconds: How long the learner takes to update with a batch.
+    bound: rollout.max_staleness, the most steps by which weights that sample a batch may be old.
+    apart: Whether sampler and learner have separate devices. If they share their devices, step k
+      samples batch k + bound before its update.
 
   Returns:
-    The times that were measured.
+    The times after the warm-up.
   """
   batches = [_decoded(job, number) for number in range(job.steps + bound)]
   draws, updates = list[_Span](), list[_Span]()
@@ -96,7 +96,7 @@ def simulate(
   while len(updates) < job.steps:
     step, last_end = len(updates), updates[-1].end if updates else 0.0
     while len(draws) <= step + bound:
-      # Batch n may be drawn by the weights after n - bound updates.
+      # The weights that sample batch n exist after n - bound updates.
       draw(updates[len(draws) - bound - 1].end if len(draws) > bound else 0.0)
     is_free_at = last_end if apart else max(last_end, draws[-1].end)
     is_scored_at = draws[step].end + job.reward_seconds
@@ -116,26 +116,26 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-  """From when to when something was done."""
+  """The seconds at which some work begins and ends."""
 
   begin: float
   end: float
 
   def shared(self, other: "_Span") -> float:
-    """The seconds that both have in common."""
+    """The seconds in which both spans overlap."""
     return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-  """The rounds that it takes to decode a batch, and its tokens."""
+  """How many rounds it takes to decode a batch, and how many tokens its completions have."""
 
   rounds: int
   tokens: int
 
 
 def _decoded(job: Workload, number: int) -> _Batch:
-  """Decodes a batch of the run in chunks. Rows that have ended give their seats to others."""
+  """Simulates how batch `number` is decoded: after each chunk, waiting rows replace ended ones."""
   groups = itertools.islice(
     itertools.cycle(job.lengths_NG), *(job.prompts * (number + i) for i in (0, 1))
   )
@@ -151,10 +151,10 @@ def _decoded(job: Workload, number: int) -> _Batch:
 
 
 def seconds_on(seconds: Mapping[int, float], count: int) -> float:
-  """How long something takes on `count` devices, if it is known for some counts.
+  """Estimates how long some work takes on `count` devices from known times by number of devices.
 
-  From the largest known count up to `count`, or else the smallest known one, the time falls as the
-  number of devices grows.
+  It scales the time of the largest known number up to `count`, or else of the smallest known one,
+  in inverse proportion to the number of devices.
   """
   known = max((each for each in seconds if each <= count), default=min(seconds))
   return seconds[known] * known / count
@@ -167,14 +167,14 @@ def splits(
   devices: int,
   bounds: Sequence[int],
 ) -> list[Split]:
-  """Every split of the devices under every bound.
+  """Simulates every split of the devices with every bound on staleness.
 
   Args:
     job: The work of the run.
-    round_seconds: Seconds of a round of the sampler, by its number of devices.
-    update_seconds: Seconds of a step of the learner, by its number of devices.
-    devices: The number of devices of both sides together.
-    bounds: Bounds on staleness.
+    round_seconds: Known seconds of a decoding round, by the number of the sampler's devices.
+    update_seconds: Known seconds of a learner's step, by the number of the learner's devices.
+    devices: The number of devices of sampler and learner together.
+    bounds: The bounds on staleness.
   """
   return [
     Split(

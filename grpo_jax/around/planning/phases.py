@@ -1,4 +1,4 @@
-"""Compiles the programs of a run: what one device holds and does while each of them runs."""
+"""Compiles the programs of a run, and finds the memory and the work of one device in each."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -14,17 +14,17 @@ from grpo_jax.run.stages import Program, Stage
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-  """One program, compiled.
+  """The result of compiling one program.
 
   Attributes:
-    name: The name of the work, such as "sample".
-    runs: How often it runs in a step, as a text. "3/50" is 3 times every 50 steps.
-    tokens: The most rounds in which its loops decode a token for each row. 0 without.
+    name: The name of the program's work, such as "sample".
+    runs: How often the program runs in a step, as a text. "3/50" is 3 times every 50 steps.
+    tokens: The most tokens that the program decodes for each row. 0 if it decodes none.
     memory: Bytes on one device by kind. Empty if the program cannot be compiled.
     counted: The work of one device in one run, or None if the program cannot be compiled.
-    compile_seconds: How long its compilation took.
-    failure: Why it needs more memory than the device has, by its compiler. "" if it was compiled.
-    host_bytes: The bytes of the host's memory in which it keeps activations of one device.
+    compile_seconds: How long the compilation took.
+    failure: The compiler's message if the program needs more memory than the device has, else "".
+    host_bytes: How many bytes of one device's activations the program keeps in the host's memory.
   """
 
   name: str
@@ -38,12 +38,15 @@ class Phase:
 
   @property
   def total(self) -> float:
-    """The bytes that one device holds, infinity if the program cannot be compiled."""
+    """The bytes in use on one device, infinity if the program cannot be compiled."""
     return float("inf") if self.failure else sum(self.memory.values())
 
 
 def compiled(program: Program) -> Phase:
-  """Compiles a program, which may take minutes, and counts what it does."""
+  """Compiles a program, which may take minutes, and counts its memory and its work.
+
+  The memory is the largest of all stages, and the work is the sum over all stages.
+  """
   start = time.perf_counter()
   failure, memory, counted, host_bytes = "", dict[str, float](), None, 0.0
   try:
@@ -67,7 +70,7 @@ def compiled(program: Program) -> Phase:
 
 
 def seconds_by_limit(done: cost.Cost, chip: Chip) -> dict[str, float]:
-  """The time that each limit of a chip takes at least, if nothing else held it up."""
+  """The least seconds of some work by each limit of a chip: compute, memory and links."""
   return {
     "compute": done.flops / chip.flops,
     "memory": done.memory_bytes / chip.memory_bandwidth,
@@ -76,10 +79,10 @@ def seconds_by_limit(done: cost.Cost, chip: Chip) -> dict[str, float]:
 
 
 def _temporary(executable: Any) -> float:
-  """The bytes that a program holds at its worst moment beside its arguments and outputs.
+  """The peak bytes of a compiled program on one device, besides its arguments and outputs.
 
-  What the compiler for TPUs calls temporary counts arrays that share a place several times. Its
-  peak is the size of the place where its buffers lie, and counts those on the host, too.
+  The TPU compiler's `temp_size_in_bytes` counts memory that arrays share once for each of them. The
+  peak counts it once, but includes buffers on the host, arguments and outputs.
   """
   sizes = executable.memory_analysis()
   device = next(iter(jax.tree.leaves(executable.input_shardings)[0].device_set))
@@ -93,24 +96,23 @@ def _temporary(executable: Any) -> float:
 def _memory(program: Program, sizes: Any, temporary: float, stage: Stage) -> dict[str, float]:
   """The bytes of one device by kind, while a stage of a program runs.
 
-  The run holds some of them all the time (`Program.held`), such as weights. The stage adds its
-  other arguments, its outputs and its temporary arrays, of which gradients and the cache are shown
-  apart.
+  The run holds some arrays all the time (`Program.held`), such as weights. The stage adds its other
+  arguments, its outputs and its temporary arrays. Gradients and the cache have their own entries.
 
   Args:
     program: The program.
     sizes: The compiler's memory_analysis() of the stage.
-    temporary: The bytes of its temporary arrays, gradients included.
+    temporary: The bytes of the stage's temporary arrays, gradients included.
     stage: The stage.
   """
-  # At most `temporary`: a compiler may keep a part in a faster memory or in an argument's place.
+  # At most `temporary`: a compiler may keep gradients in faster memory or reuse an argument's.
   gradients = min(program.gradients, temporary)
-  # Some arguments are arrays that the run holds. They are counted there.
+  # `held` already counts the arguments that the run holds.
   arguments = sizes.argument_size_in_bytes - sum(program.held[kind] for kind in program.taken)
-  # An aliased output lies in the place of an argument.
+  # An aliased output uses the memory of an argument.
   outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
   cache = stage.cache
-  # A program that makes the cache returns it. The others take it as an argument.
+  # A stage either has the cache as an argument, or creates and returns it.
   if arguments >= cache:
     arguments -= cache
   else:

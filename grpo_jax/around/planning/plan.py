@@ -1,4 +1,4 @@
-"""The plan of a run as it is printed: what it holds and does, and how its devices may be split."""
+"""Prints the plan of a run: memory and work of its programs, or how to split its devices."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -26,7 +26,7 @@ from grpo_jax.settings import ConfigError
 
 
 def plan_by_flags(config: Config, values: flags.FlagValues) -> None:
-  """Prints the plan that the flags of grpo_jax.plan ask for.
+  """Prints a plan as the flags of grpo_jax.plan specify.
 
   Args:
     config: The config of the run.
@@ -36,7 +36,7 @@ def plan_by_flags(config: Config, values: flags.FlagValues) -> None:
     ConfigError: The flags or the config cannot be used.
     DoesNotFit: The run needs more memory than its devices have.
   """
-  config = shape_alone(config)  # so that a plan needs neither weights nor a tokenizer
+  config = shape_alone(config)  # a plan then needs neither weights nor a tokenizer
   jax.config.update("jax_platforms", "cpu")  # the devices that exist are not needed
   # The time of compilation is part of the plan, so no program is read from the cache.
   jax.config.update("jax_enable_compilation_cache", False)
@@ -47,10 +47,12 @@ def plan_by_flags(config: Config, values: flags.FlagValues) -> None:
 
 
 def shape_alone(config: Config) -> Config:
-  """The config without what changes no shape: the files of adapters, and a model's tokenizer.
+  """The config without settings that change no shape: the adapters' files and the tokenizer.
+
+  If model.path names a model on the Hugging Face Hub, its folder in the local cache replaces it.
 
   Raises:
-    ConfigError: model.path is the name of a model whose config.json is not on this machine.
+    ConfigError: The config.json of the named model is not on this machine.
   """
   path, replace = config.model.path, dataclasses.replace
   if hub.is_name(path):
@@ -71,7 +73,7 @@ def shape_alone(config: Config) -> Config:
 
 
 def plan(run: Run, topology: str) -> None:
-  """Prints the plan of a run.
+  """Compiles the programs of a run on a topology, and prints the memory and the work of each.
 
   Raises:
     DoesNotFit: The run needs more memory than its devices have.
@@ -114,8 +116,8 @@ def plan(run: Run, topology: str) -> None:
 
 
 def run_of(config: Config, devices: Sequence[Any]) -> Run:
-  """The run on these devices."""
-  # The tokenizer has no influence on the programs of a model whose vocabulary is known.
+  """Makes the run for these devices."""
+  # If a model's files define the vocabulary, the tokenizer does not influence the programs.
   tokens = tokenizer.characters("") if config.model.path else None
   run = Run(config, devices=devices, tokens=tokens)
   check_batches(config, run.hosts)
@@ -129,14 +131,14 @@ def plan_apart(
   devices: int,
   bounds: Sequence[int],
 ) -> None:
-  """Prints what each split of the devices into a sampler and a learner does.
+  """Simulates each split of the devices into sampler and learner, and prints a table of them.
 
   Args:
     job: The work of the run.
     round_seconds: Seconds of a round of decoding, by the number of devices.
-    update_seconds: Seconds of all that the learner does in a step, by the number of devices.
-    devices: How many there are.
-    bounds: Bounds on staleness, to be tried.
+    update_seconds: Seconds of all work of the learner in a step, by the number of devices.
+    devices: The number of devices to split.
+    bounds: The bounds on staleness to simulate.
   """
   round_s = overlap.seconds_on(round_seconds, devices)
   update_s = overlap.seconds_on(update_seconds, devices)
@@ -152,10 +154,13 @@ def plan_apart(
 
 
 def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, float], ...]:
-  """The least times of rounds and of the learner's step, by the number of devices.
+  """Compiles the programs for 1, 2, 4, ... and all devices, and computes their least times.
 
-  They are compiled for 1, 2, 4, ... and all devices. A number on which a program does not fit, or
-  that the mesh or the batch cannot be divided by, has no time.
+  Omits numbers of devices on which a program does not fit, or which do not suit mesh and batch.
+
+  Returns:
+    Seconds of a round of decoding, and of all work of the learner in a step, each by the number of
+    devices.
 
   Raises:
     ConfigError: The chip is not known, or no number of devices can run the programs.
@@ -188,13 +193,13 @@ def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, fl
 
 
 def _plan_apart_by_flags(config: Config, values: flags.FlagValues) -> None:
-  """Shows how to split devices into those that learn and those that sample, for --async.
+  """Prints how to split the devices into a sampler and a learner, for --async.
 
-  The times of rounds and updates are measured ones, if flags give them. Otherwise they are counted
-  in the compiled programs.
+  The times of rounds and updates are the measured ones in --round_ms and --update_s. Without these
+  flags, they are computed from the compiled programs.
 
   Raises:
-    ConfigError: Flags do not fit each other, or there is only one device.
+    ConfigError: Flags contradict each other, or there is only one device.
   """
   job = split.job_of(config, values.workdir, values.reward_s)
   if bool(values.round_ms) != bool(values.update_s):

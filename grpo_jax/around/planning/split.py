@@ -15,7 +15,7 @@ from grpo_jax.sampler.sampling import longest_chunk
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import completion_steps, read_completions, read_config
 
-_STEPS_READ = 20  # of the run whose lengths are taken
+_STEPS_READ = 20  # the last steps of another run, whose completion lengths are read
 _SIDES = ("sampler", "learner", "bound")
 _MEASURED = (
   "steps/h",
@@ -34,10 +34,10 @@ def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Worklo
   """The work of a run with this config, for the simulator.
 
   Args:
-    config: The config of the run that is planned.
-    workdir: A run whose completions have the lengths that are expected. None means that every
-      completion has sampling.max_tokens.
-    reward_seconds: How long the scoring of a batch takes.
+    config: The config of the planned run.
+    workdir: The folder of a run from whose saved completions the lengths are read. None means that
+      every completion has sampling.max_tokens tokens.
+    reward_seconds: How long it takes to score a batch.
   """
   P, G, T = config.batch.prompts, config.batch.group_size, config.sampling.max_tokens
   lengths_NG = np.full((1, G), T)
@@ -53,17 +53,17 @@ def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Worklo
 
 
 def lengths_of(workdir: str, group_size: int) -> np.ndarray:
-  """int [N, G], the lengths of the groups that a run saved in its last steps, in a random order.
+  """Reads the completion lengths that a run saved in its last steps: int [N, G], groups shuffled.
 
-  With another group size than the run's, members of its groups are drawn, so that prompts with long
-  completions stay prompts with long completions.
+  If `group_size` differs from the run's, each group is resampled from its own members with
+  replacement. A prompt with long completions then still has long ones.
 
   Raises:
-    ConfigError: It is no run's folder, or it has saved no completions.
+    ConfigError: The folder does not hold a run, or the run has saved no completions.
   """
   rng = np.random.default_rng(0)
   run_G = read_config(workdir).batch.group_size
-  # Without any step, reading the newest one says what is missing.
+  # Without saved steps, reading the newest one (None) raises an error with a good message.
   steps: Sequence[int | None] = completion_steps(workdir)[-_STEPS_READ:] or [None]
   lengths = [row["length"] for step in steps for row in read_completions(workdir, step)]
   lengths_NG = np.array(lengths, int).reshape(-1, run_G)
@@ -74,10 +74,10 @@ def lengths_of(workdir: str, group_size: int) -> np.ndarray:
 
 
 def times_of_flag(name: str, value: str) -> dict[int, float]:
-  """Times by numbers of devices, from a flag such as --update_s=2:9.1,4:5.
+  """Parses a flag such as --update_s=2:9.1,4:5 into times by number of devices.
 
   Raises:
-    ConfigError: The flag is written in another way.
+    ConfigError: The flag has another format, repeats a number of devices, or has a time of 0.
   """
   pairs = [re.fullmatch(r"([1-9]\d*):(\d*\.?\d+)", part) for part in value.split(",")]
   times = {int(pair[1]): float(pair[2]) for pair in pairs if pair}
@@ -90,20 +90,20 @@ def times_of_flag(name: str, value: str) -> dict[int, float]:
 
 
 def is_timed(program: Program) -> bool:
-  """Whether the simulation needs its time: of what every step draws, and of what the learner does.
+  """Whether the simulation needs the time of a program: it samples or learns in every step.
 
-  The greedy completions that an advantage may need are left out.
+  Sampling the greedy completions that some advantages need is not simulated.
   """
   in_every_step = program.runs.isdecimal() and int(program.runs) > 0
   return in_every_step and (program.name == "sample" or not program.tokens)
 
 
 def least_times(phases: Sequence[Phase], chip: Chip) -> tuple[float, float]:
-  """The least seconds of a round of decoding, and of all that the learner does in a step.
+  """The least seconds of a round of decoding, and of all work of the learner in a step.
 
   Args:
     phases: The compiled programs for which `is_timed` holds.
-    chip: Its peaks.
+    chip: The peak rates of the chip.
   """
   round_seconds = learner_seconds = 0.0
   for phase in phases:
@@ -119,7 +119,7 @@ def least_times(phases: Sequence[Phase], chip: Chip) -> tuple[float, float]:
 def time_lines(
   round_seconds: Mapping[int, float], update_seconds: Mapping[int, float]
 ) -> list[str]:
-  """The times that the simulation starts from."""
+  """Formats the times that the simulation uses as a table, a row for each number of devices."""
   rows = [["devices", "round ms", "update s"]]
   for count in sorted({*round_seconds, *update_seconds}):
     times = (1e3 * round_seconds.get(count, np.nan), update_seconds.get(count, np.nan))
@@ -130,13 +130,13 @@ def time_lines(
 def split_lines(
   found: Sequence[Split], in_turn: Outcome, ahead: Outcome, devices: int
 ) -> list[str]:
-  """The table of all splits, and the one to choose.
+  """Formats the table of all splits, its legend, and the best split.
 
   Args:
     found: The simulated splits.
-    in_turn: A run that samples and learns in turn, on all devices.
-    ahead: A run on all devices with rollout.max_staleness=1, where rewards do not wait.
-    devices: How many there are.
+    in_turn: The outcome of sampling and learning in turn on all devices.
+    ahead: The same with rollout.max_staleness=1, where scoring overlaps with other work.
+    devices: The number of devices.
   """
   rows = [[*_SIDES, *_MEASURED], [str(devices), "in turn", "0", *_cells(in_turn, in_turn)]]
   rows.append([str(devices), "in turn", "1", *_cells(ahead, in_turn)])

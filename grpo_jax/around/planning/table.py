@@ -1,4 +1,4 @@
-"""The text of a plan: tables of what one device holds and does."""
+"""Formats a plan: tables of the memory and the work of one device."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _DOUBTS = (
 
 
 def memory_table(phases: Sequence[Phase]) -> list[str]:
-  """The memory of one device in each phase, in GB, without the kinds that no phase holds."""
+  """The memory of one device in each phase, in GB. Omits kinds below 5 MB in all phases."""
   kinds = list(dict.fromkeys(kind for phase in phases for kind in phase.memory))
   rows = [["GB on one device", *(phase.name for phase in phases)]]
   for kind in kinds:
@@ -27,7 +27,7 @@ def memory_table(phases: Sequence[Phase]) -> list[str]:
 
 
 def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
-  """The work of one device in one run of each program, and the time that it takes at least."""
+  """The work of one device in a run of each program, and its least times if the chip is known."""
   header = ["one run", "a step", "TFLOP", "memory GB", "links GB"]
   header += ["compute s", "memory s", "links s", "limit", "compile s"]
   rows = [header]
@@ -47,7 +47,7 @@ def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
 
 
 def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
-  """The work of the samplers for each token, on average over the longest completion."""
+  """A line for each program that decodes: its mean work in a round, if no completion ends early."""
   lines = []
   for phase in phases:
     if phase.counted is None or not phase.tokens:
@@ -66,9 +66,9 @@ def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
 
 
 def step_lines(phases: Sequence[Phase], chip: Chip | None, is_beside: bool = False) -> list[str]:
-  """The time that a step takes at least, where the chip is known and everything was compiled.
+  """A line with a lower bound on a step's time, or [] if the chip or a program's work is unknown.
 
-  `is_beside` says that devices of their own sample while the others learn.
+  `is_beside` means that separate devices sample while the others learn.
   """
   if chip is None or any(phase.failure for phase in phases):
     return []
@@ -86,7 +86,7 @@ def step_lines(phases: Sequence[Phase], chip: Chip | None, is_beside: bool = Fal
 
 
 def notes(phases: Sequence[Phase]) -> list[str]:
-  """Lines about what could not be compiled or counted, and about what a plan never knows."""
+  """Lines about work that could not be compiled or counted, and about costs that no plan knows."""
   lines = []
   for phase in phases:
     if phase.failure:
@@ -100,11 +100,11 @@ def notes(phases: Sequence[Phase]) -> list[str]:
 
 
 def verdict(phases: Sequence[Phase], memory: float | None) -> str:
-  """One line: whether the phase that holds most fits.
+  """A line that says whether the phase with the most memory fits on a device.
 
   Args:
     phases: All phases.
-    memory: The bytes of one device, or None if they are not known.
+    memory: The memory of one device in bytes, or None if it is not known.
   """
   most = max(phases, key=lambda phase: phase.total)
   if memory is None:
@@ -121,12 +121,12 @@ def _number(value: float, digits: int = 2) -> str:
 
 
 def _short(value: float) -> str:
-  """Three digits, and all of those before the point."""
+  """Three significant digits, or all digits before the decimal point if there are more."""
   return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Rows of cells as lines: the first column to the left, the others to the right."""
+  """Formats rows of cells as lines. Aligns the first column left and the others right."""
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   first, *others = widths
   return [

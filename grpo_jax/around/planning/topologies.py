@@ -1,4 +1,4 @@
-"""Devices that need not exist, which programs are compiled for."""
+"""Describes devices that need not exist, so that programs can be compiled for them."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -15,15 +15,15 @@ from grpo_jax.settings import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class _Gpu:
-  """The numbers of a GPU that XLA needs to compile for it, beside what `CHIPS` has.
+  """The properties of a GPU that XLA needs to compile for it and that `CHIPS` lacks.
 
   Attributes:
     kind: `jax.Device.device_kind`.
-    capability: The first number of CUDA's compute capability, such as 9.
-    cores: Streaming multiprocessors.
-    shared: Bytes of shared memory of a core.
-    cache: Bytes of the second cache.
-    clock: GHz.
+    capability: The major version of CUDA's compute capability, such as 9.
+    cores: The number of streaming multiprocessors.
+    shared: Bytes of shared memory of each multiprocessor.
+    cache: Bytes of the L2 cache.
+    clock: The clock rate in GHz.
   """
 
   kind: str
@@ -35,25 +35,26 @@ class _Gpu:
 
 
 # The data sheets of A100 (2021), H100 (2023) and H200 (2024), SXM modules, and the tuning guides of
-# CUDA 13 for Ampere and Hopper. Names as the driver gives them.
+# CUDA 13 for Ampere and Hopper. The driver reports these names.
 _GPUS = {
   "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 167936, 40 << 20, 1.41),
   "h100": _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 233472, 50 << 20, 1.98),
   "h200": _Gpu("NVIDIA H200", 9, 132, 233472, 60 << 20, 1.98),
 }
-_RESERVED = 1024  # bytes of a core's shared memory that the driver keeps
+_RESERVED = 1024  # bytes of each core's shared memory that CUDA reserves
 EXAMPLES = "v5e:2x2, v5p:2x2x4, h100:8 or cpu:4"
 
 
 def devices_of(topology: str, chips: int | None) -> list[Any]:
-  """The devices of a topology, which need not exist. The devices of a CPU do.
+  """The devices of a topology. TPUs and GPUs need not exist. CPU devices are real ones.
 
   Args:
     topology: A name such as v5e:2x2 or h100:8, or cpu:N for N devices on this machine.
-    chips: How many chips to take, from the first on. None means all.
+    chips: How many chips to use, counted from the first. None means all.
 
   Raises:
-    ConfigError: There is no such topology, or the compiler for it is not installed.
+    ConfigError: The topology does not exist, has fewer chips, or needs a compiler that is not
+      installed.
   """
   kind, _, number = topology.partition(":")
   if kind == "cpu" or kind in _GPUS:
@@ -67,15 +68,15 @@ def devices_of(topology: str, chips: int | None) -> list[Any]:
     devices = _gpu_devices(topology, _GPUS[kind], int(number or 1))
   else:
     devices = _tpu_devices(topology)
-  places = list(dict.fromkeys(_chip(device) for device in devices))
-  if chips is not None and not 1 <= chips <= len(places):
-    raise ConfigError(f"flag --chips={chips}: {topology} has {len(places)} chips")
-  return [device for device in devices if _chip(device) in places[:chips]]
+  keys = list(dict.fromkeys(_chip(device) for device in devices))
+  if chips is not None and not 1 <= chips <= len(keys):
+    raise ConfigError(f"flag --chips={chips}: {topology} has {len(keys)} chips")
+  return [device for device in devices if _chip(device) in keys[:chips]]
 
 
 def _gpu_devices(topology: str, gpu: _Gpu, number: int) -> Sequence[Any]:
-  """GPUs that need not exist. XLA then chooses how to compute products without trying them."""
-  jax.devices("cpu")  # registers what is installed
+  """Describes GPUs that need not exist. XLA then chooses matrix kernels without timing them."""
+  jax.devices("cpu")  # initializes JAX, which registers the installed compilers
   options = {"topology": f"1x1x{number}", "target_config": _target(gpu)}
   try:
     return topologies.get_topology_desc(topology, "cuda", **options).devices
@@ -83,13 +84,13 @@ def _gpu_devices(topology: str, gpu: _Gpu, number: int) -> Sequence[Any]:
     raise ConfigError(
       f"flag --topology={topology} needs XLA's compiler for GPUs: pip install 'jax[cuda]'"
     ) from None
-  except Exception as error:  # each version of XLA has errors of its own
+  except Exception as error:  # the type of the error depends on the version of XLA
     reason = " ".join(str(error).split())
     raise ConfigError(f"flag --topology={topology}: {reason:.200}") from None
 
 
 def _target(gpu: _Gpu) -> str:
-  """XLA's description of a GPU, the text of a GpuTargetConfigProto."""
+  """XLA's description of a GPU: a GpuTargetConfigProto in text format."""
   device = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
@@ -127,21 +128,21 @@ def _target(gpu: _Gpu) -> str:
 
 
 def _tpu_devices(topology: str) -> Sequence[Any]:
-  """The devices of a topology of TPUs, which need not be there. Raises ConfigError."""
-  # Read by libtpu when it is loaded: it shall look for no TPU, and wait for no other process.
+  """Describes TPUs that need not exist. Raises ConfigError."""
+  # libtpu reads these when it is loaded. They keep it from looking or waiting for a TPU.
   settings = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    # Any name it knows keeps it from a warning. The topology is what counts.
+    # Any known name avoids a warning. The topology below decides.
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
   }
   os.environ.update(settings)
-  # By default, libtpu describes the two cores of a v4 as two devices. Programs run on both as one.
+  # By default, libtpu describes a v4 chip as two devices. Real v4 chips appear as one device.
   options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
   try:
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
-  except Exception as error:  # each version of libtpu has errors of its own
+  except Exception as error:  # the type of the error depends on the version of libtpu
     if "not installed" in str(error):
       raise ConfigError(
         f"flag --topology={topology} needs the compiler for TPUs: pip install 'jax[tpu]'"
@@ -154,5 +155,5 @@ def _tpu_devices(topology: str) -> Sequence[Any]:
 
 
 def _chip(device: Any) -> Any:
-  """A key that differs from chip to chip: its place, or its number."""
+  """A unique key of a device's chip: its coordinates if the device has them, else its id."""
   return tuple(getattr(device, "coords", (device.id,)))

@@ -1,4 +1,4 @@
-"""The completions of a page: those of some steps, with their tokens."""
+"""The completions that a page shows: groups of some saved steps, with their tokens."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -21,19 +21,19 @@ MOST_EXTRAS, MOST_EXTRA = 16, 300  # columns of log_extra, and characters of eac
 _EXTRA = "extra/"
 _THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,20000}")
 _CHARACTERS_OF_A_TOKEN = 4
-_CONTEXT = 6  # tokens before one that decide how it is written
-_MOST_OF_A_CHARACTER = 4  # tokens: the bytes of UTF-8
+_CONTEXT = 6  # preceding tokens that are decoded with a token, because they can change its text
+_MOST_OF_A_CHARACTER = 4  # tokens of a character, which has up to 4 bytes in UTF-8
 
 Decode = Callable[[list[int]], str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-  """The share of a page that each run gets.
+  """How much of each run a page shows.
 
   Attributes:
-    steps: How many steps of each run it shows, spread over the run's whole length.
-    tokens: How many tokens of each step it shows. The first group of a step is always shown.
+    steps: How many steps of each run, evenly spread over the saved steps.
+    tokens: The most tokens of each step. The first group of a step is always shown.
   """
 
   steps: int
@@ -41,16 +41,17 @@ class Share:
 
 
 def shares(runs: int) -> Share:
-  """The share of each run on a page of so many: about 6 MB of completions in all."""
+  """How much a page of `runs` runs shows of each, so that all completions take about 6 MB."""
   steps = min(12, max(3, 48 // runs))
   return Share(steps, 400_000 // (steps * runs))
 
 
 def shown_completions(run: ShownRun, share: Share) -> dict[str, Any]:
-  """The completions of a run that the page shows, as JSON has them.
+  """Selects the completions of a run that the page shows, as a dict for JSON.
 
   Returns:
-    `name`; `steps`: for each step its number and its groups; `remarks`: what is left out.
+    `name`: the run's name. `steps`: a dict for each shown step, with its number (`step`) and its
+    `groups`, those with nonzero advantages first. `remarks`: texts about what is left out.
   """
   steps = evenly(run.completion_steps, share.steps)
   remarks = []
@@ -73,13 +74,13 @@ def shown_completions(run: ShownRun, share: Share) -> dict[str, Any]:
     if len(groups) > len(fitting):
       remark = f"{len(fitting)} of {len(groups)} groups of a step, those with advantages first"
       remarks += [remark] if remark not in remarks else []
-    made = [_group(rows_of_group, decode) for rows_of_group in fitting]
-    shown += [{"step": step, "groups": made}] if made else []
+    for_json = [_group(rows_of_group, decode) for rows_of_group in fitting]
+    shown += [{"step": step, "groups": for_json}] if for_json else []
   return {"name": run.name, "steps": shown, "remarks": remarks}
 
 
 def evenly(items: Sequence[int], most: int) -> list[int]:
-  """At most `most` of the items, evenly, with the first and the last."""
+  """Picks at most `most` evenly spaced items, among them the first and the last one."""
   if len(items) <= most:
     return list(items)
   last = len(items) - 1
@@ -87,15 +88,16 @@ def evenly(items: Sequence[int], most: int) -> list[int]:
 
 
 def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
-  """The text that each token adds to those before it.
+  """Returns the text that each token adds to the text of the tokens before it.
 
-  A character of several tokens is the text of the last of them. The others have "".
+  If several tokens encode one character, the last of them has the character and the others "".
   """
   texts: list[str] = []
   before: list[int] = []
   unfinished: list[int] = []
   for token in ids:
     unfinished.append(token)
+    # Decoded after other tokens, because a tokenizer may drop a space at the start of a text.
     known, whole = decode(before), decode([*before, *unfinished])
     added = whole[len(known) :] if whole.startswith(known) else decode(unfinished)
     if added.endswith("\ufffd") and len(unfinished) < _MOST_OF_A_CHARACTER:
@@ -108,17 +110,17 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Completion:
-  """A row of completions/. What another program wrote there need not be what grpo_jax writes.
+  """A row of a file in completions/, checked field by field: another program may have written it.
 
   Attributes:
-    prompt: A text.
-    text: The completion.
-    numbers: reward, advantage, length and the scores of the reward functions, None where unknown.
-    ids: Its tokens, or none without log-probs.
-    logprobs: The log-probs of the tokens, None where unknown.
-    turns: role, start, end and reward of its turns, or none where it has one.
-    images: The images of the prompt: where each one comes from, and its thumbnail or "".
-    extras: Columns that functions gave to log_extra and a harness returned, as short texts.
+    prompt: The prompt as text.
+    text: The completion as text.
+    numbers: By column: reward, advantage, length and each rewards/NAME. None where unknown.
+    ids: The token ids of the completion. Empty if the row lacks valid ids or log-probs.
+    logprobs: The log-prob of each token, None where unknown.
+    turns: role, start, end and reward of each turn. Empty if the row has no valid turns or tokens.
+    images: The images of the prompt: the source of each, and its thumbnail as a data URL or "".
+    extras: Columns from log_extra or from a harness, as texts of at most MOST_EXTRA characters.
   """
 
   prompt: str
@@ -132,14 +134,14 @@ class _Completion:
 
   @classmethod
   def of(cls, row: Any) -> "_Completion | None":
-    """The completion of a row, or None if it has no texts."""
+    """Reads a row. Returns None if its prompt or completion is not a text."""
     if not isinstance(row, dict):
       return None
     prompt, text = row.get("prompt"), row.get("completion")
     if not isinstance(prompt, str) or not isinstance(text, str):
       return None
     ids, logprobs = row.get("completion_ids"), row.get("logprobs")
-    whole = (
+    has_tokens = (
       isinstance(ids, list)
       and isinstance(logprobs, list)
       and len(ids) == len(logprobs)
@@ -150,36 +152,36 @@ class _Completion:
       prompt=prompt,
       text=text,
       numbers={name: finite(row.get(name)) for name in names},
-      ids=ids if whole else [],
-      logprobs=[finite(value) for value in logprobs] if whole else [],
-      turns=_turns(row.get("turns")) if whole else [],
+      ids=ids if has_tokens else [],
+      logprobs=[finite(value) for value in logprobs] if has_tokens else [],
+      turns=_turns(row.get("turns")) if has_tokens else [],
       images=_images(row.get("images")),
       extras=_extras(row),
     )
 
   @property
   def size(self) -> int:
-    """The tokens that it takes on a page, about."""
+    """Roughly how many tokens the completion takes on a page."""
     return min(MOST_TOKENS, len(self.ids) or len(self.text) // _CHARACTERS_OF_A_TOKEN + 1)
 
 
 def _turns(values: Any) -> list[dict[str, Any]]:
-  """The turns of a row, or none where they are not what grpo_jax writes."""
+  """Reads the turns of a row. Returns [] if any of them is not in the format of grpo_jax."""
   if not isinstance(values, list) or not all(isinstance(turn, dict) for turn in values):
     return []
-  whole = all(
+  are_valid = all(
     isinstance(turn.get("role"), str) and type(turn.get("start")) is type(turn.get("end")) is int
     for turn in values
   )
-  kept = ("role", "start", "end")
+  names = ("role", "start", "end")
   return [
-    {name: turn[name] for name in kept} | {"reward": finite(turn.get("reward"))}
-    for turn in (values if whole else [])
+    {name: turn[name] for name in names} | {"reward": finite(turn.get("reward"))}
+    for turn in (values if are_valid else [])
   ]
 
 
 def _images(values: Any) -> list[dict[str, str]]:
-  """The images of a row, without those that are not what grpo_jax writes."""
+  """Reads the first images of a row. Skips entries that are not in the format of grpo_jax."""
   found = values[:MOST_IMAGES] if isinstance(values, list) else []
   images = []
   for one in found:
@@ -191,7 +193,7 @@ def _images(values: Any) -> list[dict[str, str]]:
 
 
 def _extras(row: dict[str, Any]) -> dict[str, str]:
-  """The columns of log_extra in a row, as texts that a page has room for."""
+  """The first MOST_EXTRAS columns extra/NAME of a row that have a value, as short texts by NAME."""
   found = {key: value for key, value in row.items() if key.startswith(_EXTRA) and value is not None}
   return {key.removeprefix(_EXTRA): _shown(found[key]) for key in [*found][:MOST_EXTRAS]}
 
@@ -205,13 +207,13 @@ _Group = list[_Completion]
 
 
 def _groups(rows: Sequence[_Completion | None], size: int) -> list[_Group]:
-  """The groups of a step, without rows that are None and groups that have no others."""
+  """Splits the rows of a step into groups of `size`. Drops rows that are None and empty groups."""
   groups = [rows[start : start + size] for start in range(0, len(rows), size)]
   return [found for found in ([row for row in one if row] for one in groups) if found]
 
 
 def _fitting(groups: Sequence[_Group], most_tokens: int) -> list[_Group]:
-  """The first groups that have `most_tokens` together, and at least one."""
+  """The leading groups that have at most `most_tokens` tokens together, but at least one group."""
   fitting: list[_Group] = []
   for rows in groups:
     most_tokens -= sum(row.size for row in rows[:MOST_MEMBERS])
@@ -222,11 +224,12 @@ def _fitting(groups: Sequence[_Group], most_tokens: int) -> list[_Group]:
 
 
 def _is_dead(rows: _Group) -> bool:
-  """Whether nothing is learned from the group."""
+  """Whether the policy learns nothing from a group: no advantage is known and nonzero."""
   return not any(row.numbers["advantage"] for row in rows)
 
 
 def _group(rows: _Group, decode: Decode | None) -> dict[str, Any]:
+  """A group as a dict for JSON. `left_out` is how many completions exceed MOST_MEMBERS."""
   return {
     "prompt": rows[0].prompt,
     "images": rows[0].images,
@@ -236,6 +239,7 @@ def _group(rows: _Group, decode: Decode | None) -> dict[str, Any]:
 
 
 def _member(row: _Completion, decode: Decode | None) -> dict[str, Any]:
+  """A completion as a dict for JSON: with tokens and log-probs if they are known, else as text."""
   scores = {name: row.numbers[name] for name in row.numbers if name.startswith("rewards/")}
   member: dict[str, Any] = {
     **{name: row.numbers[name] for name in ("reward", "advantage", "length")},
@@ -251,7 +255,7 @@ def _member(row: _Completion, decode: Decode | None) -> dict[str, Any]:
 
 
 def _decoder(run: ShownRun) -> tuple[Decode | None, str]:
-  """The function that decodes the run's tokens, or None and the reason."""
+  """Returns a function that decodes the run's tokens and "", or None and why there is none."""
   config = run.config
   path = config.data.tokenizer or config.model.path
   try:

@@ -1,4 +1,4 @@
-"""Curves: the columns of a run's metrics, thinned to what a screen can show, as JSON has them."""
+"""Curves: the metrics of a run, averaged down to what a screen can show, as dicts for JSON."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -17,12 +17,12 @@ _HOUR = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class CurveLabel:
-  """The title and the unit of a metric that a reader wants first.
+  """How the page labels the curve of a metric.
 
   Attributes:
-    title: The title of its curve.
-    unit: The unit of its vertical axis.
-    percent: Whether values are shown as percentages.
+    title: The title of the curve.
+    unit: The unit of the vertical axis.
+    percent: Whether the page shows values as percentages.
   """
 
   title: str
@@ -45,13 +45,13 @@ USUAL = {
 
 
 def curves(run: ShownRun, most: int = MOST_POINTS) -> dict[str, Any]:
-  """The curves of a run, as the page draws them.
+  """The curves of a run with at most `most` points each, as a dict for JSON.
 
   Returns:
-    `warm`: the steps of the warm start. `tables`: each has the metrics that the same rows have, in
-    `values`, and the columns of the axes: `step`, `tokens` (None before GRPO) and `hours`.
-    `left_out`: how many values of a metric are not finite numbers. `seconds`: of the parts of a
-    step.
+    `warm`: how many steps the warm start has. `tables`: a dict for each set of metrics that are
+    known in the same rows. It has the metrics by name in `values`, and for the horizontal axis the
+    lists `step`, `tokens` (None before GRPO) and `hours`. `left_out`: how many values of each
+    metric are not finite numbers. `seconds`: the result of `step_seconds`.
   """
   columns = run.columns
   tokens = _tokens(columns, run.config.warm_start.steps)
@@ -81,25 +81,26 @@ def curves(run: ShownRun, most: int = MOST_POINTS) -> dict[str, Any]:
 
 
 def points_of_each(runs: int) -> int:
-  """The points of a curve on a page of so many runs."""
+  """The most points of each curve on a page of `runs` runs."""
   return min(MOST_POINTS, MOST_POINTS_OF_RUNS // max(1, runs))
 
 
 def thinned(values_N: np.ndarray, most: int) -> np.ndarray:
-  """At most `most` values, each the mean of neighbours, whose numbers differ by one at most."""
+  """Reduces values to at most `most` means of neighbours, of equally many values up to one."""
   count = len(values_N)
   if count <= most:
     return values_N
   starts = np.linspace(0, count, most, endpoint=False).astype(int)
   sizes = np.diff([*starts, count])
-  # Divided before the sum, which could overflow.
+  # Divides before the sum, because the sum could overflow.
   return np.add.reduceat(values_N / np.repeat(sizes, sizes), starts)
 
 
 def shown_metrics(runs: Sequence[ShownRun]) -> list[dict[str, Any]]:
-  """The metrics of the page, those that a reader wants first in front.
+  """The name and label of each metric of the page: metrics in USUAL first, then others by name.
 
-  The ends of an interval are drawn as the band of their metric.
+  Omits NAME_low and NAME_high of a metric NAME: they are the ends of an interval, which the page
+  draws as a band around NAME.
   """
   names = {name for run in runs for name in run.columns.values}
   names |= {name for run in runs for name in run.columns.left_out}
@@ -115,9 +116,9 @@ def shown_metrics(runs: Sequence[ShownRun]) -> list[dict[str, Any]]:
 
 
 def step_seconds(columns: MetricColumns) -> dict[str, float]:
-  """The seconds of each of `PARTS`: the median over the GRPO steps. Empty without any.
+  """The median seconds of each of `PARTS` over the logged GRPO steps. Empty if there are none.
 
-  The median, because the first steps compile.
+  The first steps compile, so the mean would be too large.
   """
   if "time/sample" not in columns.values:
     return {}
@@ -132,7 +133,7 @@ def step_seconds(columns: MetricColumns) -> dict[str, float]:
 
 
 def _tokens(columns: MetricColumns, warm_start_steps: int) -> np.ndarray:
-  """num_tokens up to each row's step. NaN for rows of the warm start, and where no row has it."""
+  """Float64 [N], the newest num_tokens at each row. NaN in the warm start, or if no row has it."""
   if "num_tokens" not in columns.values:
     return np.full(len(columns.steps), np.nan)
   tokens_N = np.nan_to_num(np.fmax.accumulate(columns.values["num_tokens"]))

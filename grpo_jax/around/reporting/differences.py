@@ -1,4 +1,4 @@
-"""Where two runs differ first: in their metrics, their completions or their checkpoints."""
+"""Finds the first differences of two runs: in metrics, completions, reference and checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
@@ -14,17 +14,17 @@ from grpo_jax.timing import is_of_clock
 
 Row = Mapping[str, Any]
 Manifest = Mapping[str, Mapping[str, Any]]
-Difference = Callable[[Any, Any], str]  # a line, or ""
+Difference = Callable[[Any, Any], str]  # describes the first difference of two values, "" if none
 _ABSENT = object()
 
 
 class Compared(NamedTuple):
-  """The result of comparing one kind of files of two runs.
+  """The result of comparing two runs in one respect.
 
   Attributes:
-    what: The kind, such as "metrics".
-    steps: How many steps are the same, up to the first difference.
-    difference: The first difference, as a line. "" if there is none.
+    what: The compared data, such as "metrics".
+    steps: How many steps are equal before the first difference.
+    difference: A line that describes the first difference. "" if there is none.
   """
 
   what: str
@@ -33,19 +33,20 @@ class Compared(NamedTuple):
 
 
 def compare(one: str, other: str) -> Iterator[Compared]:
-  """Compares two runs bit by bit, but for what the clock decides.
+  """Compares two runs bit by bit, except for metrics that measure time.
+
+  Of the reference and of checkpoints it compares the digests in their manifests, and reads no
+  arrays.
 
   Args:
     one: The folder of a run.
     other: The folder of another run.
 
   Yields:
-    For metrics, completions, the frozen reference and checkpoints: the first difference, if there
-    is one. For checkpoints it compares the digests that were saved with the arrays, and reads no
-    array.
+    The results for metrics, completions and, if they exist, the frozen reference and checkpoints.
 
   Raises:
-    ConfigError: A folder is not that of a run, or a file is damaged.
+    ConfigError: A folder does not hold a run, or a file is damaged.
   """
   yield compare_rows("metrics", _by_step(read_metrics(one)), _by_step(read_metrics(other)))
   completions = [_completions(run) for run in (one, other)]
@@ -59,13 +60,13 @@ def compare(one: str, other: str) -> Iterator[Compared]:
     saved = " and ".join(str(sorted(steps)) for steps in checkpoints)
     yield Compared("checkpoints", 0, f"no step is saved in both: {saved}")
     return
-  # A run keeps the newest ones, so what only one of them has says nothing.
+  # A run keeps only its newest checkpoints, so a step that one run lacks is no difference.
   both = [{step: steps[step] for step in common} for steps in checkpoints]
   yield _compare_steps("checkpoints", both, _difference_of_leaves)
 
 
 def compare_rows(what: str, ours: Mapping[int, Row], theirs: Mapping[int, Row]) -> Compared:
-  """Compares rows of metrics by step, but for what the clock decides."""
+  """Compares two runs' rows by step, except for metrics that measure time. `what` names them."""
 
   def timeless(row: Row) -> Row:
     return {name: value for name, value in row.items() if not is_of_clock(name)}
@@ -80,7 +81,10 @@ def compare_rows(what: str, ours: Mapping[int, Row], theirs: Mapping[int, Row]) 
 def _compare_steps(
   what: str, runs: Sequence[Mapping[int, Callable[[], Any]]], difference: Difference
 ) -> Compared:
-  """Compares what two runs have of each step, and reads one step after the other."""
+  """Compares two runs step by step, up to the first difference.
+
+  Each of the `runs` maps a step to a function that reads its data, for `difference` to compare.
+  """
   ours, theirs = runs
   for count, step in enumerate(sorted(ours.keys() | theirs.keys())):
     if step not in ours or step not in theirs:

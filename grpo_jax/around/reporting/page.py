@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs no network. `web/` has its HTML, styles and scripts."""
+"""Renders the page, one HTML file that needs no network, from the templates in `web/`."""
 
 from collections.abc import Sequence
 import gzip
@@ -26,16 +26,16 @@ _ACCURACY = "eval/accuracy"
 
 
 def _text_of(path: Path) -> str:
-  """The text of a file. A library in one line is compressed, because it would flood each search."""
+  """Reads a text file. A .gz file is a minified library, compressed to keep it out of searches."""
   content = path.read_bytes()
   return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
 
 
 def page(runs: Sequence[ShownRun]) -> str:
-  """The page of some runs.
+  """Renders the HTML page of these runs.
 
   Args:
-    runs: At least one, with different names.
+    runs: At least one run. All have different names.
   """
   series = group(runs)
   differing = differences([one.runs[0].settings for one in series])
@@ -66,11 +66,12 @@ def page(runs: Sequence[ShownRun]) -> str:
 
 
 def _number_of(run: ShownRun, series: Sequence[Series]) -> int:
+  """The index of the series that contains the run."""
   return next(number for number, one in enumerate(series) if run in one.runs)
 
 
 def _columns(differing: Sequence[str]) -> list[tuple[str, str]]:
-  """The columns of the table of runs: (what the table calls it, what it is in full)."""
+  """The header and tooltip of each column of the table of runs, for `differing` settings."""
   names = short_names(differing)
   return [
     ("run", "the name of its folder"),
@@ -84,7 +85,7 @@ def _columns(differing: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _summary(run: ShownRun, differing: Sequence[str]) -> list[tuple[str, str]]:
-  """A row of the table of runs: (what it shows, what it is sorted by) of each column."""
+  """The row of a run in the table of runs: the text and the sort key of each column."""
   columns, settings = run.columns, run.settings
   accuracy, reward = columns.newest(_ACCURACY), columns.newest("reward", 10)
   low, high = columns.newest(f"{_ACCURACY}_low"), columns.newest(f"{_ACCURACY}_high")
@@ -108,7 +109,7 @@ def _sorted_by(value: float | None) -> str:
 
 
 def _settings(one: Series) -> dict[str, Any]:
-  """The settings of a series, and the starts of its runs, as the page shows them."""
+  """The changed settings of a series and the starts of its runs, as the template needs them."""
   rows = [
     (key, written(value), written(default))
     for key, (value, default) in changed(one.runs[0]).items()
@@ -119,7 +120,7 @@ def _settings(one: Series) -> dict[str, Any]:
 
 
 def _start(start: dict[str, Any]) -> str:
-  """A start of a run in one line."""
+  """Describes a start of a run in one line: when, on which devices, with which code."""
   where = f"{start.get('devices')} x {start.get('device_kind')}"
   processes = start.get("processes", 1)
   if processes != 1:
@@ -136,6 +137,6 @@ def _duration(seconds: float) -> str:
 
 
 def _as_script(value: Any) -> str:
-  """JSON that can stand inside <script>: no text of a model can close it."""
+  """JSON for a <script> element. Escapes <, > and &, so that no completion can close it."""
   text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
   return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""The runs of a page, read from their folders, and what tells them apart."""
+"""Reads the runs of a page from their folders, and finds the settings in which they differ."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -19,14 +19,14 @@ _SAME = {SEED, "compilation_cache"}  # runs of a series may differ in these
 
 @dataclasses.dataclass(frozen=True)
 class ShownRun:
-  """A run as its folder has it.
+  """A run, read from its folder.
 
   Attributes:
-    name: How the page calls it.
-    folder: Its folder.
-    config: The config that it was made with.
-    columns: The rows of metrics.jsonl.
-    starts: Where and when it was started, as `storage/starts.py` writes it.
+    name: The name of the run on the page.
+    folder: The folder of the run.
+    config: The config of the run.
+    columns: The metrics in metrics.jsonl.
+    starts: Where and when the run was started, as `storage/starts.py` writes it.
     completion_steps: The steps with saved completions.
   """
 
@@ -44,17 +44,17 @@ class ShownRun:
 
   @property
   def last_step(self) -> int:
-    """The number of its steps, those of the warm start included."""
+    """The number of steps of the finished run, warm start included."""
     return self.config.warm_start.steps + self.config.steps
 
   @property
   def step(self) -> int:
-    """The last step with a row, 0 without any."""
+    """The last step in metrics.jsonl, 0 without any."""
     return int(self.columns.steps[-1]) if len(self.columns.steps) else 0
 
   @property
   def state(self) -> str:
-    """How far it is, for a reader."""
+    """How far the run is, in words."""
     if self.step >= self.last_step:
       return f"finished, {self.last_step:,} steps"
     return f"step {self.step:,} of {self.last_step:,}"
@@ -62,10 +62,10 @@ class ShownRun:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-  """Runs that differ in their seeds alone. A page draws them as one curve with a band.
+  """Runs that differ only in their seeds. A page draws them as one curve with a band.
 
   Attributes:
-    label: The words that tell it apart from the other series.
+    label: The settings in which the series differs from the others, or the name of its first run.
     runs: The runs.
   """
 
@@ -74,10 +74,10 @@ class Series:
 
 
 def read_run(folder: str) -> ShownRun:
-  """A run's folder.
+  """Reads a run from its folder.
 
   Raises:
-    ConfigError: It is not the folder of a run, or a file in it is damaged.
+    ConfigError: The folder does not hold a run, or a file in it is damaged.
   """
   path = Path(folder).expanduser()
   config = read_config(path)
@@ -93,10 +93,10 @@ def read_run(folder: str) -> ShownRun:
 
 
 def with_unique_names(runs: Sequence[ShownRun]) -> list[ShownRun]:
-  """Runs of the same name are called by their folders instead.
+  """Renames runs that share a name to their folders.
 
   Raises:
-    ConfigError: A folder is given twice.
+    ConfigError: Two runs have the same folder.
   """
   folders = [run.folder.resolve() for run in runs]
   for folder in folders:
@@ -110,7 +110,7 @@ def with_unique_names(runs: Sequence[ShownRun]) -> list[ShownRun]:
 
 
 def group(runs: Sequence[ShownRun]) -> list[Series]:
-  """The runs in series, in the order of their first runs."""
+  """Groups runs that differ only in their seeds, in the order of their first runs."""
   by_settings: dict[str, list[ShownRun]] = {}
   for run in runs:
     settings = {key: value for key, value in run.settings.items() if key not in _SAME}
@@ -121,13 +121,13 @@ def group(runs: Sequence[ShownRun]) -> list[Series]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-  """The keys whose values are not the same everywhere, except the seed."""
+  """The config keys whose values differ between these settings, except those in _SAME."""
   keys = dict.fromkeys(key for one in settings for key in one if key not in _SAME)
   return [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
 
 
 def changed(run: ShownRun) -> dict[str, tuple[Any, Any]]:
-  """The settings that differ from their defaults: (value, default) by config key."""
+  """The run's settings that differ from their defaults: (value, default) by config key."""
   defaults = flat(to_dict(Config()))
   return {
     key: (value, defaults.get(key))
@@ -137,13 +137,13 @@ def changed(run: ShownRun) -> dict[str, tuple[Any, Any]]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-  """The last part of each key, or the whole key where two would look the same."""
+  """The last component of each config key, or the whole key if another key ends the same."""
   lasts = [key.rpartition(".")[2] for key in keys]
   return {key: key if lasts.count(last) > 1 else last for key, last in zip(keys, lasts)}
 
 
 def written(value: Any) -> str:
-  """A setting as people write it: 0.0003, also where a computation left 0.00030000000000000003."""
+  """A setting as people write it: 0.0003 even if the value is 0.00030000000000000003."""
   if isinstance(value, float):
     mantissa, e, exponent = f"{value:.12g}".partition("e")
     return f"{mantissa}e{int(exponent)}" if e else mantissa
@@ -153,6 +153,7 @@ def written(value: Any) -> str:
 
 
 def _label(members: Sequence[ShownRun], differing: Sequence[str]) -> str:
+  """The label of a series: its `differing` settings, or a run's name if these are none or long."""
   settings, names = members[0].settings, short_names(differing)
   parts = [f"{names[key]} {written(settings.get(key))}" for key in differing]
   name = ", ".join(parts) if 0 < len(", ".join(parts)) <= 80 else members[0].name

@@ -1,4 +1,4 @@
-"""Rows of files: jsonl, Parquet, and what TensorFlow Datasets prepared. They know no task.
+"""Rows of files: jsonl, Parquet, CSV, JSON and TensorFlow Datasets, for any task.
 
-They may import settings and what lies below them, and never jax.
+These modules may import settings and the modules below it, and never jax.
 """

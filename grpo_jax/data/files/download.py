@@ -1,4 +1,4 @@
-"""Downloads of data: files of huggingface.co, and whether a server answers at all."""
+"""Downloads data sets of huggingface.co, and checks whether a server responds."""
 
 from fnmatch import fnmatch
 from pathlib import Path
@@ -8,7 +8,7 @@ import threading
 
 from grpo_jax.settings import ConfigError
 
-_SECONDS = 8.0  # that a server, or what stands between, has for an answer
+_SECONDS = 8.0  # timeout of a server's response, including DNS and proxies
 
 _ON_HUB = re.compile(r"([\w-][\w.-]*/[\w.-]+)/([\w./*-]+)")
 
@@ -19,13 +19,13 @@ def is_name(path: str) -> bool:
 
 
 def dataset_files(name: str) -> list[Path]:
-  """Files of a data set of huggingface.co, which are downloaded once.
+  """Downloads files of a data set of huggingface.co into its cache. Returns their sorted paths.
 
   Args:
-    name: OWNER/NAME/FILE. FILE may be a pattern, whose * stands for folders, too.
+    name: OWNER/NAME/FILE. FILE may be a pattern, whose * also matches slashes.
 
   Raises:
-    ConfigError: They cannot be downloaded, or there are none.
+    ConfigError: The download fails, or no file matches.
   """
   from huggingface_hub import snapshot_download  # imported here because it is slow
 
@@ -33,8 +33,7 @@ def dataset_files(name: str) -> list[Path]:
   repository, pattern = match.groups()
   try:
     folder = snapshot_download(repository, repo_type="dataset", allow_patterns=[pattern])
-  # Each cause has an exception of its own: no such data set, one that needs an agreement, no
-  # network, offline and not in the cache.
+  # The exceptions differ: no such data set, a gated data set, no network, not in the cache.
   except Exception as error:
     reason = " ".join(str(error).split())
     raise ConfigError(
@@ -49,15 +48,15 @@ def dataset_files(name: str) -> list[Path]:
 
 
 def check_connection(url: str, what: str, folder: str) -> None:
-  """Says on stderr what is about to be downloaded, and checks that its server answers.
+  """Announces a download on stderr, and checks that the server responds.
 
   Args:
-    url: The file.
-    what: The name of the file's contents, for the reader.
-    folder: Where it will be kept.
+    url: The URL of the file.
+    what: The name of the file's contents in the announcement.
+    folder: The folder of the download, for the announcement.
 
   Raises:
-    ConnectionError: The server cannot be reached, or does not answer in time.
+    ConnectionError: The server cannot be reached, or does not respond in time.
   """
   import requests  # imported here because nothing else needs it
 
@@ -68,10 +67,10 @@ def check_connection(url: str, what: str, folder: str) -> None:
     try:
       requests.head(url, timeout=_SECONDS)
       answers.append(None)
-    except Exception as error:  # of DNS, of a proxy, of a certificate, of the server
+    except Exception as error:  # errors of DNS, a proxy, a certificate or the server
       answers.append(error)
 
-  # In a thread, because the timeout of `requests` does not limit the search for an address.
+  # In a thread, because the timeout of `requests` does not limit the DNS lookup.
   asking = threading.Thread(target=ask, daemon=True)
   asking.start()
   asking.join(_SECONDS)

@@ -1,7 +1,7 @@
-"""Rows that a program gives: lists of dicts, Datasets, and anything that has rows by number.
+"""Rows that a program passes: lists of dicts, Datasets, and other objects that can be indexed.
 
-They are read by number, when they are needed. `keep_rows` keeps them in this process under a name
-that a config can hold, in the place of a path.
+A row is read when it is needed. `keep_rows` keeps the object in this process under a name, which a
+config has as data.path.
 """
 
 from collections.abc import Mapping
@@ -18,18 +18,18 @@ from grpo_jax.data.images.of_prompts import IMAGE_COLUMNS
 from grpo_jax.settings import ConfigError
 
 _PREFIX = "python:"
-_LOOKED_AT = 256  # rows whose columns are looked at, where to read all may take long
-_given: dict[str, dict[str, SplitRows]] = {}
+_LOOKED_AT = 256  # rows that are sampled if reading all may take long
+_given: dict[str, dict[str, SplitRows]] = {}  # the rows of each split, by the name of keep_rows
 
 
 class OfProgram:
-  """The rows of an object that has a length and items by number."""
+  """The rows of a program's object with `__len__` and `__getitem__`."""
 
   def __init__(self, rows: Any, name: str) -> None:
-    """Takes the rows. `name` is what messages call them.
+    """Stores the object. `name` is the name of the rows in messages.
 
     Raises:
-      ConfigError: The object has no length or no items by number.
+      ConfigError: The object has no length or cannot be indexed.
     """
     has_rows = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     if not has_rows or isinstance(rows, (str, bytes, Mapping)):
@@ -38,20 +38,20 @@ class OfProgram:
         " object with __len__ and __getitem__"
       )
     self._rows, self._name = rows, name
-    # A Dataset has them. Arrow gives the objects of its messages the keys of all others, with None.
+    # Only a Dataset has this. Arrow adds missing keys to its objects, with None.
     self._column_names = getattr(rows, "column_names", None)
 
   def __len__(self) -> int:
     return len(self._rows)
 
   def __getitem__(self, index: int) -> Row:
-    """Reads a row from the program's object, and checks it. Raises ConfigError."""
+    """Reads a row from the object. Raises ConfigError if that fails or the row is not a dict."""
     where = self.where(index)
     try:
       row = self._rows[int(index)]
     except ConfigError:
       raise
-    except Exception as error:  # it is a program
+    except Exception as error:  # the program's code may raise anything
       raise ConfigError(
         f"{where} cannot be read ({type(error).__name__}: {error!s:.80})"
       ) from error
@@ -66,7 +66,7 @@ class OfProgram:
     return without_added_nulls(values) if self._column_names else values
 
   def where(self, index: int) -> str:
-    """The name of the rows and the number of one, from 0."""
+    """The name of the rows and the index of a row, for error messages."""
     return f"{self._name}[{index}]"
 
   def is_list(self) -> bool:
@@ -74,13 +74,13 @@ class OfProgram:
     return isinstance(self._rows, (list, tuple))
 
   def is_same(self, other: SplitRows) -> bool:
-    """Whether others are the rows of the same object."""
+    """Whether `other` has the rows of the same object."""
     return isinstance(other, OfProgram) and other._rows is self._rows
 
   def columns(self) -> list[str]:
-    """The names of the columns that any row has. Only some rows are looked at where none is there.
+    """The names of all columns that occur in any row, those of the first row first.
 
-    Those of a list are there, and a Dataset knows its columns.
+    A Dataset knows its columns. Of other objects than lists, only the first rows are read.
     """
     if self._column_names:
       return list(self._column_names)
@@ -89,18 +89,18 @@ class OfProgram:
 
 
 def keep_rows(data: Any, test: Any = None, *, key: str = "data") -> str:
-  """Keeps rows in this process.
+  """Keeps rows in this process, so that data.path can refer to them.
 
   Args:
-    data: The training rows. Or a dict with `train` and perhaps `test`, such as a DatasetDict.
+    data: The training rows, or a dict with `train` and perhaps `test`, such as a DatasetDict.
     test: The test rows, or None.
     key: The name of the rows in messages.
 
   Returns:
-    The value of data.path that stands for them: always the same for the same rows.
+    The value of data.path. It depends only on the rows, so a resumed run finds the same value.
 
   Raises:
-    ConfigError: These are no rows, or none.
+    ConfigError: A split is not rows, or is empty.
   """
   if isinstance(data, Mapping):
     if "train" not in data:
@@ -114,6 +114,7 @@ def keep_rows(data: Any, test: Any = None, *, key: str = "data") -> str:
   for rows in splits.values():
     if not len(rows):
       raise ConfigError(f"{rows.where(0).removesuffix('[0]')} has no rows")
+  # A sample usually tells rows apart. If other rows have the same name, all rows are hashed.
   path = _PREFIX + _fingerprint(splits, reads_all=False)
   if path in _given and not _are_same(_given[path], splits):
     path = _PREFIX + _fingerprint(splits, reads_all=True)
@@ -122,15 +123,15 @@ def keep_rows(data: Any, test: Any = None, *, key: str = "data") -> str:
 
 
 def is_given(path: str) -> bool:
-  """Whether a path stands for rows of a program."""
+  """Whether a path refers to rows that `keep_rows` keeps."""
   return path.startswith(_PREFIX)
 
 
 def rows_given(path: str, split: str) -> SplitRows | None:
-  """The rows of a split that `keep_rows` returned the path of. None if there is no such split.
+  """The rows of a split under the path that `keep_rows` returned. None if there is no such split.
 
   Raises:
-    ConfigError: This process was given none.
+    ConfigError: This process keeps no rows under the path.
   """
   if path not in _given:
     raise ConfigError(
@@ -141,13 +142,16 @@ def rows_given(path: str, split: str) -> SplitRows | None:
 
 
 def _rows(rows: Any, name: str) -> SplitRows:
-  """Rows of a file that was found already are left as they are."""
+  """Wraps a program's object as rows. Rows of files are returned unchanged."""
   is_of_file = isinstance(rows, (JsonLines, Joined, Parquet, Table, Prepared, OfProgram))
   return rows if is_of_file else OfProgram(rows, name)
 
 
 def _are_same(first: Mapping[str, SplitRows], second: Mapping[str, SplitRows]) -> bool:
-  """Whether two with one name have the same rows. Those that the name leaves out are read."""
+  """Whether two sets of splits with the same name have the same rows.
+
+  If the name hashes only a sample of the rows, this compares all of them.
+  """
   if first.keys() != second.keys():
     return False
   for name, rows in second.items():
@@ -162,9 +166,9 @@ def _are_same(first: Mapping[str, SplitRows], second: Mapping[str, SplitRows]) -
 
 
 def _fingerprint(splits: Mapping[str, SplitRows], reads_all: bool) -> str:
-  """A name for rows, from how many there are and what they hold.
+  """A name for rows, which hashes their number and contents.
 
-  All rows of a list are read, and of others some at equal distances, unless `reads_all`.
+  It hashes all rows if `reads_all`, or if they are in a list or few, and else an even sample.
   """
   found = hashlib.sha1()
   for name, rows in splits.items():
@@ -177,12 +181,13 @@ def _fingerprint(splits: Mapping[str, SplitRows], reads_all: bool) -> str:
 
 
 def _is_all_in_name(rows: SplitRows) -> bool:
+  """Whether `_fingerprint` always hashes all of these rows."""
   is_list = isinstance(rows, OfProgram) and rows.is_list()
   return is_list or len(rows) <= _LOOKED_AT
 
 
 def _text(value: Any) -> str:
-  """A value as a text, with the keys of its dicts in order."""
+  """A value as a text to hash, which does not depend on the order of keys or on addresses."""
   if isinstance(value, Mapping):
     items = sorted(f"{_text(key)}: {_text(item)}" for key, item in value.items())
     return f"{{{', '.join(items)}}}"

@@ -1,15 +1,16 @@
 """Rows of Parquet files.
 
-Parquet compresses thousands of rows together, so that one row costs as much to read as all of them.
-At the start, a file is therefore copied, a few rows at a time, to a temporary file in which each
-row can be read alone. That file is never in memory as a whole, and is gone when the program ends.
+Parquet compresses thousands of rows together, so reading one row costs as much as reading all of
+them. At the start, a file is therefore copied, a few rows at a time, to a temporary file in which
+each row can be read alone. That file is never in memory as a whole. It disappears when the program
+ends.
 
-The package datasets stores values of mixed types, such as the calls of different tools, as texts in
-JSON (its feature `Json`). They are read as the values that were stored.
+The package datasets stores values of mixed types, such as the calls of different tools, as JSON
+texts (its feature `Json`). A row has the decoded values.
 
-The objects of a column have the same keys in the whole file, so Arrow gives each object those of
-all others, with null. In messages and in schemas of tools, such nulls would become a part of
-prompts. They are left out there, as `remove_none_values` of TRL does.
+All objects of an Arrow column have the same keys, so Arrow adds keys with null. In messages and in
+schemas of tools, these nulls would become a part of prompts. They are removed, as in TRL's
+`remove_none_values`.
 """
 
 from collections.abc import Mapping
@@ -27,20 +28,20 @@ from grpo_jax.data.images.of_prompts import IMAGE_COLUMNS
 from grpo_jax.data.row_tools import COLUMN as TOOLS
 from grpo_jax.settings import ConfigError
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of messages
-_AT_ONCE = 256  # rows that are copied, and later read, together
-_BYTES = 1 << 20  # of rows with images, about so many are later read together
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # roles of messages
+_AT_ONCE = 256  # the most rows in a batch of the copy
+_BYTES = 1 << 20  # the approximate limit on the bytes of a batch, such as one of rows with images
 
 
 class Parquet:
-  """The rows of a Parquet file, each a dict from the names of its columns."""
+  """The rows of a Parquet file, as dicts keyed by column."""
 
   def __init__(self, path: Path) -> None:
-    """Copies the file.
+    """Copies the file to a temporary file.
 
     Raises:
       OSError: The file cannot be read.
-      ConfigError: It is damaged, pyarrow is not installed, or there is no space for the copy.
+      ConfigError: The file is damaged, pyarrow is not installed, or there is no space for the copy.
     """
     try:
       import pyarrow  # imported here because it is an optional package
@@ -70,7 +71,7 @@ class Parquet:
     return int(self._begins[-1])
 
   def __getitem__(self, index: int) -> Any:
-    """Reads a row: a dict of plain Python values by column. Raises ConfigError."""
+    """Reads a row as Python values keyed by column. Raises ConfigError for an unreadable value."""
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
     batch, place = self._batches.get_batch(number), index - int(self._begins[number])
     row = {}
@@ -81,14 +82,13 @@ class Parquet:
       except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date beyond 9999
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
       row[name] = plain(value, where, keeps_bytes=name in IMAGE_COLUMNS)
-    # Objects of an Arrow column all have the same keys, so it gave the missing ones a null.
     row = without_added_nulls(row)
     for name, places in self._json.items():
       row[name] = _decoded(row[name], places, f"{self.where(index)} column {name!r}")
     return row
 
   def where(self, index: int) -> str:
-    """The file and the number of a row."""
+    """The file and the number of a row, for error messages."""
     return f"{self._path} row {index + 1}"
 
   def columns(self) -> list[str]:
@@ -97,7 +97,7 @@ class Parquet:
 
 
 def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-  """A row without the nulls that Arrow added to the objects of messages and of tools."""
+  """A row without nulls in messages and in the column of tools, where Arrow may have added them."""
   return {
     name: _without_nulls(value) if name == TOOLS else _without_added_nulls(value)
     for name, value in row.items()
@@ -105,7 +105,7 @@ def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_added_nulls(value: Any) -> Any:
-  """The value of a column without the nulls in the objects of messages."""
+  """The value of a column without nulls in messages, which may be nested in the value."""
   if isinstance(value, Mapping):
     return {key: _without_added_nulls(item) for key, item in value.items()}
   if not isinstance(value, list):
@@ -127,24 +127,25 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _json_columns(schema: Any) -> dict[str, Any]:
-  """Where the columns hold texts in JSON, by their names. See `_places_in_type`.
+  """The places of JSON texts in each column that has some, in the form of `_places_in_type`.
 
-  Arrow's own type for JSON says so, or what the package datasets wrote into the file.
+  They are known from Arrow's JSON type, or from the metadata that the package datasets writes.
   """
   try:
     features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
     found = {name: _places_in_feature(feature) for name, feature in features.items()}
-  except (LookupError, TypeError, AttributeError, ValueError, RecursionError):  # of others
-    found = {}
+  except (LookupError, TypeError, AttributeError, ValueError, RecursionError):
+    found = {}  # another program wrote the file
   places = {field.name: _places_in_type(field.type) or found.get(field.name) for field in schema}
   return {name: found for name, found in places.items() if found}
 
 
 def _places_in_type(kind: Any) -> Any:
-  """Where values of a type of Arrow hold texts in JSON.
+  """The places of JSON texts in values of an Arrow type.
 
   Returns:
-    True for such a text, [places] for lists, {name: places} for objects, or None.
+    True if the value is a JSON text, [places in an item] for lists, {field: places} for objects,
+    or None without JSON texts.
   """
   import pyarrow
 
@@ -160,11 +161,11 @@ def _places_in_type(kind: Any) -> Any:
 
 
 def _places_in_feature(feature: Any) -> Any:
-  """Where values of a feature hold texts in JSON, in the form that `_places_in_type` returns.
+  """The places of JSON texts in values of a feature, in the form of `_places_in_type`.
 
   A feature is the description of a column that the package `datasets` writes into a file.
   """
-  if isinstance(feature, list):  # as older versions wrote lists
+  if isinstance(feature, list):  # older versions of datasets describe lists like this
     found = _places_in_feature(feature[0])
     return [found] if found else None
   if not isinstance(feature, Mapping):
@@ -172,7 +173,7 @@ def _places_in_feature(feature: Any) -> Any:
   kind = feature.get("_type")
   if kind == "Json":
     return True
-  if isinstance(kind, str) and "feature" in feature:  # lists, under several names
+  if isinstance(kind, str) and "feature" in feature:  # a list, whose _type has several names
     found = _places_in_feature(feature["feature"])
     return [found] if found else None
   fields = {name: _places_in_feature(inner) for name, inner in feature.items()}
@@ -180,7 +181,7 @@ def _places_in_feature(feature: Any) -> Any:
 
 
 def _decoded(value: Any, places: Any, where: str) -> Any:
-  """A value with the values of its texts in JSON. Raises ConfigError for a damaged text."""
+  """Decodes the JSON texts at `places` of a value. Raises ConfigError if one is not JSON."""
   if places is True and isinstance(value, str):
     try:
       return json.loads(value)
@@ -196,7 +197,7 @@ def _decoded(value: Any, places: Any, where: str) -> Any:
 
 
 def _copy(path: Path) -> tuple[Any, list[int]]:
-  """The copy, whose file has no name any more, and the number of rows in each of its parts."""
+  """Copies a Parquet file to a temporary Arrow file. Returns (open file, rows of each batch)."""
   import pyarrow
   import pyarrow.parquet
 
@@ -216,11 +217,11 @@ def _copy(path: Path) -> tuple[Any, list[int]]:
             counts.append(part.num_rows)
     return pyarrow.OSFile(name), counts
   finally:
-    os.unlink(name)  # the open file stays
+    os.unlink(name)  # the data stay until the open file is closed
 
 
 def _plain(schema: Any) -> Any:
-  """The schema without dictionaries, which would have to be the same in the whole file."""
+  """The schema without dictionary encoding, whose dictionaries may differ between batches."""
   import pyarrow
 
   for number, field in enumerate(schema):

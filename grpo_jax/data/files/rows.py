@@ -1,4 +1,4 @@
-"""Rows of files that may be larger than memory: found once, and read when a batch needs them."""
+"""Rows of files that may be larger than memory: located once, and read when a batch needs them."""
 
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +13,11 @@ import numpy as np
 from grpo_jax import files
 from grpo_jax.settings import ConfigError, is_text
 
-Row = Any  # the JSON value of a line: a dict, unless the file is wrong
+Row = Any  # the JSON value of a line: a dict, unless the file is malformed
 Example = dict[str, Any]
 
-_AT_ONCE = 1 << 22  # bytes of a file that are in memory while its lines are found
-_DEEPEST = 32  # of lists and objects in each other, in a row
+_AT_ONCE = 1 << 22  # bytes of a file that are read together while its lines are located
+_DEEPEST = 32  # the deepest nesting of lists and objects in a row
 TEXT = "; texts are in UTF-8: write it so, or leave that column out of the file"
 _NEWLINE, _OPENING, _CLOSING = b"\n{}"
 _QUOTE, _COLON, _BACKSLASH, _SPACE = b'":\\ '
@@ -28,27 +28,27 @@ class SplitRows(Protocol):
   """The rows of a split."""
 
   def __len__(self) -> int:
-    """How many there are."""
+    """The number of rows."""
 
   def __getitem__(self, index: int) -> Row:
-    """Reads a row. Raises ConfigError, with the file and the place in it, for a damaged one."""
+    """Reads a row. Raises ConfigError, with the row's file and place, if the row is damaged."""
 
   def where(self, index: int) -> str:
-    """The file of a row and its place there, for error messages."""
+    """The file of a row and its place in the file, for error messages."""
 
   def columns(self) -> list[str]:
-    """The names of the columns that any row has. The first row's come first."""
+    """The names of all columns that occur in any row, those of the first row first."""
 
 
 class JsonLines:
-  """The rows of a jsonl file. In memory are only the places of its lines.
+  """The rows of a jsonl file. Only the positions of its lines are in memory.
 
-  Empty lines are no rows. That a row begins and ends as an object does is checked for all of them
-  at the start. The rest of a row is checked when it is read.
+  Empty lines are skipped. The start checks for every line that it begins and ends with braces.
+  Reading a row checks the rest.
   """
 
   def __init__(self, path: Path) -> None:
-    """Finds the lines.
+    """Opens the file and locates its lines.
 
     Raises:
       OSError: The file cannot be read.
@@ -75,14 +75,14 @@ class JsonLines:
     return _parsed(self._bytes(index), self.where(index))
 
   def where(self, index: int) -> str:
-    """The file and the line of a row."""
+    """The file and the line of a row, for error messages."""
     return f"{self._path} line {self._lines[index] + 1}"
 
   def columns(self) -> list[str]:
-    """The names of the columns that any row has. The first row's come first.
+    """The names of all columns that occur in any row, those of the first row first.
 
-    This reads the whole file, but parses only the parts of it that may have further names, as those
-    with objects inside rows have.
+    This reads the whole file, but parses only blocks of lines that may have more names. Blocks with
+    nested objects usually do.
     """
     names: dict[str, None] = {}
     start = 0
@@ -99,9 +99,9 @@ class JsonLines:
     return list(names)
 
   def _is_empty(self, line: int) -> bool:
-    """Whether a line that does not look like an object is empty. Raises ConfigError if it is not.
+    """Whether a line that does not begin and end with braces is empty.
 
-    It may also be an object with spaces around it.
+    Returns False for an object with spaces around it. Raises ConfigError for anything else.
     """
     text = self._bytes(line)
     if not text.strip():
@@ -116,7 +116,7 @@ class JsonLines:
   def _bytes(self, index: int) -> bytes:
     begin = int(self._begins[index])
     line = os.pread(self._file.fileno(), int(self._ends[index]) - begin, begin)
-    # Programs of Windows begin a file with this mark, which files that were joined have inside.
+    # Windows programs begin a file with this mark. Concatenated files also have it in the middle.
     return line.removeprefix(codecs.BOM_UTF8)
 
   def _current_version(self) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class Joined:
     return part[place]
 
   def where(self, index: int) -> str:
-    """The file of a row and its place there."""
+    """The file of a row and its place in the file, for error messages."""
     part, place = self._find(index)
     return part.where(place)
 
@@ -148,19 +148,20 @@ class Joined:
     return list(dict.fromkeys(name for part in self._parts for name in part.columns()))
 
   def _find(self, index: int) -> tuple[SplitRows, int]:
+    """(rows of the file, index in them) of the row `index`."""
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
     return self._parts[number], index - int(self._begins[number])
 
 
 class Examples(Sequence[Example]):
-  """Examples that are made of rows when they are asked for."""
+  """Examples that indexing makes from rows."""
 
   def __init__(self, rows: SplitRows, make_example: Callable[[Row, str], Example]) -> None:
-    """`make_example` gets a row, and its place for error messages."""
+    """`make_example` maps a row, and its `where` for error messages, to an example."""
     self._rows, self._make_example = rows, make_example
 
   def where(self, index: int) -> str:
-    """The file of the row of an example and its place there."""
+    """The file of an example's row and the place in the file, for error messages."""
     return self._rows.where(index)
 
   def __len__(self) -> int:
@@ -179,25 +180,25 @@ class Examples(Sequence[Example]):
 
 
 class InMemory(list[Example]):
-  """The first of some examples, which know where they are from."""
+  """A list of the first `count` of some examples that keeps their names in error messages."""
 
   def __init__(self, examples: Sequence[Example], count: int) -> None:
     super().__init__(examples[:count])
     self._from = examples
 
   def where(self, index: int) -> str:
-    """The file of the row of an example and its place there."""
+    """The file of an example's row and the place in the file, for error messages."""
     return place_of(self._from, index)
 
 
 class Chosen(Sequence[Example]):
-  """The examples at some indices of others."""
+  """The subset of `examples` at `indices`, an int array."""
 
   def __init__(self, examples: Sequence[Example], indices: np.ndarray) -> None:
     self._examples, self._indices = examples, indices
 
   def where(self, index: int) -> str:
-    """The file of the row of an example and its place there."""
+    """The file of an example's row and the place in the file, for error messages."""
     return place_of(self._examples, int(self._indices[index]))
 
   def __len__(self) -> int:
@@ -210,30 +211,30 @@ class Chosen(Sequence[Example]):
 
 
 def place_of(examples: Sequence[Any], index: int) -> str:
-  """The name of an example in error messages: the file and place of its row, or its number."""
+  """The name of an example in error messages: the file and place of its row, or its index."""
   where = getattr(examples, "where", None)
   return where(index) if where else f"example {index}"
 
 
 def is_in_memory(examples: Sequence[Any]) -> bool:
-  """Whether to look at all examples costs nothing."""
+  """Whether all examples are in memory, so that reading them is free."""
   if isinstance(examples, Chosen):
     return is_in_memory(examples._examples)
   return isinstance(examples, list)
 
 
 def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
-  """A value of a file with texts for bytes, and Python's numbers and lists for numpy's.
+  """Converts a value of a file: decodes bytes to texts, and numpy values to Python's.
 
-  The bytes of an image, which the package datasets stores as {"bytes": ..., "path": ...}, stay.
+  Images of the package datasets, {"bytes": ..., "path": ...}, keep their bytes.
 
   Args:
     value: The value.
-    where: Its place, for error messages.
-    keeps_bytes: Whether all bytes stay.
+    where: The place of the value, for error messages.
+    keeps_bytes: Whether all bytes are kept.
 
   Raises:
-    ConfigError: The bytes are no text.
+    ConfigError: Bytes are not UTF-8.
   """
   if isinstance(value, Mapping):
     stored = keeps_bytes or value.keys() == {"bytes", "path"}
@@ -255,7 +256,11 @@ def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
 
 
 def check_texts_and_depth(value: Any, where: str, depth: int = 0) -> None:
-  """Refuses what JSON can hold, but later steps cannot compute with or write."""
+  """Raises ConfigError for half surrogate pairs and deep nesting, which JSON files may have.
+
+  Later code could neither encode the former nor recurse through the latter. `depth` is the nesting
+  depth of `value`, for the recursion.
+  """
   if isinstance(value, str) and not is_text(value):
     raise ConfigError(
       f"data.path: {where} has half of a surrogate pair (such as \\ud800), which is no character:"
@@ -271,14 +276,16 @@ def check_texts_and_depth(value: Any, where: str, depth: int = 0) -> None:
 
 
 def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Finds the lines of a file: where each begins and ends, int64, and whether it looks odd, bool.
+  """Locates the lines of a file.
 
-  A line is odd if its first byte is not { or its last one is not }.
+  Returns:
+    (first byte of each line, int64; byte after each line, int64; whether the line is odd, bool: its
+    first byte is not { or its last byte is not })
   """
   breaks, firsts, lasts = [], [], []
   position, before = 0, np.full(1, _NEWLINE, np.uint8)  # the byte before the part
   while part := file.read(_AT_ONCE):
-    # With the byte before it, so that the neighbours of a newline at its edge are in it, too.
+    # The byte before the part is prepended, so that every newline has both of its neighbours.
     values = np.concatenate([before, np.frombuffer(part, np.uint8)])
     newlines = np.flatnonzero(values[1:] == _NEWLINE)
     breaks.append(newlines + position)
@@ -287,7 +294,7 @@ def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     position, before = position + len(part), values[-1:]
   ends = np.concatenate([*breaks, [position]]).astype(np.int64)
   begins = np.concatenate([[0], ends[:-1] + 1])
-  # What follows the last newline is a line too. It is empty in most files.
+  # The bytes after the last newline are also a line, which is empty in most files.
   last = np.concatenate([*lasts, before])
   first = np.concatenate(firsts) if firsts else np.zeros(0, np.uint8)
   first = np.concatenate([first, np.zeros(len(last) - len(first), np.uint8)])
@@ -295,18 +302,18 @@ def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _may_have_others(part: bytes, names: Iterable[str]) -> bool:
-  """Whether some lines of a file may have keys that are none of `names`.
+  """Whether a block of lines may have keys that are not in `names`.
 
-  A key ends in a quote and a colon. So do some texts, and objects inside a row have keys, too: then
-  the caller parses the lines, which this avoids for most files because it takes much longer.
+  A key ends in a quote and a colon. If all of these are the ends of known names, the caller need
+  not parse the lines, which is much slower. Texts and nested objects may cause a needless True.
   """
   values = np.frombuffer(part, np.uint8)
-  ends_N = np.flatnonzero(values[1:] == _COLON)  # the places of the bytes before the colons
+  ends_N = np.flatnonzero(values[1:] == _COLON)  # the positions of the bytes before the colons
   before_N = values[ends_N]
   if (before_N <= _SPACE).any() and _SPACED_COLON.search(part):
     return True
   ends_N = ends_N[before_N == _QUOTE]
-  for name in names:  # drops the places at which a key of this name ends
+  for name in names:  # drops the positions at which a key of this name ends
     if not len(ends_N):
       return False
     key = json.dumps(name, ensure_ascii=False).encode("utf-8", "replace")
@@ -320,7 +327,7 @@ def _may_have_others(part: bytes, names: Iterable[str]) -> bool:
 
 
 def _keys(line: bytes) -> Iterable[str]:
-  """The keys of a row. None of a damaged one, which is named when it is read."""
+  """The keys of a row. Empty for a damaged row, because reading it raises an error."""
   try:
     row = json.loads(line)
   except (ValueError, RecursionError):
@@ -329,6 +336,7 @@ def _keys(line: bytes) -> Iterable[str]:
 
 
 def _parsed(line: bytes, where: str) -> Row:
+  """Parses a line. Raises ConfigError if it is not JSON in UTF-8."""
   try:
     return json.loads(line.decode("utf-8"))
   except (ValueError, RecursionError) as error:  # a ValueError is also an int of 4,300 digits

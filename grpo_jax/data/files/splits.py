@@ -1,4 +1,4 @@
-"""Finds the files of a data set, and holds a part of its training rows out where it has no test."""
+"""Finds the files of a data set's splits. Can hold out training rows as a test split."""
 
 from collections.abc import Callable, Sequence
 import os
@@ -27,11 +27,11 @@ _LAYOUT = (
 
 
 def rows_of(path: str, split: str) -> SplitRows | None:
-  """The rows of a split.
+  """Opens the rows of a split.
 
   A folder has SPLIT.jsonl (or .parquet, .csv, .json), or several files SPLIT-*.jsonl, or was
-  prepared by TensorFlow Datasets. A single file has training rows alone. A path may also stand for
-  rows that a program gave (`given.py`).
+  prepared by TensorFlow Datasets. A single file has only training rows. A path may also refer to a
+  program's rows (`given.py`).
 
   Args:
     path: data.path.
@@ -41,12 +41,12 @@ def rows_of(path: str, split: str) -> SplitRows | None:
     The rows. None if there is no test split.
 
   Raises:
-    ConfigError: They cannot be read, or there are none.
+    ConfigError: The rows cannot be read, or there are no training rows.
   """
   if is_given(path):
     return rows_given(path, split)
   given = Path(path).expanduser()
-  if os.path.isfile(given / "dataset_info.json"):  # which never raises
+  if os.path.isfile(given / "dataset_info.json"):  # TFDS writes this. Unlike pathlib, never raises
     rows: SplitRows = Prepared(given, split)
   else:
     found = _files(given, split)
@@ -70,21 +70,24 @@ def rows_of(path: str, split: str) -> SplitRows | None:
 def examples_of(
   path: str, make_example: Callable[[Row, str], Example]
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-  """The training and the test examples of files. The latter are none if there is no test file."""
+  """(training examples, test examples) of files. The latter are () without a test file.
+
+  `make_example` maps a row, and its name in error messages, to an example.
+  """
   train, test = rows_of(path, "train"), rows_of(path, "test")
   return Examples(train, make_example), Examples(test, make_example) if test is not None else ()
 
 
 def rows_of_test(path: str, hub: str) -> SplitRows:
-  """The rows of a test set that needs no training rows.
+  """Opens the rows of a test set without training rows.
 
   Args:
-    path: Its file, a folder with test files or with a single file of rows, or OWNER/NAME/FILE on
+    path: The file, a folder with test files or with a single file of rows, or OWNER/NAME/FILE on
       huggingface.co.
-    hub: The path that "" stands for.
+    hub: OWNER/NAME/FILE on huggingface.co, used if `path` is "".
 
   Raises:
-    ConfigError: They cannot be read or downloaded, or there are none.
+    ConfigError: The rows cannot be read or downloaded, or there are none.
   """
   given = Path(path or hub).expanduser()
   try:
@@ -118,19 +121,19 @@ def rows_of_test(path: str, hub: str) -> SplitRows:
 def hold_out(
   examples: Sequence[Example], share: float
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-  """Splits examples into those for training and those that are held out.
+  """Splits examples at random. Returns (examples for training, held-out examples).
 
-  Whether an example is held out depends on its number alone. So rows that are added at the end of a
-  file move no other row.
+  Whether an example is held out depends only on its index. So rows that are appended to a file do
+  not move other rows between the splits.
 
   Args:
-    examples: All of them.
-    share: Which fraction is held out, about.
+    examples: All examples.
+    share: The approximate fraction to hold out.
 
   Raises:
     ConfigError: One of the splits has no examples.
   """
-  # Raw words, because numpy promises that they never change.
+  # This uses raw words, because numpy promises that they never change.
   words = np.random.Philox(key=np.array([0, 2**64 - 1], np.uint64)).random_raw(len(examples))
   is_held_out = words < np.uint64(share * 2.0**64)
   if is_held_out.all() or not is_held_out.any():
@@ -143,7 +146,7 @@ def hold_out(
 
 
 def _files(path: Path, split: str) -> list[Path]:
-  """The files of a split, in the order of their names. Raises ConfigError if nobody may look."""
+  """`_found`, with ConfigError for a folder that cannot be read."""
   try:
     return _found(path, split)
   except OSError as error:
@@ -151,6 +154,7 @@ def _files(path: Path, split: str) -> list[Path]:
 
 
 def _found(path: Path, split: str) -> list[Path]:
+  """The files of a split in a folder, sorted by name. A single file is the training split."""
   if path.suffix in _KINDS and not path.is_dir():
     return [path] if split == "train" else []
   for suffix in _KINDS:

@@ -1,4 +1,4 @@
-"""Rows of files that are read as a whole: CSV, and a list of objects in JSON."""
+"""Rows of files that are read into memory: CSV, and JSON with a list of objects."""
 
 import csv
 import json
@@ -8,14 +8,14 @@ from typing import Any
 from grpo_jax import files
 from grpo_jax.settings import ConfigError
 
-_LONGEST_FIELD = 2**30  # of CSV, in characters
+_LONGEST_FIELD = 2**30  # the most characters of a CSV field
 
 
 class Table:
   """The rows of a file, all in memory."""
 
   def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:
-    """Takes the rows of a file."""
+    """Stores the rows of the file `path`, whose name error messages need."""
     self._path, self._rows = path, rows
 
   def __len__(self) -> int:
@@ -25,20 +25,20 @@ class Table:
     return self._rows[index]
 
   def where(self, index: int) -> str:
-    """The file and the number of a row."""
+    """The file and the number of a row, for error messages."""
     return f"{self._path} row {index + 1}"
 
   def columns(self) -> list[str]:
-    """The names of the columns that any row has. The first row's come first."""
+    """The names of all columns that occur in any row, those of the first row first."""
     return list(dict.fromkeys(name for row in self._rows for name in row))
 
 
 def csv_table(path: Path) -> Table:
-  """The rows of a CSV file, whose first line names the columns. All values are texts.
+  """Reads a CSV file whose first line names the columns. All values are texts.
 
   Raises:
     OSError: The file cannot be read.
-    ConfigError: It is no CSV.
+    ConfigError: The file is not CSV in UTF-8, or its columns are malformed.
   """
   files.check_regular(path)
   before = csv.field_size_limit(_LONGEST_FIELD)
@@ -64,11 +64,11 @@ def csv_table(path: Path) -> Table:
 
 
 def json_table(path: Path) -> Table:
-  """The rows of a JSON file that holds a list of objects.
+  """Reads a JSON file with a list of objects.
 
   Raises:
     OSError: The file cannot be read.
-    ConfigError: It holds something else.
+    ConfigError: The file is not JSON or not a list of objects.
   """
   files.check_regular(path)
   try:

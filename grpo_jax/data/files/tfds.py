@@ -1,4 +1,4 @@
-"""Rows of TensorFlow Datasets, which is read without TensorFlow."""
+"""Rows of TensorFlow Datasets (TFDS), read without TensorFlow."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ class Prepared:
       builder = tfds.builder_from_directory(folder)
       self._splits = list(builder.info.splits)
       self._source = builder.as_data_source(split) if split in self._splits else []
-    except Exception as error:  # each kind of damage has an exception of its own
+    except Exception as error:  # TFDS raises many types for a damaged folder
       raise ConfigError(
         f"data.path: TensorFlow Datasets cannot read {folder} ({type(error).__name__}:"
         f" {' '.join(str(error).split()):.160}); prepare it with file_format='array_record'"
@@ -37,7 +37,7 @@ class Prepared:
     return plain(self._source[index], self.where(index))
 
   def where(self, index: int) -> str:
-    """The folder, the split and the number of a row."""
+    """The folder, the split and the number of a row, for error messages."""
     return f"{self._folder} {self._split} example {index}"
 
   def columns(self) -> list[str]:
@@ -46,25 +46,25 @@ class Prepared:
 
 
 def gsm8k(split: str) -> list[Any]:
-  """The rows of GSM8K, which TFDS downloads if it is not prepared.
+  """Reads the rows of GSM8K. TFDS downloads the data set if it is not prepared.
 
   Raises:
-    ConfigError: TFDS cannot provide it.
+    ConfigError: TFDS cannot provide the data set.
   """
   try:
     # Imported here because the import is slow and no other task needs the package. The second
-    # import registers the data set, too. TFDS would need TensorFlow to find it by its name.
+    # import also registers the data set, because TFDS needs TensorFlow to find it by name.
     import tensorflow_datasets as tfds
     from tensorflow_datasets.text.gsm8k import gsm8k as module
 
     builder = module.Gsm8k(file_format="array_record")
     if not builder.is_prepared():
-      # Without a network, TFDS would try again for minutes.
+      # Without a network, TFDS would retry for minutes.
       check_connection(module._URLS[split], "GSM8K", builder.data_dir)
     return [plain(row, "its row") for row in tfds.data_source("gsm8k", split=split)]
   except Exception as error:
-    # There may be no package, no network, no disk space, or a damaged folder. Each has an exception
-    # of its own kind, and the user can do the same about all of them.
+    # The package, the network or disk space may be missing, or the folder damaged. The exceptions
+    # differ, but the remedy is the same.
     raise ConfigError(
       "data.task=gsm8k: TensorFlow Datasets could not provide it"
       f" ({type(error).__name__}: {' '.join(str(error).split()):.160}); pass"

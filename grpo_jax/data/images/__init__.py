@@ -1,4 +1,4 @@
-"""Images of prompts: read within limits, and made into the patches that a vision tower sees.
+"""Images of prompts: reads them within limits and cuts them into patches for a vision tower.
 
-One file per kind of image processor. Pillow and numpy alone. Imports neither jax nor tokenizers.
+Each image processor has its own file. The modules use Pillow and numpy, but not jax or tokenizers.
 """

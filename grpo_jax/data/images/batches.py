@@ -1,4 +1,4 @@
-"""The images of a batch of prompts as arrays, decoded by threads beside the device's work."""
+"""The images of a batch of prompts as arrays. Threads decode them while the device works."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from grpo_jax.data.images.pictures import Layout, Picture
 from grpo_jax.data.images.processor import Placed, Processor
 from grpo_jax.data.images.source import AnyImage
 
-_KEPT_BYTES = 1 << 30  # of pictures that were decoded and may be needed again
+_KEPT_BYTES = 1 << 30  # the most memory of the cache of decoded pictures
 _THREADS = 8
 
 
 class HostImages(NamedTuple):
-  """`types.Images` in numpy: the same fields, with the same meaning."""
+  """Numpy arrays with the fields of `types.Images`."""
 
   patches_PINC: np.ndarray
   places_PIN2: np.ndarray
@@ -28,7 +28,7 @@ class HostImages(NamedTuple):
 
 
 class ImageDecoder:
-  """Decodes images in threads, and keeps the pictures of the last ones."""
+  """Decodes images in threads. An LRU cache keeps the pictures of the last images."""
 
   def __init__(self, processor: Processor) -> None:
     self._processor = processor
@@ -40,20 +40,20 @@ class ImageDecoder:
     )
 
   def begin(self, images: Sequence[AnyImage], layouts: Sequence[Layout]) -> None:
-    """Begins to decode images. Returns at once."""
+    """Starts to decode images, given with their layouts. Returns at once."""
     for image, layout in zip(images, layouts, strict=True):
       self._begin(image, layout)
 
   def pictures(self, images: Sequence[AnyImage], layouts: Sequence[Layout]) -> list[list[Picture]]:
-    """The pictures of each image. Waits for them.
+    """The pictures of each image. Waits until all are decoded.
 
-    Raises:
-      ConfigError: An image is damaged.
+    A layout determines the size of its image in the cache. Raises ConfigError for a damaged image.
     """
     begun = [self._begin(image, layout) for image, layout in zip(images, layouts, strict=True)]
     return [future.result() for future in begun]
 
   def _begin(self, image: AnyImage, layout: Layout) -> concurrent.futures.Future[list[Picture]]:
+    """The future of an image's pictures, from the cache or newly submitted to the threads."""
     with self._lock:
       if image in self._pictures:
         self._pictures.move_to_end(image)
@@ -70,10 +70,10 @@ class ImageDecoder:
 
 
 def sizes_of(layouts: Sequence[Sequence[Layout]]) -> tuple[int, int]:
-  """The most pictures of a prompt, and the most visual tokens of a picture.
+  """The largest number of pictures in a prompt, and of visual tokens in a picture.
 
   Args:
-    layouts: The layouts of the images of each prompt.
+    layouts: For each prompt, the layouts of its images.
   """
   grids = [[grid for layout in of_prompt for grid in layout.tokens] for of_prompt in layouts]
   most_tokens = max(
@@ -85,15 +85,15 @@ def sizes_of(layouts: Sequence[Sequence[Layout]]) -> tuple[int, int]:
 def padded_sizes(
   pictures: int, tokens: int, patches_per_token: int, most: tuple[int, int] | None
 ) -> tuple[int, int]:
-  """I and N to which a batch is padded. There are few of them, so that few programs are compiled.
+  """The shape (I, N) to which a batch is padded: I pictures a prompt, N patches a picture.
 
-  Both are a power of two, or one and a half of one.
+  Both counts are rounded up to 2**n or 1.5 * 2**n, so that few shapes have to be compiled.
 
   Args:
-    pictures: The most pictures of a prompt of the batch.
-    tokens: The most visual tokens of a picture of the batch.
+    pictures: The largest number of pictures in a prompt of the batch.
+    tokens: The largest number of visual tokens in a picture of the batch.
     patches_per_token: How many patches become a visual token.
-    most: The largest `pictures` and `tokens` of all prompts of the split, if they are known.
+    most: The largest `pictures` and `tokens` of the split, which limit the rounding, or None.
   """
   count, size = _step(pictures), _step(tokens)
   if most is not None:
@@ -108,14 +108,14 @@ def pad(
   max_tokens: int,
   processor: Processor,
 ) -> HostImages:
-  """The images of P prompts as arrays.
+  """Pads the images of P prompts to arrays.
 
   Args:
     pictures: The pictures of each prompt.
-    placed: Where the visual tokens of each prompt are.
-    sizes: I and N.
-    max_tokens: S.
-    processor: The processor that made them.
+    placed: The places of the visual tokens in each prompt.
+    sizes: I, the pictures of a padded prompt, and N, the patches of a padded picture.
+    max_tokens: S, the tokens of a padded prompt.
+    processor: The processor that made the pictures.
   """
   P, (I, N) = len(pictures), sizes
   patches_PINC = np.zeros((P, I, N, processor.kind.patch_numbers), np.float32)
@@ -138,7 +138,7 @@ def pad(
 
 
 def _step(count: int) -> int:
-  """The least power of two, or one and a half of one, that is at least `count`."""
+  """The least 2**n or 1.5 * 2**n that is at least `count`."""
   power = 1 << max(count - 1, 0).bit_length()
   middle = power * 3 // 4
   return middle if power >= 4 and middle >= count else power

@@ -8,22 +8,22 @@ from typing import Any, NoReturn
 from grpo_jax import files
 from grpo_jax.settings import ConfigError, shown
 
-_NESTED = "image_processor"  # of processor_config.json, as transformers 5 writes it
+_NESTED = "image_processor"  # the field of processor_config.json that transformers 5 writes
 
 
 class Fields:
-  """The fields of an image processor. A field that is null is as good as absent."""
+  """A JSON object with settings. Reading checks a field, and null counts as absent."""
 
   def __init__(self, values: Mapping[str, Any], file: str) -> None:
-    """`file` is what error messages name."""
+    """Reads from `values`. `file` is the name of the file in error messages."""
     self._values, self._file = values, file
 
   def get(self, name: str) -> Any:
-    """The value of a field, or None."""
+    """The value of a field without a check, or None."""
     return self._values.get(name)
 
   def flag(self, name: str, default: Any) -> bool:
-    """A field that is true or false."""
+    """A boolean field. Like the methods below, it raises ConfigError for any other value."""
     value = self._or(name, default)
     if not isinstance(value, bool):
       self.refuse(name, "it must be true or false")
@@ -51,33 +51,33 @@ class Fields:
     return tuple(map(float, value))
 
   def choice(self, name: str, choices: Collection[Any], default: Any) -> Any:
-    """One of some values."""
+    """A field whose value must be in `choices`."""
     value = self._or(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value not in choices:
       self.refuse(name, f"it must be one of {', '.join(map(str, choices))}")
     return value
 
   def inside(self, name: str, default: Mapping[str, Any]) -> "Fields":
-    """The fields of a field, such as size."""
+    """The fields of a nested object, such as size."""
     value = self._or(name, default)
     if not isinstance(value, Mapping):
       self.refuse(name, f"it must be an object with {', '.join(default)}")
     return Fields(value, f"{self._file}: {name}")
 
   def must_be_true(self, *names: str) -> None:
-    """Refuses false."""
+    """Raises ConfigError if one of these fields is false."""
     for name in names:
       if not self.flag(name, True):
         self.refuse(name, "only true is supported")
 
   def must_be_false(self, *names: str) -> None:
-    """Refuses true."""
+    """Raises ConfigError if one of these fields is true."""
     for name in names:
       if self.flag(name, False):
         self.refuse(name, "only false is supported")
 
   def refuse(self, name: str, requirement: str) -> NoReturn:
-    """Raises the error for a field."""
+    """Raises ConfigError with the name, the value and the requirement of a field."""
     value = shown(self._values.get(name))
     raise ConfigError(f"model.path: {self._file}: {name} is {value}: {requirement}")
 
@@ -87,7 +87,7 @@ class Fields:
 
 
 def read(folder: Path) -> tuple[Fields, Fields] | None:
-  """The fields of a folder's image processor, and those of the processor around it.
+  """Reads the fields of a folder's image processor, and of the processor that contains it.
 
   transformers 5 writes both into processor_config.json. Older folders have preprocessor_config.json
   for the image processor.
@@ -96,7 +96,8 @@ def read(folder: Path) -> tuple[Fields, Fields] | None:
     folder: The folder of a model.
 
   Returns:
-    (image processor, processor), or None if the folder has no image processor.
+    (fields of the image processor, fields of the processor), or None if the folder has no image
+    processor.
 
   Raises:
     ConfigError: A file cannot be read.
@@ -112,11 +113,7 @@ def read(folder: Path) -> tuple[Fields, Fields] | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-  """The object in a JSON file, or None if there is no file.
-
-  Raises:
-    ConfigError: The file cannot be read.
-  """
+  """Reads the object in a JSON file, or None without a file. Raises ConfigError if that fails."""
   if not path.exists():
     return None
   try:

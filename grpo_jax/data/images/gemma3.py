@@ -1,4 +1,4 @@
-"""Images as Gemma 3 sees them: squares of one size, whatever their shape was."""
+"""The image processor of Gemma 3: resizes every image to a square of one size."""
 
 import dataclasses
 from typing import Any
@@ -14,11 +14,11 @@ _SIGLIP = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3(SquareKind):
-  """The settings of a folder.
+  """The image processor with the settings of a model's folder.
 
   Attributes:
-    begin: The token that begins an image, and the placeholder.
-    end: The token that ends it.
+    begin: The token before an image's visual tokens, which is also the placeholder.
+    end: The token after an image's visual tokens.
   """
 
   begin: str
@@ -26,33 +26,33 @@ class Gemma3(SquareKind):
 
   @property
   def placeholder(self) -> str:
-    """The token that begins an image."""
+    """The token that begins an image, which chat templates write for it."""
     return self.begin
 
   def layout(self, height: int, width: int) -> Layout:
-    """One picture, with the tokens that begin and end it and empty lines around it."""
+    """The layout of one picture, between the tokens that begin and end it and empty lines."""
     text = f"\n\n{self.begin}{self.token * self.tokens}{self.end}\n\n"
     return Layout(text, (self.grid,))
 
   def pictures(self, image: np.ndarray) -> list[Picture]:
-    """Patches in rows. Numbers of a patch: channel, row, column."""
+    """One picture: patches row by row, values as [channel, row, column]."""
     resized = resize(image, self.side, self.side, self.scale.resample)
     return [as_convolution(self.scale(resized), self.patch)]
 
 
 def make(fields: Fields, around: Fields, vision: Fields, tokens: dict[str, Any]) -> Gemma3:
-  """The processor of a folder.
+  """Makes the processor from the fields in a model's folder.
 
   Args:
     fields: The fields of the image processor.
-    around: The fields of the processor.
+    around: The fields of the processor that contains the image processor.
     vision: vision_config of the model's config.json.
-    tokens: The special tokens of the tokenizer by their roles.
+    tokens: The special tokens of the tokenizer by role.
 
   Raises:
-    ConfigError: A field has a value that this processor does not have.
+    ConfigError: A field has a value that is not supported.
   """
-  # transformers' processor of Gemma 3 leaves it out, whatever the folder says.
+  # transformers' processor of Gemma 3 ignores this field, whatever a folder says.
   fields.must_be_false("do_pan_and_scan")
   size = fields.inside("size", {"height": 224, "width": 224})
   side = size.count("height", 224)

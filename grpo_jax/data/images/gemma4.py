@@ -1,4 +1,4 @@
-"""Images as Gemma 4 sees them: of any shape, as large as a number of visual tokens allows."""
+"""The image processor of Gemma 4: of any shape, as large as the limit on visual tokens allows."""
 
 import dataclasses
 import math
@@ -23,18 +23,18 @@ _DEFAULTS = {
   "resample": 3,
   "do_normalize": False,
 }
-_TOKENS = (70, 140, 280, 560, 1120)
+_TOKENS = (70, 140, 280, 560, 1120)  # the supported limits on visual tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4(Kind):
-  """The settings of a folder.
+  """The image processor with the settings of a model's folder.
 
   Attributes:
-    pool: Rows and columns of patches that become a visual token.
+    pool: The side of the square of patches that becomes one visual token, in patches.
     most_tokens: The most visual tokens of an image.
-    begin: The token that begins an image.
-    end: The token that ends it.
+    begin: The token before an image's visual tokens.
+    end: The token after an image's visual tokens.
   """
 
   pool: int
@@ -48,13 +48,13 @@ class Gemma4(Kind):
     return self.pool**2
 
   def layout(self, height: int, width: int) -> Layout:
-    """One picture, with the tokens that begin and end it."""
+    """The layout of one picture, with the tokens that begin and end it."""
     rows, columns = self._tokens(height, width)
     text = f"{self.begin}{self.token * (rows * columns)}{self.end}"
     return Layout(text, ((rows, columns),))
 
   def pictures(self, image: np.ndarray) -> list[Picture]:
-    """Patches in rows. Numbers of a patch: row, column, channel."""
+    """One picture: patches row by row, values as [row, column, channel]."""
     unit = self.patch * self.pool
     rows, columns = self._tokens(*image.shape[:2])
     resized = resize(image, rows * unit, columns * unit, self.scale.resample)
@@ -64,7 +64,7 @@ class Gemma4(Kind):
     return [Picture(np.ascontiguousarray(patches.reshape(count, -1)), places)]
 
   def _tokens(self, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of visual tokens: as many as fit, in about the shape of the image."""
+    """Rows and columns of visual tokens: as many as allowed, in about the image's aspect ratio."""
     unit = self.patch * self.pool
     pixels = self.most_tokens * self.pool**2 * self.patch**2
     factor = math.sqrt(pixels / (height * width))
@@ -79,14 +79,14 @@ class Gemma4(Kind):
 
 
 def make(fields: Fields, tokens: dict[str, Any]) -> Gemma4:
-  """The processor of a folder.
+  """Makes the processor from the fields in a model's folder.
 
   Args:
     fields: The fields of the image processor.
-    tokens: The special tokens of the tokenizer by their roles.
+    tokens: The special tokens of the tokenizer by role.
 
   Raises:
-    ConfigError: A field has a value that this processor does not have.
+    ConfigError: A field has a value that is not supported.
   """
   return Gemma4(
     scale=scale_of(fields, _DEFAULTS),

@@ -1,4 +1,4 @@
-"""Images as SmolVLM and Idefics3 see them: cut into square tiles, and once more as a whole."""
+"""The image processor of SmolVLM and Idefics3: square tiles, then the whole image as one tile."""
 
 import dataclasses
 import math
@@ -11,17 +11,17 @@ from grpo_jax.data.images.pictures import Layout, Picture, SquareKind, as_convol
 from grpo_jax.data.images.resize import resize
 
 _SIGLIP = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": 1}
-_LONGEST = 4096  # pixels of a side
+_LONGEST = 4096  # the most pixels of a side after the first resizing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Idefics3(SquareKind):
-  """The settings of a folder, whose pictures are tiles.
+  """The image processor with the settings of a model's folder. A picture is a tile.
 
   Attributes:
-    longest: To how many pixels the longer side is resized first.
+    longest: The length in pixels to which the first resizing scales the longer side.
     splits: Whether images are cut into tiles.
-    around: The token before a tile and after the last one.
+    around: The token before each tile and after the last tile.
     whole: The token before the tile of the whole image.
   """
 
@@ -31,7 +31,7 @@ class Idefics3(SquareKind):
   whole: str
 
   def layout(self, height: int, width: int) -> Layout:
-    """The tiles with the tokens of their rows and columns, then the whole image."""
+    """The layout of the tiles, with tokens for their rows and columns, and of the whole image."""
     rows, columns = self._tiles(height, width)
     tile = self.token * self.tokens
     text = ""
@@ -45,7 +45,7 @@ class Idefics3(SquareKind):
     return Layout(text, (self.grid,) * (rows * columns + 1))
 
   def pictures(self, image: np.ndarray) -> list[Picture]:
-    """The tiles in rows, then the whole image. Numbers of a patch: channel, row, column."""
+    """The tiles row by row, then the whole image. The values of a patch: [channel, row, column]."""
     side, kind = self.side, self.scale.resample
     image = resize(image, *self._first_size(*image.shape[:2]), kind)
     if not self.splits:
@@ -61,14 +61,18 @@ class Idefics3(SquareKind):
     return [as_convolution(self.scale(tile), self.patch) for tile in tiles]
 
   def _tiles(self, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of tiles. 0 and 0 for an image that is one tile."""
+    """Rows and columns of tiles, or (0, 0) if the whole image is the only tile."""
     if not self.splits:
       return 0, 0
     rows, columns = self._counts(*self._first_size(height, width))
     return (rows, columns) if rows * columns > 1 else (0, 0)
 
   def _first_size(self, height: int, width: int) -> tuple[int, int]:
-    """Height and width after the first resizing: the longer side is given, the other is even."""
+    """Height and width after the first resizing, rounded as in transformers.
+
+    The longer side becomes `longest`, and the other is rounded up to an even number. Then both
+    shrink so that the longer side has at most `_LONGEST` pixels.
+    """
     ratio = width / height
     if width >= height:
       width, height = self.longest, int(self.longest / ratio)
@@ -85,7 +89,7 @@ class Idefics3(SquareKind):
     return max(height, 1), max(width, 1)
 
   def _counts(self, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of tiles for the size after the first resizing."""
+    """Rows and columns of tiles, from the height and width after the first resizing."""
     ratio, side = width / height, self.side
     if width >= height:
       columns = math.ceil(width / side)
@@ -95,16 +99,16 @@ class Idefics3(SquareKind):
 
 
 def make(fields: Fields, around: Fields, vision: Fields, tokens: dict[str, Any]) -> Idefics3:
-  """The processor of a folder.
+  """Makes the processor from the fields in a model's folder.
 
   Args:
     fields: The fields of the image processor.
-    around: The fields of the processor.
+    around: The fields of the processor that contains the image processor.
     vision: vision_config of the model's config.json.
-    tokens: The special tokens of the tokenizer by their roles.
+    tokens: The special tokens of the tokenizer by role.
 
   Raises:
-    ConfigError: A field has a value that this processor does not have.
+    ConfigError: A field has a value that is not supported.
   """
   side = fields.inside("max_image_size", {"longest_edge": 364}).count("longest_edge", 364)
   kind = Idefics3(

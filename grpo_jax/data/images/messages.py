@@ -6,29 +6,32 @@ from typing import Any
 from grpo_jax.data.images.source import AnyImage, check_count, source_of
 from grpo_jax.settings import ConfigError, shown
 
-_KEYS = ("image", "path", "url", "base64", "bytes")  # of a part with an image in it
-IMAGE = {"type": "image"}  # what a chat template gets of an image
+_KEYS = ("image", "path", "url", "base64", "bytes")  # keys of an image part that hold its image
+IMAGE = {"type": "image"}  # an image part as a chat template receives it, without its image
 
 
 def is_part(part: Any) -> bool:
-  """Whether something is a part of a message's content, a text or a place for an image."""
+  """Whether a value is a part of a message's content: a text part or an image part."""
   if not isinstance(part, Mapping):
     return False
   return _is_image(part) or (part.get("type") == "text" and isinstance(part.get("text"), str))
 
 
 def with_sources(value: Any, where: str, folder: str) -> Any:
-  """A conversation in which the images of its parts are sources. Other values are unchanged.
-
-  A source (`ImageSource`) knows where an image is, and reads it when a batch needs it.
+  """Replaces the images in a conversation's parts by sources, which read an image when needed.
 
   Args:
     value: A field of an example.
     where: The name of the field in error messages.
-    folder: Where relative paths begin.
+    folder: The folder that relative paths start from.
+
+  Returns:
+    The messages. Each image part becomes {"type": "image"}, with an `ImageSource` or `Drawing` as
+    "image" if the part names an image. A value without messages of parts is returned unchanged.
 
   Raises:
-    ConfigError: A part is not known, or its image cannot be one.
+    ConfigError: A part is neither a text nor an image, its image cannot be read as a source, or
+      there are too many images.
   """
   if not isinstance(value, (list, tuple)) or not any(map(_has_parts, value)):
     return value
@@ -48,7 +51,7 @@ def with_sources(value: Any, where: str, folder: str) -> Any:
 
 
 def has_empty_places(value: Any) -> bool:
-  """Whether a conversation, after `with_sources`, has a place without an image."""
+  """Whether a conversation, after `with_sources`, has an image part without an image."""
   return isinstance(value, list) and any(
     IMAGE == part for message in value if _has_parts(message) for part in message["content"]
   )
@@ -57,10 +60,10 @@ def has_empty_places(value: Any) -> bool:
 def place_images(
   messages: Sequence[Mapping[str, Any]], images: Sequence[AnyImage], where: str
 ) -> tuple[list[dict[str, Any]], list[AnyImage]]:
-  """A conversation whose contents are lists of parts, and its images in their order.
+  """Assigns the images of a row's column to the empty image parts of its conversation, in order.
 
-  Places without an image take those of the row's column in order. If the conversation has no place
-  at all, the images come first in the first message of the user.
+  If the conversation has no image part at all, the images are put at the start of the first user
+  message.
 
   Args:
     messages: The conversation, after `with_sources`.
@@ -68,10 +71,12 @@ def place_images(
     where: The name of the row in error messages.
 
   Returns:
-    (messages whose parts of images are `IMAGE`, the images)
+    (the messages, with contents as lists of parts and each image part as `IMAGE`; all images of the
+    conversation, in the order of these parts)
 
   Raises:
-    ConfigError: There are more or fewer places than images.
+    ConfigError: There are more or fewer empty image parts than images, or no user message to put
+      the images in.
   """
   placed = [{**message, "content": _as_parts(message["content"])} for message in messages]
   parts = [part for message in placed for part in message["content"] if part["type"] == "image"]
@@ -97,7 +102,7 @@ def place_images(
 
 
 def _part_with_source(part: Any, where: str, folder: str) -> dict[str, Any]:
-  """A part whose image, if it has one, is a source."""
+  """A part of a message as a text part, or as an image part with its source if it has one."""
   if isinstance(part, str):
     return {"type": "text", "text": part}
   kind = part.get("type") if isinstance(part, Mapping) else None

@@ -1,4 +1,4 @@
-"""Puts the images of rows into prompts, and makes the arrays of a batch of them."""
+"""Puts the images of a data set's rows into prompts, and makes the image arrays of a batch."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -22,18 +22,20 @@ from grpo_jax.settings import ConfigError
 if TYPE_CHECKING:
   from grpo_jax.config import Data
 
-IMAGE_COLUMNS = ("image", "images")  # of an example, as TRL has them
+IMAGE_COLUMNS = ("image", "images")  # columns of an example, with the names that TRL uses
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenImages:
-  """The images of a row as a file has them. A model that sees none gets the value.
+  """The value of a row's image column, before it is read as images.
+
+  A model without a vision tower uses the value itself, which may be a text.
 
   Attributes:
     value: The value of the column.
     where: The row and the column, for error messages.
-    folder: Where relative paths begin.
+    folder: The folder that relative paths start from.
   """
 
   value: Any
@@ -42,27 +44,27 @@ class GivenImages:
 
 
 class Seeing(Protocol):
-  """The part of a prompt that is read here. `prompts.Prompt` is one."""
+  """The interface of a prompt in this module. `prompts.Prompt` implements it."""
 
   @property
   def ids(self) -> list[int]:
-    """Its token ids."""
+    """The token ids of the prompt."""
 
   @property
   def images(self) -> tuple[AnyImage, ...]:
-    """Its images."""
+    """The images of the prompt."""
 
   @property
   def layouts(self) -> tuple[Layout, ...]:
-    """Their layouts."""
+    """The layout of each image."""
 
   @property
   def where(self) -> str:
-    """Its name in error messages."""
+    """The name of the prompt in error messages."""
 
 
 class PromptImages:
-  """Puts images into prompts. Headers are read at once, and pixels when a batch needs them."""
+  """Puts images into prompts, which reads their headers. A batch decodes the pixels later."""
 
   def __init__(self, processor: Processor, data: "Data") -> None:
     self.processor = processor
@@ -70,14 +72,14 @@ class PromptImages:
     self._decoder = ImageDecoder(processor)
 
   def read(self, example: Mapping[str, Any]) -> tuple[dict[str, Any], list[AnyImage], str]:
-    """The images of an example's columns.
+    """Reads the image columns of an example as sources.
 
     Returns:
-      (the example with images that can be read, these images in their order, what error messages
-      call the row)
+      (a copy of the example whose image columns hold sources, all these sources in order, the name
+      of the row in error messages)
 
     Raises:
-      ConfigError: A column holds something else, or too many of them.
+      ConfigError: A value of an image column is not an image, or there are too many images.
     """
     found, images, where = dict(example), list[AnyImage](), "a prompt"
     for name in IMAGE_COLUMNS:
@@ -87,15 +89,15 @@ class PromptImages:
       if not isinstance(given, GivenImages):
         given = GivenImages(given, f"an example: {name}", "")
       where = given.where.rpartition(": ")[0]
-      own = sources_of(given.value, given.where, given.folder, self._may_download)
-      found[name] = own if isinstance(given.value, (list, tuple)) else next(iter(own), None)
-      images += own
+      sources = sources_of(given.value, given.where, given.folder, self._may_download)
+      found[name] = sources if isinstance(given.value, (list, tuple)) else next(iter(sources), None)
+      images += sources
     return found, images, where
 
   def place(
     self, messages: Messages, images: Sequence[AnyImage], where: str
   ) -> tuple[Messages, list[AnyImage]]:
-    """A conversation with places for its images, and all of them. See `place_images`."""
+    """Assigns a row's images to a conversation. The result and errors are as in `place_images`."""
     messages, found = place_images(with_sources(messages, where, ""), images, where)
     check_count(len(found), where)
     limited = [
@@ -107,17 +109,17 @@ class PromptImages:
     return messages, limited
 
   def before(self, text: str, images: Sequence[AnyImage], where: str) -> str:
-    """A prompt without a chat template: its images come first."""
+    """Puts the placeholders of images before a text that has no chat template."""
     check_count(len(images), where)
     return self.processor.kind.plain * len(images) + text
 
   def expand(
     self, text: str, images: Sequence[AnyImage], where: str
   ) -> tuple[str, tuple[Layout, ...]]:
-    """A rendered prompt with the tokens of its images, and their layouts.
+    """Replaces the image placeholders of a rendered prompt by image tokens.
 
-    Raises:
-      ConfigError: An image cannot be read, or the text has other places for images.
+    Returns (text with image tokens, layout of each image). Raises ConfigError if an image cannot be
+    read, or if the text has more or fewer placeholders than images.
     """
     if not images:
       return text, ()
@@ -125,7 +127,7 @@ class PromptImages:
     return self.processor.expand(text, layouts, where), layouts
 
   def begin(self, prompts: Sequence[Seeing]) -> None:
-    """Begins to decode the images of prompts that will be needed. Returns at once."""
+    """Starts to decode the images of prompts in threads. Returns at once."""
     for prompt in prompts:
       self._decoder.begin(prompt.images, prompt.layouts)
 
@@ -136,13 +138,13 @@ class PromptImages:
     needed: tuple[int, int],
     most: tuple[int, int] | None,
   ) -> HostImages:
-    """The images of prompts as arrays. Waits until they are decoded.
+    """The images of prompts as padded arrays. Waits until all images are decoded.
 
     Args:
-      prompts: The prompts, which may be some of a batch.
-      max_tokens: S.
-      needed: `sizes_of` the whole batch.
-      most: `sizes_of` the whole split, or None if that is not known.
+      prompts: The prompts of a batch, or only some of them.
+      max_tokens: S, the tokens of a padded prompt.
+      needed: `sizes_of` the whole batch, so that all of its arrays have the same shapes.
+      most: `sizes_of` the whole split, or None if not known.
 
     Raises:
       ConfigError: An image is damaged.
@@ -161,10 +163,10 @@ class PromptImages:
 
 
 def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
-  """An example for a model that sees no images.
+  """An example for a model without a vision tower: image columns keep their original values.
 
   Raises:
-    ConfigError: It has images, and not only texts in a column of that name.
+    ConfigError: An image column holds anything but texts, numbers and None.
   """
   if not any(
     isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in IMAGE_COLUMNS
@@ -185,7 +187,7 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def has_images(example: Mapping[str, Any]) -> bool:
-  """Whether an example has a column of images, or a conversation with images in its messages."""
+  """Whether an example has an image column that is set, or a conversation with image parts."""
   if any(
     isinstance(example.get(name), (GivenImages, ImageSource, Drawing)) for name in IMAGE_COLUMNS
   ):
@@ -198,12 +200,12 @@ def has_images(example: Mapping[str, Any]) -> bool:
 
 
 def needed_sizes(prompts: Sequence[Seeing]) -> np.ndarray:
-  """`sizes_of` each prompt, int32 [P, 2]."""
+  """`sizes_of` each prompt alone, int32 [P, 2]."""
   return np.array([sizes_of([prompt.layouts]) for prompt in prompts], np.int32).reshape(-1, 2)
 
 
 def _is_plain(value: Any) -> bool:
-  """Whether a value has no images for sure: numbers and short texts."""
+  """Whether a value holds only texts, numbers and None, which are not read as images."""
   if isinstance(value, (list, tuple)):
     return all(map(_is_plain, value))
   return isinstance(value, (str, int, float)) or value is None

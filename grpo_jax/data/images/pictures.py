@@ -1,4 +1,4 @@
-"""The base of all kinds of image processors: pictures, their layout, and the scale of pixels."""
+"""The base class of image processors, with their pictures, layouts and scaling of pixels."""
 
 import abc
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from grpo_jax.data.images.resize import FILTERS
 
 
 class Picture(NamedTuple):
-  """An image, or a tile of one, as the vision tower gets it.
+  """An image, or one tile of an image, as input of the vision tower.
 
   Attributes:
-    patches_NC: float32, the pixels of each patch.
-    places_N2: int32, row and column of each patch.
+    patches_NC: float32, the C pixel values of each of the N patches.
+    places_N2: int32, row and column of each patch in the picture.
   """
 
   patches_NC: np.ndarray
@@ -26,11 +26,11 @@ class Picture(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The text and the visual tokens that an image of some size becomes. It need not be decoded.
+  """The text and the visual tokens of an image, which depend on the size of the image alone.
 
   Attributes:
-    text: The text that takes the place of the image's placeholder in a prompt.
-    tokens: For each picture, the rows and columns of its visual tokens.
+    text: The text that replaces the image's placeholder in a prompt.
+    tokens: For each picture of the image, the number of rows and of columns of its visual tokens.
   """
 
   text: str
@@ -39,13 +39,15 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-  """How an image is resampled, and how its bytes become numbers.
+  """How an image is resampled, and how its bytes become floats.
+
+  A byte is multiplied by `factor`. If there are mean and std, the result is then normalized.
 
   Attributes:
-    resample: A number of `resize.FILTERS`.
-    mean: The numbers that are subtracted from the channels.
-    std: The numbers that the channels are then divided by.
-    factor: The number that the result is multiplied by. A scale has a mean and std, or a factor.
+    resample: The resampling filter, a key of `resize.FILTERS`.
+    mean: The mean of each channel after the multiplication, or None.
+    std: The standard deviation of each channel after the multiplication, or None.
+    factor: The rescaling factor of bytes, such as 1 / 255.
   """
 
   resample: int
@@ -54,24 +56,24 @@ class Scale:
   factor: float
 
   def __call__(self, image: np.ndarray) -> np.ndarray:
-    """The numbers of uint8 [height, width, 3]: float32 of the same shape."""
+    """Scales uint8 [height, width, 3]. Returns float32 of the same shape."""
     numbers = image.astype(np.float32)
     if self.mean is None:
       return numbers * np.float32(self.factor)
-    # As transformers does: the mean and std of bytes, computed in float32.
-    by = np.float32(1.0 / self.factor)
-    return (numbers - np.float32(self.mean) * by) / (np.float32(self.std) * by)
+    # transformers divides mean and std by the factor instead, which rounds differently.
+    inverse = np.float32(1.0 / self.factor)
+    return (numbers - np.float32(self.mean) * inverse) / (np.float32(self.std) * inverse)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind(abc.ABC):
-  """A kind of image processor, with the settings of a folder.
+  """The base class of image processors. An instance has the settings of a model's folder.
 
   Attributes:
     scale: How pixels are resampled and scaled.
-    patch: Height and width of a patch.
-    token: The token that a visual token takes the place of.
-    has_axes: Whether tokens have positions on three axes.
+    patch: Height and width of a patch in pixels.
+    token: The text of the special token that marks each visual token in a prompt.
+    has_axes: Whether tokens have positions on three axes: time, height and width.
   """
 
   scale: Scale
@@ -96,24 +98,24 @@ class Kind(abc.ABC):
 
   @property
   def patch_numbers(self) -> int:
-    """C, how many numbers a patch has: those of 3 channels."""
+    """C, the number of values in a patch, from 3 channels."""
     return 3 * self.patch**2
 
   @abc.abstractmethod
   def layout(self, height: int, width: int) -> Layout:
-    """The layout of an image. Raises ValueError if the processor cannot take this size."""
+    """The layout of an image of this size. Raises ValueError if the size is not supported."""
 
   @abc.abstractmethod
   def pictures(self, image: np.ndarray) -> list[Picture]:
-    """The pictures of an image, uint8 [height, width, 3], in the order of `Layout.tokens`."""
+    """Turns uint8 [height, width, 3] into pictures, in the order of `Layout.tokens`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SquareKind(Kind):
-  """A kind whose pictures are squares of one size.
+  """An image processor whose pictures are squares of one size.
 
   Attributes:
-    side: Height and width of a picture.
+    side: Height and width of a picture in pixels.
     tokens: How many visual tokens a picture has, a square number.
   """
 
@@ -127,17 +129,17 @@ class SquareKind(Kind):
 
   @property
   def grid(self) -> tuple[int, int]:
-    """The rows and columns of a picture's visual tokens."""
+    """The number of rows and of columns of a picture's visual tokens."""
     return math.isqrt(self.tokens), math.isqrt(self.tokens)
 
   def check_sizes(self, fields: Fields, size: str, around: Fields, count: str) -> None:
-    """Raises ConfigError for patches that do not fill the picture, or cannot become the tokens.
+    """Raises ConfigError if the patches do not fill a picture or cannot be merged into its tokens.
 
     Args:
-      fields: Has the side of a picture.
-      size: In this field.
-      around: Has the number of tokens.
-      count: In this field.
+      fields: The fields that contain the side of a picture, for the error message.
+      size: The name of the field with the side.
+      around: The fields that contain the number of visual tokens, for the error message.
+      count: The name of the field with this number.
     """
     if self.side % self.patch:
       fields.refuse(size, f"it must be a multiple of the model's patch_size, {self.patch}")
@@ -149,8 +151,8 @@ class SquareKind(Kind):
 def scale_of(fields: Fields, defaults: Mapping[str, object]) -> Scale:
   """The scale that the fields of an image processor describe.
 
-  Raises:
-    ConfigError: A field has a value that no processor has.
+  `defaults` has `resample`, `mean`, `std` and maybe `do_normalize`, for fields that are absent.
+  Raises ConfigError for a value that is not supported.
   """
   fields.must_be_true("do_resize", "do_convert_rgb")
   fields.must_be_false("do_center_crop")
@@ -166,28 +168,21 @@ def scale_of(fields: Fields, defaults: Mapping[str, object]) -> Scale:
 
 
 def patches_of(image: np.ndarray, size: int) -> np.ndarray:
-  """The patches of an image.
-
-  Args:
-    image: [height, width, channels], multiples of `size`.
-    size: Height and width of a patch.
-
-  Returns:
-    [rows, columns, height of a patch, width of a patch, channels].
-  """
+  """Cuts [rows * size, columns * size, channels] into [rows, columns, size, size, channels]."""
   rows, columns = image.shape[0] // size, image.shape[1] // size
   return image.reshape(rows, size, columns, size, -1).transpose(0, 2, 1, 3, 4)
 
 
 def places_of(rows: int, columns: int) -> np.ndarray:
-  """int32 [rows, columns, 2], the row and the column of each patch."""
+  """The row and the column of each patch, int32 [rows, columns, 2]."""
   return np.stack(np.mgrid[:rows, :columns], -1).astype(np.int32)
 
 
 def as_convolution(image: np.ndarray, size: int) -> Picture:
-  """A picture whose patches are in rows, with their numbers in the order of a convolution's kernel.
+  """Cuts an image into a picture's patches, row by row.
 
-  That order is channel, row, column.
+  The values of a patch are in the order of a convolution's kernel: channel, row, column. The image
+  is float32 [height, width, 3]. Height and width are multiples of `size`.
   """
   patches = patches_of(image, size)
   count = patches.shape[0] * patches.shape[1]

@@ -1,4 +1,4 @@
-"""The image processor of a model's folder: turns images into texts of prompts and pictures."""
+"""The image processor of a model's folder: makes prompt texts and pictures from images."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -15,22 +15,22 @@ from grpo_jax.settings import ConfigError
 
 
 class TextEncoder(Protocol):
-  """The part of a tokenizer that a processor needs. `tokenizers.Tokenizer` is one."""
+  """The interface of a tokenizer that a processor uses. `tokenizers.Tokenizer` implements it."""
 
   @property
   def special(self) -> Mapping[str, str]:
-    """The texts of the special tokens by their roles."""
+    """The texts of the special tokens, keyed by role."""
 
   def encode(self, text: str) -> list[int]:
-    """Token ids of a text."""
+    """Returns the token ids of a text."""
 
 
 class Placed(NamedTuple):
-  """Where the visual tokens of a prompt with S tokens are.
+  """The places of the visual tokens in a prompt with S tokens.
 
   Attributes:
-    seen_S2: int32, `types.Images.seen_PS2` of this prompt.
-    positions_S3: int32, `types.Images.positions_PS3` of this prompt, or None.
+    seen_S2: int32, the row of `types.Images.seen_PS2` for this prompt.
+    positions_S3: int32, the row of `types.Images.positions_PS3` for this prompt, or None.
     next: The position of the first token after the prompt.
   """
 
@@ -44,18 +44,18 @@ class Processor:
   """An image processor.
 
   Attributes:
-    kind: The kind of processor, which says how images become pictures.
-    token_id: The id of the token that a visual token takes the place of.
+    kind: The processor of the model family, which determines how images become pictures.
+    token_id: The id of the token that marks each visual token in a prompt.
   """
 
   kind: Kind
   token_id: int
 
   def layout(self, image: AnyImage) -> Layout:
-    """The layout of an image, from its header.
+    """The layout of an image, computed from the size in its header.
 
     Raises:
-      ConfigError: The image cannot be read, or the processor cannot take one of its size.
+      ConfigError: The image cannot be read, or the processor does not support its size.
     """
     height, width = image.size()
     try:
@@ -68,11 +68,7 @@ class Processor:
       ) from None
 
   def pictures(self, image: AnyImage) -> list[Picture]:
-    """The pictures of an image, which is decoded.
-
-    Raises:
-      ConfigError: The image is damaged, or is not what its header said.
-    """
+    """Decodes an image. Raises ConfigError if it is damaged or its size is not the header's."""
     pixels, size = image.pixels(), image.size()
     if pixels.shape[:2] != size:
       raise ConfigError(
@@ -81,11 +77,11 @@ class Processor:
     return self.kind.pictures(pixels)
 
   def expand(self, text: str, layouts: Sequence[Layout], where: str) -> str:
-    """A prompt with the texts of its images in the place of placeholders.
+    """Replaces the image placeholders of a prompt by the texts of its images.
 
     Args:
       text: The prompt as a chat template rendered it.
-      layouts: The layouts of its images, in their order.
+      layouts: The layouts of its images, in the order of the placeholders.
       where: The name of the prompt in error messages.
 
     Raises:
@@ -99,15 +95,16 @@ class Processor:
     return first + "".join(layout.text + part for layout, part in zip(layouts, rest))
 
   def place(self, ids: Sequence[int], layouts: Sequence[Layout], where: str) -> Placed:
-    """Where the visual tokens of a prompt are.
+    """Assigns the visual tokens of the images to tokens of the prompt.
 
     Args:
       ids: The token ids of the expanded prompt.
-      layouts: The layouts of its images, in their order.
+      layouts: The layouts of its images, in the order of the prompt.
       where: The name of the prompt in error messages.
 
     Raises:
-      ConfigError: The prompt has other tokens of images, which its text wrote.
+      ConfigError: The prompt and the layouts differ in the number of visual tokens, because a text
+        contains the image token.
     """
     grids = [grid for layout in layouts for grid in layout.tokens]
     counts = [rows * columns for rows, columns in grids]
@@ -127,33 +124,36 @@ class Processor:
 
 
 def _positions(seen_S2: np.ndarray, grids: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
-  """The positions of a prompt's tokens in time, height and width, as Qwen2-VL has them.
+  """The positions of a prompt's tokens in time, height and width, as in Qwen2-VL.
 
-  The tokens of a picture have the same time, and their row and column in it, all counted from where
-  the picture begins. The text after it goes on after the largest of these numbers.
+  A text token has the same position on all axes, one more than the token before it. A picture that
+  begins at position b has time b, height b + row and width b + column. The next text begins at
+  b + max(rows, columns).
 
   Args:
-    seen_S2: int32, the number of the picture that each token sees, and the number of the visual
-      token in it. -1 where the token is text.
-    grids: The rows and columns of visual tokens of each picture.
+    seen_S2: int32, `Placed.seen_S2`: the number of the picture and of the visual token in it, or -1
+      for text.
+    grids: The number of rows and of columns of visual tokens of each picture.
 
   Returns:
-    The positions, int32 [S, 3], and the position of the first token after the prompt.
+    (positions, int32 [S, 3]; the position of the first token after the prompt)
   """
   positions_S3 = np.empty((len(seen_S2), 3), np.int32)
-  begin = place = 0
+  position = done = 0  # the next position, and the number of tokens that have one
   for picture, (rows, columns) in enumerate(grids):
     first = int(np.argmax(seen_S2[:, 0] == picture))
     end = first + rows * columns
-    positions_S3[place:first] = begin + np.arange(first - place)[:, None]
-    begin += first - place
+    positions_S3[done:first] = position + np.arange(first - done)[:, None]
+    position += first - done
     inside = np.indices((1, rows, columns)).reshape(3, -1).T
-    positions_S3[first:end] = begin + inside
-    begin, place = begin + max(rows, columns), end
-  positions_S3[place:] = begin + np.arange(len(seen_S2) - place)[:, None]
-  return positions_S3, begin + len(seen_S2) - place
+    positions_S3[first:end] = position + inside
+    position, done = position + max(rows, columns), end
+  positions_S3[done:] = position + np.arange(len(seen_S2) - done)[:, None]
+  return positions_S3, position + len(seen_S2) - done
 
 
+# Called with the fields of the image processor, of the processor that contains it, and of
+# vision_config, and with the special tokens by role.
 _Make = Callable[[Fields, Fields, Fields, dict[str, str]], Kind]
 _KINDS: dict[str, _Make] = {
   "Qwen2VLImageProcessor": lambda own, around, vision, tokens: qwen_vl.make(own),
@@ -169,14 +169,15 @@ def load(folder: str | Path, tokenizer: TextEncoder) -> Processor | None:
   """The image processor of a model's folder.
 
   Args:
-    folder: The folder.
+    folder: The folder, which need not exist.
     tokenizer: The tokenizer of the model.
 
   Returns:
-    The processor. None if the folder has none.
+    The processor. None if the folder has no image processor.
 
   Raises:
-    ConfigError: Its files cannot be read, or ask for something that is not supported.
+    ConfigError: A file cannot be read, a field has a value that is not supported, or the tokenizer
+      lacks the image token.
   """
   folder = Path(folder).expanduser()
   found = read(folder) if folder.is_dir() else None
@@ -199,9 +200,9 @@ def load(folder: str | Path, tokenizer: TextEncoder) -> Processor | None:
 
 
 def special_tokens(folder: Path, tokenizer: TextEncoder) -> dict[str, str]:
-  """The texts of special tokens by their roles, with those that only multimodal models have.
+  """The texts of special tokens by role, including the tokens that only multimodal models have.
 
-  Different versions of transformers write the latter to different places of tokenizer_config.json.
+  Versions of transformers store the latter in different fields of tokenizer_config.json.
   """
   config = read_json(folder / "tokenizer_config.json") or {}
   found = dict(tokenizer.special)

@@ -1,7 +1,7 @@
-"""Images as Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 see them: of any size, in merged patches.
+"""The image processor of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, for images of any size.
 
-An image keeps about its shape. Height and width become multiples of a merged patch, and their
-product stays within bounds. Patches that are merged follow each other.
+An image roughly keeps its aspect ratio. Each side is rounded to a multiple of a merged patch,
+and the number of pixels stays within bounds. The patches of one visual token are consecutive.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ _CLIP = {
   "resample": 3,
 }
 _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-_MOST_STRETCHED = 200  # the longer side divided by the shorter one
+_MOST_STRETCHED = 200  # the largest ratio of the longer side to the shorter side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenVL(Kind):
-  """The settings of a folder.
+  """The image processor with the settings of a model's folder.
 
   Attributes:
-    frames: How often a patch repeats its image, which a video's frames would take.
-    merge: Rows and columns of patches that become a visual token.
-    fewest: The fewest pixels of a resized image. The rounding of its sides may pass it.
-    most: The most pixels.
+    frames: How often a patch repeats its pixels. A video would have this many frames in a patch.
+    merge: The side of the square of patches that becomes one visual token, in patches.
+    fewest: The fewest pixels of a resized image, which grows if it has fewer.
+    most: The most pixels of a resized image, which shrinks if it has more.
   """
 
   frames: int
@@ -59,7 +59,7 @@ class QwenVL(Kind):
 
   @property
   def patch_numbers(self) -> int:
-    """3 channels, `frames` times."""
+    """C, the number of values in a patch: 3 channels for each of the `frames`."""
     return 3 * self.frames * self.patch**2
 
   def layout(self, height: int, width: int) -> Layout:
@@ -70,7 +70,7 @@ class QwenVL(Kind):
     return Layout(self.token * (rows * columns), ((rows, columns),))
 
   def pictures(self, image: np.ndarray) -> list[Picture]:
-    """Patches in the order of visual tokens. Numbers of a patch: channel, frame, row, column."""
+    """One picture: patches in the order of tokens, values as [channel, frame, row, column]."""
     height, width = self._resized(*image.shape[:2])
     pixels = self.scale(resize(image, height, width, self.scale.resample))
     patches = patches_of(pixels, self.patch).transpose(0, 1, 4, 2, 3)
@@ -79,14 +79,14 @@ class QwenVL(Kind):
     return [Picture(repeated, self._merged(places_of(*patches.shape[:2])))]
 
   def _merged(self, patches: np.ndarray) -> np.ndarray:
-    """[rows, columns, ...] as [rows * columns, ...], with the patches of a token together."""
+    """Flattens [rows, columns, ...] to [rows * columns, ...], so that a token's patches adjoin."""
     rows, columns = (size // self.merge for size in patches.shape[:2])
     rest = patches.shape[2:]
     split = patches.reshape(rows, self.merge, columns, self.merge, *rest)
     return split.swapaxes(1, 2).reshape(-1, *rest)
 
   def _resized(self, height: int, width: int) -> tuple[int, int]:
-    """The height and width of an image after resizing."""
+    """The height and width after resizing. Raises ValueError if the processor has no such size."""
     if max(height, width) > _MOST_STRETCHED * min(height, width):
       raise ValueError(f"one side is more than {_MOST_STRETCHED} times the other")
     unit = self.patch * self.merge
@@ -99,19 +99,15 @@ class QwenVL(Kind):
     elif new_height * new_width < self.fewest:
       grow = math.sqrt(self.fewest / (height * width))
       new_height, new_width = (math.ceil(side * grow / unit) * unit for side in (height, width))
-    if not new_height or not new_width:  # a bound on the pixels that is below one token
+    if not new_height or not new_width:  # a safeguard: both branches keep at least one unit
       raise ValueError("a side would have no pixels")
     return new_height, new_width
 
 
 def make(fields: Fields) -> QwenVL:
-  """The processor of a folder.
-
-  Raises:
-    ConfigError: A field has a value that this processor does not have.
-  """
+  """Makes the processor from a folder's fields. Raises ConfigError for an unsupported value."""
   size = fields.inside("size", _SIZE)
-  # Older folders have these two names, which win.
+  # Older folders have min_pixels and max_pixels, which take precedence over `size`.
   fewest = fields.count("min_pixels", size.count("shortest_edge", _SIZE["shortest_edge"]))
   most = fields.count("max_pixels", size.count("longest_edge", _SIZE["longest_edge"]))
   return QwenVL(

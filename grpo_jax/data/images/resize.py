@@ -1,7 +1,7 @@
-"""Resizes images as torchvision does, to the last bit.
+"""Resizes images with the same bits as torchvision.
 
-transformers resizes uint8 tensors with torchvision, whose kernel on CPUs computes with integers:
-weights of 16 bits, and values that are rounded to uint8 after the columns and after the rows.
+transformers resizes uint8 tensors with torchvision, whose CPU kernel computes with integers: it has
+16-bit weights and rounds to uint8 twice, after resizing the width and after resizing the height.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,10 @@ import functools
 
 import numpy as np
 
-_MOST_BITS = 22  # of the fraction of a weight
-_LARGEST = 1 << 15  # what a weight of 16 bits stays below
-_TOGETHER = 16  # neighbours that are computed at once
-_COLUMNS = 1 << 15  # of them, so that a part fits the processor's caches
+_MOST_BITS = 22  # the most fractional bits of a weight
+_LARGEST = 1 << 15  # signed 16-bit weights are below this
+_TOGETHER = 16  # output rows that one matrix product computes
+_COLUMNS = 1 << 15  # columns that one matrix product computes, so that they fit the CPU's caches
 
 
 def _bilinear(distances: np.ndarray) -> np.ndarray:
@@ -32,7 +32,7 @@ def _lanczos(distances: np.ndarray) -> np.ndarray:
   return np.where(inside, np.sinc(distances) * np.sinc(distances / 3.0), 0.0)
 
 
-# By Pillow's numbers, which transformers writes: the name, the filter, and how far it reaches.
+# Pillow's number of a filter, which transformers stores: name, function of distances, and radius.
 FILTERS: dict[int, tuple[str, Callable[[np.ndarray], np.ndarray], int]] = {
   1: ("lanczos", _lanczos, 3),
   2: ("bilinear", _bilinear, 1),
@@ -41,13 +41,13 @@ FILTERS: dict[int, tuple[str, Callable[[np.ndarray], np.ndarray], int]] = {
 
 
 def resize(image: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
-  """An image of another size, with antialiasing.
+  """Resizes an image with antialiasing.
 
   Args:
     image: uint8 [old height, old width, channels].
-    height: The new height.
-    width: The new width.
-    resample: A number of FILTERS.
+    height: The new height in pixels.
+    width: The new width in pixels.
+    resample: The filter, a key of FILTERS.
 
   Returns:
     uint8 [height, width, channels].
@@ -61,34 +61,35 @@ def resize(image: np.ndarray, height: int, width: int, resample: int) -> np.ndar
 
 
 def _first_axis(image: np.ndarray, size: int, resample: int) -> np.ndarray:
-  """The image with another size of its first axis.
+  """Resizes the first axis to `size`.
 
-  Some neighbours at a time are a product of matrices. In float64 it is exact, because weights and
-  bytes are integers and their sums are far below 2**53.
+  Each block of output rows is a product of matrices. Float64 is exact, because weights and bytes
+  are integers, the sums are far below 2**53, and the divisor is a power of two.
   """
-  places, weights, bits = _weights(image.shape[0], size, resample)
-  rest = image.reshape(len(image), -1)
-  resized = np.empty((size, rest.shape[1]), np.uint8)
+  sources, weights, bits = _weights(image.shape[0], size, resample)
+  flat = image.reshape(len(image), -1)
+  resized = np.empty((size, flat.shape[1]), np.uint8)
   for begin in range(0, size, _TOGETHER):
-    some = slice(begin, min(begin + _TOGETHER, size))
-    low, high = int(places[0, some].min()), int(places[-1, some].max()) + 1
-    matrix = np.zeros((some.stop - begin, high - low))
-    for place, weight in zip(places[:, some], weights[:, some]):
-      matrix[np.arange(len(place)), place - low] += weight
+    rows = slice(begin, min(begin + _TOGETHER, size))
+    low, high = int(sources[0, rows].min()), int(sources[-1, rows].max()) + 1
+    matrix = np.zeros((rows.stop - begin, high - low))
+    for source, weight in zip(sources[:, rows], weights[:, rows]):
+      matrix[np.arange(len(source)), source - low] += weight
     matrix /= 1 << bits
-    for left in range(0, rest.shape[1], _COLUMNS):
-      part = slice(left, left + _COLUMNS)
-      sums = matrix @ rest[low:high, part].astype(np.float64)
-      resized[some, part] = np.clip(np.floor(sums + 0.5), 0, 255)
+    for left in range(0, flat.shape[1], _COLUMNS):
+      columns = slice(left, left + _COLUMNS)
+      sums = matrix @ flat[low:high, columns].astype(np.float64)
+      resized[rows, columns] = np.clip(np.floor(sums + 0.5), 0, 255)
   return resized.reshape(size, *image.shape[1:])
 
 
 @functools.lru_cache(64)
 def _weights(old: int, new: int, resample: int) -> tuple[np.ndarray, np.ndarray, int]:
-  """Which old places make a new one, with which integer weights.
+  """The input indices of size `old` that each output index sums over, and their integer weights.
 
   Returns:
-    (places and weights, each [places of a sum, new], and the bits of the weights' fraction)
+    (indices, int64 [summands, new]; weights, int32 [summands, new], which are divided by 2**bits
+    and are 0 for unused indices; bits)
   """
   _, kernel, reach = FILTERS[resample]
   scale = old / new
@@ -96,13 +97,13 @@ def _weights(old: int, new: int, resample: int) -> tuple[np.ndarray, np.ndarray,
   centres = scale * (np.arange(new) + 0.5)
   first = np.maximum((centres - support + 0.5).astype(np.int64), 0)
   end = np.minimum((centres + support + 0.5).astype(np.int64), old)
-  places = first + np.arange(int((end - first).max()))[:, None]
-  weights = kernel((places - centres + 0.5) * min(1.0 / scale, 1.0))
-  weights = np.where(places < end, weights, 0.0)
+  sources = first + np.arange(int((end - first).max()))[:, None]
+  weights = kernel((sources - centres + 0.5) * min(1.0 / scale, 1.0))
+  weights = np.where(sources < end, weights, 0.0)
   weights /= weights.sum(0)
-  bits = 0
+  bits = 0  # the most for which the largest weight still fits 16 bits
   while bits < _MOST_BITS and int(0.5 + weights.max() * (1 << (bits + 1))) < _LARGEST:
     bits += 1
   half = np.where(weights < 0, -0.5, 0.5)
   integers = np.trunc(weights * (1 << bits) + half).astype(np.int32)
-  return np.minimum(places, old - 1), integers, bits
+  return np.minimum(sources, old - 1), integers, bits

@@ -1,4 +1,4 @@
-"""Describes an image for a reader: where it comes from, and a small picture of it."""
+"""Describes an image for people: its source, and a thumbnail."""
 
 import base64
 import hashlib
@@ -10,12 +10,12 @@ from PIL import Image
 from grpo_jax.data.images.source import AnyImage, ImageSource, on_white
 from grpo_jax.settings import ConfigError
 
-_SIDE = 64  # pixels of a thumbnail
-MOST = 4  # images of a prompt that have one
+_SIDE = 64  # pixels of a thumbnail's longer side
+MOST = 4  # the most images of a prompt with a thumbnail
 
 
 def shown(images: tuple[AnyImage, ...]) -> list[dict[str, Any]]:
-  """`source` of each image as JSON holds it, and `thumbnail` of the first ones, a data URL."""
+  """JSON-like entries of images: `source`, and for the first `MOST` images also `thumbnail`."""
   return [
     {"source": source(image)} | ({"thumbnail": thumbnail(image)} if number < MOST else {})
     for number, image in enumerate(images)
@@ -23,7 +23,7 @@ def shown(images: tuple[AnyImage, ...]) -> list[dict[str, Any]]:
 
 
 def source(image: AnyImage) -> str:
-  """The path or URL of an image. Of bytes: their row and column, and the start of their SHA-256."""
+  """The path or URL of an image. For bytes: `where` and the start of their SHA-256."""
   if not isinstance(image, ImageSource):
     return f"a drawing of {image.scene!r:.300}"
   if image.data:

@@ -1,6 +1,7 @@
-"""An image as a data set names it: checked by its header, and decoded when it is needed.
+"""Images of a data set: files, bytes or URLs that are decoded when a batch needs them.
 
-Files of other people are read here, so nothing is decoded before its size is known to be in limits.
+The files may come from untrusted people, so an image is decoded only after its header shows that
+its size is within the limits.
 """
 
 import base64
@@ -26,29 +27,29 @@ from grpo_jax.settings import ConfigError, shown
 MOST_BYTES = 64 << 20  # of a file
 MOST_IMAGES = 4096  # of a prompt
 MOST_PIXELS = 50_000_000  # of an image: height times width
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # none that runs another program
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow runs no program for these
 _STARTS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P")
-_MOST_CHUNKS = 10_000  # of a PNG, because Pillow takes 10 us for each
-_SECONDS = 20  # for one download
-_ORIENTATION = 0x0112  # of EXIF
-_WIDTH, _LENGTH = 0x0100, 0x0101  # of TIFF
+_MOST_CHUNKS = 10_000  # the most of a PNG, because Pillow needs 10 us a chunk
+_SECONDS = 20  # timeout of a download
+_ORIENTATION = 0x0112  # tag of EXIF
+_WIDTH, _LENGTH = 0x0100, 0x0101  # tags of TIFF
 _TURNED = (5, 6, 7, 8)  # orientations that swap height and width
-_LONGEST_PATH = 1024  # a longer text that is no file was meant as base64
+_LONGEST_PATH = 1024  # a longer text that names no file is taken as base64
 
-# Pillow warns of large images. The limit here is lower, and is an error.
+# Pillow warns of large images. MOST_PIXELS is lower than its limit, and exceeding it is an error.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageSource:
-  """An image in a file, in bytes, or at a URL. Equal ones have the same content.
+  """An image in a file, in bytes, or at a URL. Equal sources have the same content.
 
   Attributes:
-    where: Its name in error messages, such as "data.path: train.jsonl line 3: image".
-    path: The file, or "".
-    data: The bytes of a file, if there is no path.
-    url: Its address, if there are no bytes.
-    may_download: Whether images may be read from URLs.
+    where: The origin in error messages, such as "data.path: train.jsonl line 3: image".
+    path: The path of the file. "" for bytes and URLs.
+    data: The bytes of an image file. b"" for paths and URLs.
+    url: The URL. "" for paths and bytes.
+    may_download: Whether the image may be read from a URL.
   """
 
   where: str = dataclasses.field(compare=False)
@@ -59,24 +60,20 @@ class ImageSource:
 
   @property
   def name(self) -> str:
-    """Its name in error messages, with its file or URL."""
+    """The name of the image in error messages: `where`, and the path or URL."""
     file = self.path or self.url
     return f"{self.where} ({file:.200})" if file else self.where
 
   def size(self) -> tuple[int, int]:
-    """Height and width of the upright image, from its header.
-
-    Raises:
-      ConfigError: There is no image, or it is beyond the limits.
-    """
+    """Height and width after rotation by EXIF, from the header. Raises like `image`."""
     with self._open() as image:
       return _upright_size(image, self.where)
 
   def image(self) -> Image.Image:
-    """The decoded image, upright, in its own mode. Of an animation: the first frame.
+    """Decodes the image, rotated by EXIF, in the file's mode. Reads the first frame of animations.
 
     Raises:
-      ConfigError: There is no image, it is damaged, or it is beyond the limits.
+      ConfigError: There is no image, it is damaged, or it exceeds the limits.
     """
     with self._open() as image:
       try:
@@ -88,11 +85,11 @@ class ImageSource:
         ) from None
 
   def for_reward(self) -> Image.Image:
-    """A copy of `image`, which reward functions get. Raises like `image`."""
+    """A copy of `image` for a reward function, which may change it. Raises like `image`."""
     return _decoded(self).copy()
 
   def pixels(self) -> np.ndarray:
-    """The decoded image in RGB on white, uint8 [height, width, 3]. Raises like `image`."""
+    """Decodes to RGB on white, uint8 [height, width, 3]. Raises like `image`."""
     decoded = self.image()
     try:
       return on_white(decoded)
@@ -102,7 +99,7 @@ class ImageSource:
       ) from None
 
   def _open(self) -> Image.Image:
-    """The image, of which only the header was read, within the limits."""
+    """Opens the image: checks the limits and reads the header. Pillow decodes the pixels later."""
     file = self._file()
     try:
       with open(file, "rb") if isinstance(file, str) else contextlib.nullcontext(file) as opened:
@@ -130,7 +127,7 @@ class ImageSource:
     return image
 
   def _file(self) -> str | io.BytesIO:
-    """The file for Pillow: a path, which it opens and closes, or the bytes of a file."""
+    """The argument of Image.open: a path of a file that exists, or a stream of the bytes."""
     if self.data:
       self._check_bytes(len(self.data))
       return io.BytesIO(self.data)
@@ -165,10 +162,10 @@ class Drawing:
   """An image that a task draws.
 
   Attributes:
-    draw: Makes uint8 [height, width, 3] of the scene.
-    scene: The description of the scene to draw. It can be hashed.
-    height: In pixels.
-    width: In pixels.
+    draw: Maps the scene to pixels, uint8 [height, width, 3].
+    scene: The description of the scene to draw. It is hashable.
+    height: Height in pixels.
+    width: Width in pixels.
   """
 
   draw: Callable[[Any], np.ndarray]
@@ -178,7 +175,7 @@ class Drawing:
   name = "a drawing"
 
   def size(self) -> tuple[int, int]:
-    """Height and width."""
+    """Height and width in pixels."""
     return self.height, self.width
 
   def image(self) -> Image.Image:
@@ -186,11 +183,11 @@ class Drawing:
     return Image.fromarray(self.pixels())
 
   def for_reward(self) -> Image.Image:
-    """A copy of `image`, which reward functions get."""
+    """A copy of `image` for a reward function, which may change it."""
     return _decoded(self).copy()
 
   def pixels(self) -> np.ndarray:
-    """uint8 [height, width, 3]."""
+    """Draws the scene, uint8 [height, width, 3]."""
     return self.draw(self.scene)
 
 
@@ -198,17 +195,18 @@ AnyImage = ImageSource | Drawing
 
 
 def source_of(value: Any, where: str, folder: str = "", may_download: bool = False) -> AnyImage:
-  """An image as a data set gives it.
+  """Makes an image source of a value in a data set. Images of Pillow and arrays become PNG bytes.
 
   Args:
-    value: A path, a URL, a data URL, base64, bytes, an image of Pillow, an array of pixels, or what
-      the package datasets stores: {"bytes": ..., "path": ...}.
-    where: Its name in error messages.
-    folder: Where relative paths begin.
-    may_download: Whether images may be read from URLs.
+    value: A path, a URL, a data URL, base64, bytes, an image of Pillow, pixels as uint8 [height,
+      width(, channels)], a source, or a dict as the package datasets stores it: {"bytes": ...,
+      "path": ...}.
+    where: The name of the image in error messages.
+    folder: The folder that relative paths start from.
+    may_download: Whether the image may be read from a URL.
 
   Raises:
-    ConfigError: It is something else.
+    ConfigError: `value` is something else, is empty, or is a path without a file.
   """
   make = functools.partial(ImageSource, where, may_download=may_download)
   if isinstance(value, Drawing):
@@ -240,11 +238,7 @@ def source_of(value: Any, where: str, folder: str = "", may_download: bool = Fal
 
 
 def on_white(image: Image.Image) -> np.ndarray:
-  """An image in RGB, with what is transparent on white, as transformers has it.
-
-  Returns:
-    uint8 [height, width, 3].
-  """
+  """Converts an image to RGB on white, as transformers does: uint8 [height, width, 3]."""
   if "A" in image.getbands() or image.info.get("transparency") is not None:
     image = image.convert("RGBA")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -253,7 +247,7 @@ def on_white(image: Image.Image) -> np.ndarray:
 
 
 def _of_text(text: str, make: Callable[..., ImageSource], where: str, folder: str) -> ImageSource:
-  """The image of a path, a URL, a data URL or base64."""
+  """Tells a URL, a data URL, a path and base64 apart, and makes the source with `make`."""
   if text.startswith(("http://", "https://")):
     return make(url=text)
   if text.startswith("data:"):
@@ -264,6 +258,7 @@ def _of_text(text: str, make: Callable[..., ImageSource], where: str, folder: st
   path = os.path.join(folder, os.path.expanduser(text)) if text else ""
   if "\0" not in path and os.path.exists(path):
     return make(path=path)
+  # A short text counts as base64 only if it decodes to an image. Else it is a misspelled path.
   start = text[:64].strip()
   is_code = start.isascii() and not set(start) & set(".\\: _-")
   if len(text) > _LONGEST_PATH or (is_code and len(text) >= 40 and _looks_like_image(start)):
@@ -275,6 +270,7 @@ def _of_text(text: str, make: Callable[..., ImageSource], where: str, folder: st
 
 
 def _looks_like_image(start: str) -> bool:
+  """Whether this base64 decodes to the first bytes of an image file."""
   try:
     head = base64.b64decode(start[: len(start) // 4 * 4], validate=True)
   except binascii.Error:
@@ -295,7 +291,7 @@ def _from_base64(text: str, where: str) -> bytes:
 
 
 def _png(image: Image.Image, where: str) -> bytes:
-  """The bytes of a PNG without loss, so that the image can be sent to other processes."""
+  """Encodes an image as PNG, so that it can be sent to other processes. Rare modes become RGB."""
   file = io.BytesIO()
   try:
     image = ImageOps.exif_transpose(image)
@@ -307,19 +303,19 @@ def _png(image: Image.Image, where: str) -> bytes:
   return file.getvalue()
 
 
-@functools.lru_cache(4)  # the images of a prompt, which its completions have in common
+@functools.lru_cache(4)  # all completions of a prompt are scored with the same images
 def _decoded(image: AnyImage) -> Image.Image:
   return image.image()
 
 
 def _upright_size(image: Image.Image, where: str) -> tuple[int, int]:
   try:
-    # Pillow decodes a PNG to find metadata behind its pixels, which hardly any file has.
+    # PngImageFile.getexif would decode the PNG to find metadata after its pixels, which is rare.
     is_plain = image.format == "PNG" and not _has_late_metadata(image)
     exif = Image.Image.getexif(image) if is_plain else image.getexif()
     turned = exif.get(_ORIENTATION) in _TURNED
     height, width = image.height, image.width
-    if image.format == "TIFF":  # whose size some versions of Pillow give as that of the upright one
+    if image.format == "TIFF":  # some versions of Pillow have already swapped height and width
       height, width = image.tag_v2[_LENGTH], image.tag_v2[_WIDTH]
   except Exception as error:
     raise ConfigError(f"{where} has damaged metadata ({_one_line(error)}); replace it") from None
@@ -327,7 +323,7 @@ def _upright_size(image: Image.Image, where: str) -> tuple[int, int]:
 
 
 def _has_late_metadata(image: Image.Image) -> bool:
-  """Whether a PNG has texts or EXIF behind its first pixels."""
+  """Whether a PNG has texts or EXIF after its first chunk of pixels."""
   found, behind = False, False
   for kind in _chunks(image.fp):
     behind |= kind == b"IDAT"
@@ -336,7 +332,7 @@ def _has_late_metadata(image: Image.Image) -> bool:
 
 
 def _chunks(file: IO[bytes]) -> list[bytes]:
-  """The kinds of the chunks of a PNG, at most one more than it may have."""
+  """The types of a PNG's chunks. Stops at one more than `_MOST_CHUNKS`."""
   place, kinds = file.tell(), list[bytes]()
   try:
     file.seek(8)
@@ -350,11 +346,11 @@ def _chunks(file: IO[bytes]) -> list[bytes]:
 
 @functools.lru_cache(4096)
 def _downloaded(url: str, where: str) -> str:
-  """The file that a URL was downloaded to, once."""
+  """Downloads a URL, once a process. Returns the path of the temporary file."""
   try:
     with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
       data = answer.read(MOST_BYTES + 1)
-  except Exception as error:  # of the network, of HTTP, of a malformed address
+  except Exception as error:  # network and HTTP errors, malformed addresses
     raise ConfigError(f"{where} ({url:.200}) cannot be downloaded ({_one_line(error)})") from None
   if len(data) > MOST_BYTES:
     raise ConfigError(f"{where} ({url:.200}) has more than {MOST_BYTES:,} bytes")
@@ -377,10 +373,9 @@ def _one_line(error: BaseException) -> str:
 def sources_of(
   value: Any, where: str, folder: str = "", may_download: bool = False
 ) -> list[AnyImage]:
-  """The images of a row: of one value or of a list of them. None is no image.
+  """The images of a column whose value is None, one value as in `source_of`, or a list of values.
 
-  Raises:
-    ConfigError: A value is no image, or there are too many.
+  Raises ConfigError if a value is not an image, or for more than `MOST_IMAGES`.
   """
   if value is None:
     return []
@@ -394,6 +389,6 @@ def sources_of(
 
 
 def check_count(count: int, where: str) -> None:
-  """Raises ConfigError if a prompt has too many images."""
+  """Raises ConfigError if a prompt's number of images is above `MOST_IMAGES`."""
   if count > MOST_IMAGES:
     raise ConfigError(f"{where}: there are {count:,} images; a prompt may have {MOST_IMAGES:,}")

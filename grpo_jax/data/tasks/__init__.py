@@ -1,4 +1,4 @@
-"""Tasks: the training and test examples of a problem, generated or made of the rows of files.
+"""Tasks: training and test examples, generated or made from the rows of files.
 
-They may import files/ beside them, and never jax.
+These modules may import files/, and never jax.
 """

@@ -2,7 +2,7 @@
 
 The solution of an example has one of two forms. The worked form goes from left to right,
 `7+15=22;22-6=16;16+9=25;#### 25`. The direct form is the answer alone, `#### 25`. A model that was
-warm-started on both can produce both. Reinforcement learning then finds out that the worked form is
+warm-started on both can produce both. Reinforcement learning then discovers that the worked form is
 right more often.
 """
 
@@ -12,7 +12,7 @@ import zlib
 
 from grpo_jax.data.tasks.generated import Generated
 
-OPERANDS = 4  # of a sum, where nothing else is said
+OPERANDS = 4  # the default number of operands in a sum
 MAX_OPERAND = 20  # operands are 1..MAX_OPERAND
 MAX_TOTAL = 99  # running totals are 0..MAX_TOTAL
 WORKED_SHARE = 0.4  # the fraction of examples whose solution is worked
@@ -33,14 +33,14 @@ class Arithmetic(Generated):
 def split_of(question: str) -> str:
   """The split that a question belongs to: "test" for about one question in ten, else "train".
 
-  It depends on the text alone, so that no question is in both splits.
+  The split depends on the text alone, so that no question is in both splits.
   """
   return "test" if zlib.crc32(question.encode()) % 10 == 0 else "train"
 
 
 def _example(split: str, operands: int, index: int) -> dict[str, str]:
   """Example `index` of a split: a sum, whose solution shows the steps in some examples."""
-  # Only random() is called on it, because Python promises that its numbers never change.
+  # Only random() is called, because Python promises that its sequence never changes.
   name = f"{split}/{index}" if operands == OPERANDS else f"{split}/{operands}/{index}"
   rng = random.Random(name)
   while True:
@@ -57,7 +57,7 @@ def _example(split: str, operands: int, index: int) -> dict[str, str]:
 
 
 def _problem(rng: random.Random, operands: int) -> tuple[str, str, int]:
-  """A question, the steps of its worked solution and its answer."""
+  """Draws a sum. Returns (question, steps of the worked solution, answer)."""
   total = _operand(rng)
   question, steps = str(total), ""
   for _ in range(operands - 1):

@@ -9,17 +9,21 @@ from grpo_jax.settings import ConfigError
 
 
 def code_example(row: Any, where: str) -> dict[str, Any]:
-  """An example of a row that has tests.
+  """Makes an example of a row with a programming problem and its tests.
 
-  Its columns of tests go to the reward function `code` as they are. The question says what kind of
-  program is asked for. In the layout of MBPP it holds the first test: the others are hidden.
+  The reward function `code` receives the columns of tests unchanged. The question says whether a
+  function or a program is wanted. In the layout of MBPP, the question shows only the first test.
 
   Args:
     row: The row, in one of the layouts.
-    where: Its place, for error messages.
+    where: The file and the number of the row, for error messages.
+
+  Returns:
+    `question`, `solution` (fenced code, or ""), `answer` and `code` (the solution as in the row),
+    `place` (`where`), and the columns of tests.
 
   Raises:
-    ConfigError: A column is missing, or cannot be read.
+    ConfigError: A column is missing or cannot be read.
   """
   layout = layout_of(row) if isinstance(row, Mapping) else None
   if layout is None:

@@ -1,11 +1,11 @@
 """Countdown: combine numbers, each used once, so that they make a target. Generated on the fly.
 
 The question `3 4 2 = 10:` asks for an expression such as `3*4-2`. Every problem has a solution that
-takes the numbers in their order, with one of + - * between them.
+uses the numbers in the given order, with one of + - * between them.
 
 The solution of an example has one of two forms. The right form makes the target, `#### 3*4-2`. The
 hasty form adds all numbers, `#### 3+4+2`, and is usually wrong. A model that was warm-started on
-both adds most of the time. Reinforcement learning then finds out that looking at the target pays.
+both adds most of the time. Reinforcement learning then discovers that the target matters.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ LARGEST_TARGET = 99  # targets are 1..LARGEST_TARGET
 HASTY_SHARE = 0.6  # the fraction of examples whose solution adds all numbers
 SIZES = {"train": 20_000, "test": 2_000}
 ALPHABET = "0123456789+-*=:# "
-# The ways to combine three numbers in their order.
+# The ways to combine three numbers in order.
 _SIGNS = [(first, second) for first in "+-*" for second in "+-*"]
 
 
@@ -39,15 +39,15 @@ class Countdown(Generated):
 def split_of(numbers: Sequence[int], target: int) -> str:
   """The split that a problem belongs to: "test" for about one problem in ten, else "train".
 
-  It depends on the target and on the numbers in any order, so that the splits share no problem.
+  The order of the numbers does not matter, so the splits share no problem.
   """
   key = f"{sorted(numbers)}={target}"
   return "test" if zlib.crc32(key.encode()) % 10 == 0 else "train"
 
 
 def _example(split: str, index: int) -> dict[str, Any]:
-  """Example `index` of a split: three numbers and a target, whose solution is wrong in some."""
-  # Only random() is called on it, because Python promises that its numbers never change.
+  """Example `index` of a split: three numbers and a target. The solution may be hasty."""
+  # Only random() is called, because Python promises that its sequence never changes.
   rng = random.Random(f"countdown/{split}/{index}")
   while True:
     numbers = [1 + int(rng.random() * LARGEST) for _ in range(3)]

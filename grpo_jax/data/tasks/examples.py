@@ -1,4 +1,4 @@
-"""Makes examples of the rows of files: one function for each layout."""
+"""Makes examples from the rows of files, with a function for each layout."""
 
 from collections.abc import Mapping, Sequence
 import itertools
@@ -14,15 +14,16 @@ from grpo_jax.settings import ConfigError
 
 # GSM8K's annotations for a calculator, such as <<5+6=11>>. The warm start must not imitate them.
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
-# Prompts, reward functions and the warm start read these fields as texts. Files may hold numbers.
+# Prompts, reward functions and the warm start read these fields as texts. Files may have numbers.
 _TEXT_FIELDS = ("question", "answer", "solution", "task")
-# Arguments of reward functions that a column of the first row replaces, and one of later rows not.
+# Reward functions have arguments of these names. Only a column that the first row has, or that a
+# template uses, replaces them.
 _OF_RUN = ("prompts", "messages")
 _ABSENT = object()
 
 
 def gsm8k(row: Row, where: str) -> Example:
-  """A row with `question` and `answer`, which ends in '#### NUMBER'."""
+  """Makes an example from a row with `question` and an `answer` that ends in '#### NUMBER'."""
   question = _question(row, where, "question")
   solution = _CALCULATOR.sub("", _text(row, where, "answer"))
   _, anchor, answer = solution.rpartition("####")
@@ -32,9 +33,10 @@ def gsm8k(row: Row, where: str) -> Example:
 
 
 def math(row: Row, where: str) -> Example:
-  """A row with a problem, its answer, which may be a number, and perhaps a solution.
+  """Makes an example from a row with a problem, an answer and perhaps a solution.
 
-  The columns are `problem` (or `question`), `answer` and `solution`, or these with capitals.
+  The columns are `problem` (or `question`), `answer` and `solution`, perhaps capitalized. An
+  answer may be a number, and replaces a missing solution.
   """
   question = _question(row, where, "problem", "question", "Problem", "Question")
   answer = _as_text(_field(row, where, ("answer", "Answer"), (str, int, float)))
@@ -44,7 +46,7 @@ def math(row: Row, where: str) -> Example:
 
 
 def svamp(row: Row, where: str) -> Example:
-  """A row with SVAMP's names: Body, Question (or question_concat for both), Equation, Answer."""
+  """Makes an example from a row of SVAMP: Body, Question (or question_concat), Equation, Answer."""
   if isinstance(row, Mapping) and isinstance(row.get("question_concat"), str):
     question = row["question_concat"]
   else:
@@ -58,10 +60,10 @@ def svamp(row: Row, where: str) -> Example:
 
 
 class ExampleMaker:
-  """Makes examples of rows with any columns.
+  """Makes examples from rows with any columns.
 
-  An example has the columns that any row has, and those that data.columns adds. What its own row
-  lacks is None.
+  An example has all columns that occur in any row, and the fields that data.columns adds. A column
+  that its row lacks is None.
   """
 
   def __init__(
@@ -72,22 +74,23 @@ class ExampleMaker:
     needed: Sequence[str],
     folder: str = "",
   ) -> None:
-    """Checks what the config says against the rows.
+    """Checks that the rows have the columns that the config names.
 
     Args:
       rows: The training rows, at least one.
-      names: The columns that any row has, those of the test included.
-      added: data.columns: "NAME=COLUMN" for another name of a column, or "NAME=TEMPLATE" with names
-        of columns in braces. A column may be a field inside one: "reward_model.ground_truth".
-      needed: The fields that a prompt is made of.
-      folder: Where the relative paths of images begin.
+      names: The columns that occur in any training or test row.
+      added: data.columns: "NAME=COLUMN" copies a column, and "NAME=TEMPLATE" fills a template with
+        columns in braces. A column may be a nested field, such as "reward_model.ground_truth".
+      needed: The fields in the template of prompts.
+      folder: The folder that relative paths of images start from.
 
     Raises:
-      ConfigError: There is no such column, or two entries have the same name.
+      ConfigError: An entry of `added` is malformed, has the name of another, or names a column that
+        no row has.
     """
     self._folder = folder
     self._added: dict[str, str] = {}
-    absent = dict.fromkeys(names)
+    absent = dict.fromkeys(names)  # a row in which every column is None
     for one in added:
       name, equals, source = one.partition("=")
       if not (name and equals and source):
@@ -107,17 +110,17 @@ class ExampleMaker:
         )
       self._added[name] = source
     read = itertools.chain(*(fields_of(source) for source in self._added.values()))
-    # A name that no row has is left to `fill`, which lists the fields that there are.
+    # For a name that no row has, `fill` raises an error that lists the existing fields.
     self._columns_read = [name for name in dict.fromkeys(read) if _has(rows, names, name)]
     used = {name.partition(".")[0] for name in (*self._columns_read, *needed)}
     self._names = [name for name in names if name in rows[0] or name in used or name not in _OF_RUN]
     self._prompt = [name for name in needed if name in self._added or _has(rows, names, name)]
 
   def __call__(self, row: Row, where: str) -> Example:
-    """The example of a row.
+    """Makes the example of a row. `where` is the name of the row in error messages.
 
     Raises:
-      ConfigError: The row lacks what the prompt or a template of data.columns is made of.
+      ConfigError: The row lacks a field of a template, or its messages or images are invalid.
     """
     whole = {name: row.get(name) for name in self._names}
     _check_has(whole, self._columns_read, where)
@@ -139,7 +142,7 @@ class ExampleMaker:
     for name in self._prompt:
       if isinstance(example.get(name), list):
         place = f"data.path: {where}: {name}"
-        # Messages may hold images: as paths, URLs or bytes, from which a source reads them later.
+        # Messages may contain images as paths, URLs or bytes. A source reads them later.
         example[name] = with_sources(example[name], place, self._folder)
         if any(isinstance(one, Mapping) for one in example[name]):
           chat.check_messages(example[name], place)
@@ -152,7 +155,7 @@ class ExampleMaker:
 
 
 def _has(rows: SplitRows, names: Sequence[str], field: str) -> bool:
-  """Whether any row has a column, or a field inside one, which has to be looked for."""
+  """Whether any row has a column or a nested field. Looking for a nested field reads the rows."""
   if field in names:
     return True
   column = field.partition(".")[0]
@@ -162,13 +165,14 @@ def _has(rows: SplitRows, names: Sequence[str], field: str) -> bool:
 
 
 def _check_has(example: Example, fields: Sequence[str], where: str) -> None:
-  """Raises ConfigError if an example lacks a field of a template."""
+  """Raises ConfigError if one of `fields` is missing or None in an example."""
   for name in fields:
     if value_of(example, name) is None:
       raise ConfigError(f"data.path: {where} has no {name!r}, which the config names")
 
 
 def _as_text(value: str | int | float) -> str:
+  """A value as text, without ".0" for a whole float."""
   is_whole = isinstance(value, float) and value.is_integer()
   return str(int(value) if is_whole else value)
 
@@ -187,6 +191,7 @@ def _text(row: Row, where: str, *names: str) -> str:
 
 
 def _field(row: Row, where: str, names: Sequence[str], types: tuple[type, ...]) -> Any:
+  """The first of the fields `names` with one of `types`. Raises ConfigError if there is none."""
   if isinstance(row, Mapping):
     for name in names:
       if isinstance(row.get(name), types):

@@ -1,6 +1,6 @@
-"""Exams: published test sets, by name. `EXAMS` has a record for each; another one is one more.
+"""Exams: published test sets by name. `EXAMS` has a record for each exam.
 
-An exam is evaluated beside the data of a run (`eval.tasks`), and never trained on.
+A run evaluates exams (`eval.tasks`) in addition to its test examples, and never trains on them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ _LETTER = (
   "{question}\n\nReason step by step. The last line of your answer must be 'Answer: X', where X is"
   " the letter of the right option."
 )
-# LiveCodeBench has 6 seconds a case and 4 GiB. reward.timeout leaves no more for all cases.
+# LiveCodeBench allows 6 seconds a case and 4 GiB. reward.timeout limits all cases together.
 _CODE = "code(seconds=24, case_seconds=6, memory=4)"
 
 
@@ -35,11 +35,12 @@ class Exam:
   """A published test set.
 
   Attributes:
-    maker: (rows, entry) -> what makes an example of a row and its place, for error messages.
-    function: The reward function that decides.
-    prompt: The template of its prompts.
-    hub: Its files on huggingface.co: OWNER/NAME/FILE, perhaps with * for several files. "" if a
-      file must be given.
+    maker: maker(rows, entry) -> a function that maps a row, and its name in error messages, to an
+      example.
+    function: The reward function that scores the completions.
+    prompt: The template of the prompts.
+    hub: The files on huggingface.co: OWNER/NAME/FILE, perhaps with * for several files. "" if the
+      entry must have a path.
   """
 
   maker: "Callable[[SplitRows, Entry], MakeExample]"
@@ -52,12 +53,12 @@ MakeExample = Callable[[Row, str], Example]
 
 
 def _each(make: MakeExample) -> "Callable[[SplitRows, Entry], MakeExample]":
-  """The maker of examples that depend on their row alone."""
+  """The `Exam.maker` of examples that depend on their row alone."""
   return lambda rows, entry: make
 
 
 def _columns(rows: SplitRows, entry: "Entry") -> MakeExample:
-  """Rows with any columns, of which the prompt and the function of the entry read some."""
+  """The `Exam.maker` of rows with any columns. Examples must have the fields of the template."""
   return examples.ExampleMaker(
     rows, rows.columns(), (), fields_of(entry.prompt or entry.exam.prompt)
   )
@@ -68,17 +69,17 @@ def _gpqa(rows: SplitRows, entry: "Entry") -> MakeExample:
 
 
 def _gpqa_example(row: Row, where: str, seed: int) -> Example:
-  """A row of GPQA, whose right option comes first. The seed and the question order them."""
+  """The example of a GPQA row. The seed and the question determine the order of the options."""
   question = _texts(row, where, "Question")[0].strip()
   names = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
   options = [option.strip() for option in _texts(row, where, *names)]
   key = np.array([seed % 2**64, zlib.crc32(question.encode())], np.uint64)
   order = np.argsort(np.random.Philox(key=key).random_raw(len(options)), kind="stable").tolist()
-  return _choice(question, [options[i] for i in order], _LETTERS[order.index(0)])
+  return _choice(question, [options[i] for i in order], _LETTERS[order.index(0)])  # 0 is correct
 
 
 def _mmlu_pro(row: Row, where: str) -> Example:
-  """A row of MMLU-Pro: up to ten options, and the letter of the right one."""
+  """The example of an MMLU-Pro row, with up to ten options and the letter of the right option."""
   question, letter = _texts(row, where, "question", "answer")
   options = row.get("options")
   if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
@@ -89,12 +90,13 @@ def _mmlu_pro(row: Row, where: str) -> Example:
 
 
 def _choice(question: str, options: Sequence[str], letter: str) -> Example:
+  """A multiple-choice example: the options follow the question, and the answer is a letter."""
   lines = [f"{name}) {option}" for name, option in zip(_LETTERS, options)]
   return {"question": "\n".join([question, "", *lines]), "answer": letter}
 
 
 def _ifeval(row: Row, where: str) -> Example:
-  """A row of IFEval: a prompt with instructions, each with its arguments."""
+  """The example of an IFEval row: a prompt, its instructions, and the arguments of each."""
   (question,) = _texts(row, where, "prompt")
   names, arguments = row.get("instruction_id_list"), row.get("kwargs")
   for column, value in (("instruction_id_list", names), ("kwargs", arguments)):
@@ -104,6 +106,7 @@ def _ifeval(row: Row, where: str) -> Example:
 
 
 def _texts(row: Row, where: str, *names: str) -> list[str]:
+  """The text columns `names` of a row. Raises ConfigError if one is missing or not a text."""
   for name in names:
     if not isinstance(row, Mapping) or not isinstance(row.get(name), str):
       raise ConfigError(f"data.path: {where} has no text {name!r}")
@@ -140,18 +143,18 @@ EXAMS: dict[str, Exam] = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """An entry of eval.tasks: an exam, where it is, and how it is evaluated.
+  """An entry of eval.tasks: an exam, the path of its rows, and the options of the evaluation.
 
   Attributes:
-    name: The name of its metrics.
+    name: The name of the exam in metrics.
     exam: The exam.
-    path: Its file or folder. "" is its place on huggingface.co.
-    function: The reward function that decides. "" is the exam's.
-    prompt: The template of prompts. "" is the exam's.
-    samples: Draws of each problem. -1 means eval.samples.
-    max_tokens: The longest completion. 0 means sampling.max_tokens.
-    examples: How many problems, drawn at random but always the same ones. 0 means all.
-    seed: The seed of the order of options.
+    path: The file or folder with the rows. "" downloads `Exam.hub`.
+    function: The reward function that scores completions. "" means `Exam.function`.
+    prompt: The template of prompts. "" means `Exam.prompt`.
+    samples: The number of samples of each problem. -1 means eval.samples.
+    max_tokens: The most tokens of a completion. 0 means sampling.max_tokens.
+    examples: The number of problems in a fixed random subset. 0 means all.
+    seed: The seed of the order of a question's options.
   """
 
   name: str
@@ -165,9 +168,9 @@ class Entry:
   seed: int = 0
 
 
-_NO_OPTIONS = ("name", "exam", "path")  # the fields of an entry that are not among its options
+_NO_OPTIONS = ("name", "exam", "path")  # fields of an entry that no option sets
 _LEAST = {"samples": 0, "max_tokens": 1, "examples": 1, "seed": 0}  # the least value of an option
-# NAME=EXAM(options):PATH. Options hold no ")" outside of texts in quotes and further brackets.
+# NAME=EXAM(options):PATH. Options have ")" only in quoted texts and in one level of brackets.
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _OPTIONS = rf"\((?:[^()'\"]|{_QUOTED}|\((?:[^()'\"]|{_QUOTED})*\))*\)"
 _ENTRY = re.compile(
@@ -176,7 +179,7 @@ _ENTRY = re.compile(
 
 
 def entries_of(tasks: Sequence[str]) -> list[Entry]:
-  """The entries of eval.tasks.
+  """Parses the entries of eval.tasks.
 
   Args:
     tasks: Each is EXAM, EXAM:PATH, EXAM(samples=4,...):PATH or NAME=EXAM...
@@ -193,14 +196,14 @@ def entries_of(tasks: Sequence[str]) -> list[Entry]:
 
 
 def path_in(text: str) -> tuple[str, str]:
-  """An entry as (what stands before its path, the path)."""
+  """Splits an entry of eval.tasks into (text before the path, path). The path may be ""."""
   match = _ENTRY.fullmatch(text)
   path = match["path"] if match else None
   return (text[: -len(path)], path) if path else (text, "")
 
 
 def _entry(text: str) -> Entry:
-  """Reads one entry of eval.tasks. Its options are the other fields of `Entry`, of their types."""
+  """Parses one entry of eval.tasks. An option sets the field of `Entry` with its name."""
   match = _ENTRY.fullmatch(text)
   if not match:
     raise ConfigError(
@@ -212,7 +215,7 @@ def _entry(text: str) -> Entry:
       f"eval.tasks holds {text!r}: {match['exam']!r} is no exam: choose one of {', '.join(EXAMS)}"
     )
   _, options = calls.parse(match["exam"] + (match["options"] or ""), "eval.tasks")
-  types = {name: of for name, of in get_type_hints(Entry).items() if name not in _NO_OPTIONS}
+  types = {name: hint for name, hint in get_type_hints(Entry).items() if name not in _NO_OPTIONS}
   for name, value in options.items():
     if name not in types:
       raise ConfigError(f"eval.tasks holds {text!r}: it takes {', '.join(types)}, and not {name}")
@@ -227,12 +230,12 @@ def _entry(text: str) -> Entry:
 
 
 def _size(value: Any) -> int:
-  """A number itself, or the length of a text."""
+  """The size that limits apply to: the value of a number, or the length of a text."""
   return len(value) if isinstance(value, str) else value
 
 
 def problems(entry: Entry) -> Sequence[Example]:
-  """The examples of an entry, which are read when they are needed.
+  """The examples of an entry. Indexing reads an example from its file.
 
   Raises:
     ConfigError: There are no rows, or their file cannot be read or downloaded.
@@ -241,5 +244,6 @@ def problems(entry: Entry) -> Sequence[Example]:
   found = Examples(rows, entry.exam.maker(rows, entry))
   if not 0 < entry.examples < len(found):
     return found
+  # The key is fixed, so that all runs evaluate the same subset.
   words = np.random.Philox(key=np.array([0, 2**64 - 2], np.uint64)).random_raw(len(found))
   return Chosen(found, np.sort(np.argsort(words, kind="stable")[: entry.examples]))

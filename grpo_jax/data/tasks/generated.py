@@ -1,4 +1,4 @@
-"""Examples that are made when they are read."""
+"""Examples that are generated when they are read."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ class Generated(Sequence[Example]):
   """The examples of a split, "train" or "test". Example i depends only on `make` and i."""
 
   def __init__(self, split: str, size: int, make: Callable[[int], Example]) -> None:
-    """Makes nothing yet.
+    """Stores the arguments. Reading an example makes it.
 
     Args:
       split: The name of the split, for error messages.
-      size: How many examples it has.
-      make: Makes an example from its number, which is at least 0.
+      size: How many examples the split has.
+      make: Maps the number of an example, from 0, to the example.
     """
     self._split, self._size, self._make = split, size, make
 

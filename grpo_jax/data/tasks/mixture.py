@@ -1,4 +1,4 @@
-"""Several tasks in one data set (data.mixture). Every example says in `task` where it is from."""
+"""Several tasks in one data set (data.mixture). The field `task` of an example names its source."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   from grpo_jax.config import Data
 
 _SOURCE = re.compile(r"(?:(?P<name>\w+)=)?(?P<task>\w+)(?::(?P<path>.+))?", re.DOTALL)
-# The most places of an epoch. A run remembers 8 bytes of each: see Curriculum.
+# The most places of an epoch, each of which is an example. Curriculum keeps 8 bytes for each place.
 _MOST_PLACES = 2**27
 
 
@@ -25,9 +25,9 @@ class Source:
   """An entry of data.mixture.
 
   Attributes:
-    name: The value of `task` in its examples.
-    task: The name of its task.
-    path: The data.path of that task.
+    name: The name of the source, which is the field `task` of its examples.
+    task: The name of the task, a key of `tasks.TASKS`.
+    path: The value of data.path for this task, or "".
   """
 
   name: str
@@ -36,10 +36,10 @@ class Source:
 
 
 def mixture_of(data: "Data") -> tuple[str, ...]:
-  """data.mixture, or, with data.task=reasoning_gym, that of the tasks that data.path names.
+  """The entries of data.mixture. With data.task=reasoning_gym, one for each task in data.path.
 
   Raises:
-    ConfigError: data.path names none.
+    ConfigError: data.path of reasoning_gym is empty or cannot be read.
   """
   if data.mixture or data.task != "reasoning_gym":
     return data.mixture
@@ -47,7 +47,7 @@ def mixture_of(data: "Data") -> tuple[str, ...]:
 
 
 def sources_of(mixture: Sequence[str]) -> list[Source]:
-  """The entries of data.mixture, each TASK, TASK:PATH or NAME=TASK:PATH.
+  """Parses the entries of data.mixture, each TASK, TASK:PATH or NAME=TASK:PATH.
 
   Raises:
     ConfigError: An entry cannot be read, or two have the same name.
@@ -66,15 +66,16 @@ def sources_of(mixture: Sequence[str]) -> list[Source]:
 
 
 def columns_of(name: str, columns: Sequence[str], mixture: Sequence[str]) -> list[str]:
-  """The entries of data.columns for a source: those of all sources, and those of it alone.
+  """Selects the entries of data.columns for a source, and removes the prefix "SOURCE:" from them.
 
   Args:
     name: The name of the source.
-    columns: The entries. One that begins with "SOURCE:" is for that source alone.
+    columns: data.columns. An entry with the prefix "SOURCE:" is for that source alone, and an entry
+      without a prefix is for all sources.
     mixture: data.mixture.
 
   Raises:
-    ConfigError: An entry names a source that is not there, or makes a field `task`.
+    ConfigError: An entry names an unknown source, or defines the field `task` of a mixture.
   """
   names = [source.name for source in sources_of(mixture)]
   entries = []
@@ -96,17 +97,17 @@ def columns_of(name: str, columns: Sequence[str], mixture: Sequence[str]) -> lis
 
 
 def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-  """How many places of an epoch each source has.
+  """The number of places of each source in an epoch. A place is one example.
 
-  An epoch has every row at least once. Where weights ask for more of a source than it has rows, its
-  rows come again.
+  An epoch has every row at least once. The rows of a source repeat if its weight demands more
+  places than it has rows.
 
   Args:
     sizes: The number of rows of each source.
-    weights: The share of each source, up to a common factor. None mean one place for each row.
+    weights: The share of each source, up to a common factor. Empty: every row has one place.
 
   Raises:
-    ConfigError: The weights are so far apart that an epoch would be too long.
+    ConfigError: The weights differ so much that an epoch would be too long.
   """
   if not weights:
     return list(sizes)
@@ -122,7 +123,7 @@ def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
 
 
 class Mixture(Sequence[Example]):
-  """The examples of several sources. A field that a source does not have is None."""
+  """The examples of several sources. A field that a source lacks is None."""
 
   def __init__(
     self,
@@ -130,19 +131,19 @@ class Mixture(Sequence[Example]):
     places: Sequence[int],
     in_turn: bool = False,
   ) -> None:
-    """Lays out the places.
+    """Assigns the places of the mixture to the sources.
 
     Args:
-      parts: The examples of each source, by its name.
+      parts: The examples of each source, keyed by its name.
       places: How many places of the mixture each source has.
-      in_turn: Whether the sources take turns, so that a beginning of the mixture has all of them.
-        Else one follows the other.
+      in_turn: Whether the sources alternate, so that the first examples come from all sources. Else
+        one source follows the other.
     """
     self._names, self._parts, self._places = list(parts), list(parts.values()), list(places)
     self._fields = dict.fromkeys(name for part in self._parts for name in part[0])
     self._begins = np.cumsum([0, *places])
     self._order = None
-    if in_turn:
+    if in_turn:  # first place 0 of every source, then place 1 of every source, and so on
       rank = np.concatenate([np.arange(count) for count in places])
       self._order = np.argsort(rank, kind="stable")
 
@@ -165,33 +166,33 @@ class Mixture(Sequence[Example]):
     return {**self._fields, **example, "task": self._names[source]}
 
   def where(self, index: int) -> str:
-    """The file of the row of an example and its place there."""
+    """The source of an example, the file of its row and the place in the file, for messages."""
     source, place = self._find(index)
     part = self._parts[source]
     return f"{self._names[source]}: {place_of(part, place % len(part))}"
 
   def part_of(self, index: int) -> Sequence[Example]:
-    """The examples of the source of an example."""
+    """The examples of the source that example `index` comes from."""
     return self._parts[self._find(index)[0]]
 
   def stand_in(self, index: int, word: int) -> int:
-    """Another index of the same source, chosen by a random number."""
+    """An index of the same source as `index`, chosen by the random number `word`."""
     source, _ = self._find(index)
     return int(self._begins[source]) + word % self._places[source]
 
   def each_row_once(self) -> "Mixture":
-    """The same rows without weights: one place for each row."""
+    """A mixture of the same sources without weights: one place for each row."""
     return Mixture(dict(zip(self._names, self._parts)), [*map(len, self._parts)])
 
   def shares(self) -> dict[str, tuple[int, float]]:
-    """The number of rows of each source, and its share of an epoch, by its name."""
+    """(number of rows, fraction of an epoch's places) of each source, keyed by its name."""
     return {
       name: (len(part), places / len(self))
       for name, part, places in zip(self._names, self._parts, self._places)
     }
 
   def _find(self, index: int) -> tuple[int, int]:
-    """The source of a place, and the place in that source."""
+    """(number of the source, place in that source) of the example `index`."""
     place = index if self._order is None else int(self._order[index])
     source = int(np.searchsorted(self._begins, place, side="right")) - 1
     return source, place - int(self._begins[source])
@@ -202,15 +203,18 @@ def mix(
   weights: Sequence[float],
   open_source: Callable[[Source], tuple[Sequence[Example], Sequence[Example]]],
 ) -> tuple[Mixture, Mixture]:
-  """The training and the test examples of data.mixture.
+  """Mixes the training examples and the test examples of the sources of data.mixture.
 
   Args:
-    mixture: The entries.
-    weights: data.weights.
-    open_source: Returns the training and the test examples of a source.
+    mixture: The entries of data.mixture.
+    weights: data.weights, which apply to training only.
+    open_source: Called with a source, returns its (training examples, test examples).
+
+  Returns:
+    (training examples, test examples)
 
   Raises:
-    ConfigError: The entries or the weights cannot be used.
+    ConfigError: The entries or the weights are invalid.
   """
   sources = sources_of(mixture)
   if weights and (

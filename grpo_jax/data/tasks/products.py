@@ -2,8 +2,8 @@
 
 The solution of an example has one of two forms. The direct form is the answer alone, `#### 2146`.
 The other form calls the calculator and reads its answer: `[37*58]2146;#### 2146`. A model that was
-warm-started on both can produce both. A small one cannot multiply. Reinforcement learning then
-finds out that a call pays.
+warm-started on both can produce both. A small model cannot multiply, so reinforcement learning
+discovers that calls earn more reward.
 """
 
 import functools
@@ -12,7 +12,7 @@ import random
 from grpo_jax.data.tasks.arithmetic import split_of
 from grpo_jax.data.tasks.generated import Generated
 
-SMALLEST, LARGEST = 12, 99  # factors
+SMALLEST, LARGEST = 12, 99  # the range of factors
 CALL_SHARE = 0.1  # the fraction of examples whose solution calls the calculator
 SIZES = {"train": 20_000, "test": 2_000}
 ALPHABET = "0123456789*=[];# "
@@ -27,7 +27,7 @@ class Products(Generated):
 
 def _example(split: str, index: int) -> dict[str, str]:
   """Example `index` of a split: a product, whose solution calls the calculator in some examples."""
-  # Only random() is called on it, because Python promises that its numbers never change.
+  # Only random() is called, because Python promises that its sequence never changes.
   rng = random.Random(f"products/{split}/{index}")
   while True:
     product = f"{_factor(rng)}*{_factor(rng)}"

@@ -1,7 +1,7 @@
 """Problems of the package reasoning_gym: generated, and scored by the verifiers of their tasks.
 
-Problem i of a split depends only on the task, its knobs, the split and i. It also depends on the
-versions of the package and of Python, neither of which promises that its problems never change.
+Problem i of a split depends only on the task, its knobs, the split, i, and the versions of the
+package and of Python. New versions of either may change the problems.
 """
 
 import re
@@ -14,11 +14,11 @@ from grpo_jax.problems import gym
 from grpo_jax.settings import ConfigError
 
 SIZES = {"train": 60_000, "test": 2_000}
-SEEDS = {"train": 2, "test": 30}  # of a problem, which is the first one that is of its split
+SEEDS = {"train": 2, "test": 30}  # seeds that problem i tries before those of i + 1
 FIRST_SEED = {"train": 0, "test": 10_000_000}
-MOST_TRIED = 400  # seeds for one problem: after its own, those of the next ones
-MOST_FAILURES = 20  # of the task, for one problem
-# A dataset has so many seeds. word_ladder takes no more, and acre makes all problems when opened.
+MOST_TRIED = 400  # the most seeds that are tried for one problem
+MOST_FAILURES = 20  # the most errors of the task for one problem
+# Seeds of a dataset. word_ladder allows no more, and acre makes all problems when it is opened.
 _BLOCK = 20_000
 _BLOCKS = {"acre": 1_000}
 _ENTRY = re.compile(r"(?:(?P<name>\w+)=)?(?P<call>.+)", re.DOTALL)
@@ -27,12 +27,12 @@ _ENTRY = re.compile(r"(?:(?P<name>\w+)=)?(?P<call>.+)", re.DOTALL)
 class Problems(Generated):
   """The problems of a split, "train" or "test", of one task.
 
-  They are made when they are needed. A problem has the fields
+  Reading a problem generates it. A problem has the fields
 
-    question, answer  as the package has them. Some tasks have no answer, only a verifier: it is ""
-    solution          the answer between <answer> tags. None where there is none
+    question, answer  from the package. "" is the answer of tasks that have only a verifier
+    solution          the answer between <answer> tags, or None without an answer
     verifier          the task with its knobs, such as chain_sum(min_terms=2)
-    entry             all that the package says of the problem, which the verifier reads
+    entry             the package's dict of the problem, which the verifier reads
   """
 
   def __init__(self, task: gym.GymTask, split: str) -> None:
@@ -41,14 +41,14 @@ class Problems(Generated):
     self._datasets: dict[int, Any] = {}
 
   def _problem(self, index: int) -> dict[str, Any]:
-    """The first problem that belongs to the split, of the seeds from those of this index on."""
+    """Problem `index`: tries seeds from those of this index on, until a problem is in the split."""
     seeds, failures = SEEDS[self._split], list[str]()
     for tried in range(MOST_TRIED):
       try:
         entry = self._entry((index * seeds + tried) % (len(self) * seeds))
       except ConfigError:
         raise
-      except Exception as error:  # for some seeds a task may find no problem
+      except Exception as error:  # a task may fail to make a problem of some seeds
         failures.append(f"{type(error).__name__}: {' '.join(str(error).split()):.200}")
         if len(failures) == MOST_FAILURES:
           break
@@ -62,7 +62,7 @@ class Problems(Generated):
     )
 
   def _entry(self, place: int) -> dict[str, Any]:
-    """The package's problem for a seed, which is the first one of the split plus `place`."""
+    """The package's problem for the split's first seed plus `place`."""
     size = _BLOCKS.get(self._task.name, _BLOCK)
     block, within = divmod(place, size)
     seed = FIRST_SEED[self._split] + block * size
@@ -90,20 +90,20 @@ class Problems(Generated):
 def split_of(question: str) -> str:
   """The split that a question belongs to: "test" for about one in four, else "train".
 
-  It depends on the text alone. Some tasks have so few different problems that seeds that differ
-  often make the same one, and so none is in both splits.
+  The split depends on the text alone. In tasks with few different problems, several seeds make the
+  same problem, which must not be in both splits.
   """
   return "test" if zlib.crc32(question.encode()) % 4 == 0 else "train"
 
 
 def sources(path: str) -> tuple[str, ...]:
-  """The entries of data.mixture that data.path stands for: one for each task that it names.
+  """Turns the data.path of reasoning_gym into entries of data.mixture, one for each task.
 
   Args:
-    path: Tasks, as `chain_sum(min_terms=2),gsm_symbolic`. NAME=TASK gives a task another name.
+    path: Tasks, such as `chain_sum(min_terms=2),gsm_symbolic`. NAME=TASK renames a task.
 
   Raises:
-    ConfigError: It names none.
+    ConfigError: The path is empty or has a malformed entry.
   """
   entries = [_ENTRY.fullmatch(entry) for entry in calls.split_list(path)]
   found = [

@@ -1,4 +1,4 @@
-"""Seeds, of which an environment makes its own prompts: `data.task=seeds` with `data.prompt=''`."""
+"""Seeds for an environment that makes its own prompts: `data.task=seeds` with `data.prompt=''`."""
 
 import functools
 import random
@@ -6,7 +6,7 @@ import random
 from grpo_jax.data.tasks.generated import Generated
 
 SIZES = {"train": 2_000, "test": 256}
-_LARGEST = 2**30  # the test split has even seeds, the other one odd ones
+_LARGEST = 2**30  # random numbers are below it, and are doubled: test seeds are even, others odd
 
 
 class Seeds(Generated):
@@ -17,6 +17,6 @@ class Seeds(Generated):
 
 
 def _example(split: str, index: int) -> dict[str, str | int]:
-  # Only random() is called on it, because Python promises that its numbers never change.
+  # Only random() is called, because Python promises that its sequence never changes.
   number = int(random.Random(f"seeds/{split}/{index}").random() * _LARGEST)
   return {"question": "", "answer": "", "seed": 2 * number + (split == "train")}

@@ -1,9 +1,9 @@
 """Tasks: the training and test examples of a problem, generated or read from files.
 
-An example is a dict. Those of the tasks here have these fields. `question` is a text, or a
+An example is a dict. The tasks in this module have these fields: `question` is a text, or a
 conversation as in TRL: a list of messages, each with a text `role` and a text `content` (see
-data.chat). `solution` is the text that the warm start imitates. `answer` is the gold answer that
-the reward functions read.
+tokenizers/chat.py). `solution` is the text that the warm start imitates. `answer` is the gold
+answer that reward functions read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
   from grpo_jax.config import Data
 
 
-_SOME = 16  # examples of a source whose characters are read, where to make all takes long
+_SOME = 16  # problems of reasoning_gym whose characters are read, because making all takes long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Task:
 
   Attributes:
     train: The training examples.
-    test: The test examples. None are given where data.held_out chooses them, or nothing is
-      evaluated.
-    alphabet: Every character of the examples, for a tokenizer of characters. If it is not given,
-      `characters` collects it.
+    test: The test examples. Empty if data.held_out takes them from the training examples, or if the
+      run does not evaluate.
+    alphabet: Every character of the examples, for a character-level tokenizer. If it is "",
+      `characters` collects them.
   """
 
   train: Sequence[Example]
@@ -64,9 +64,9 @@ class Task:
   alphabet: str = ""
 
   def characters(self) -> str:
-    """The alphabet. If it was not given, this reads all examples: questions and solutions.
+    """The alphabet. If it is "", this reads the questions and solutions of all examples.
 
-    Of problems of reasoning_gym, it reads a few, and adds all that ASCII can print.
+    For problems of reasoning_gym, it reads only a few and adds all printable ASCII characters.
     """
     if self.alphabet:
       return self.alphabet
@@ -82,7 +82,7 @@ class Task:
 
 
 def make_task(data: "Data") -> Task:
-  """The data set that the section `data` of a config describes.
+  """Makes the task, or the mixture of tasks, that the section `data` of a config describes.
 
   Raises:
     ConfigError: The name of a task is unknown, or the data cannot be read.
@@ -113,7 +113,7 @@ def make_task(data: "Data") -> Task:
 
 
 def no_test_split(path: str) -> ConfigError:
-  """The error for data at `path` that has no test split where one is needed."""
+  """The error for data at `path` without a test split, if a test split is needed."""
   return ConfigError(
     f"data.path: there is no test split in {path} (test.jsonl or test.parquet); add it, or hold a"
     " part of the training rows out: --config.data.held_out=0.05"
@@ -121,14 +121,14 @@ def no_test_split(path: str) -> ConfigError:
 
 
 def name_of(data: "Data") -> str:
-  """The name of the data set in messages: its task, or those of its mixture."""
+  """The name of the data set in messages: its task, or the sources of its mixture."""
   return " + ".join(source.name for source in sources_of(mixture_of(data))) or data.task
 
 
 def characters(data: "Data", task: Task, with_others: bool = False) -> str:
-  """Every character of a task and of the templates, for a tokenizer of characters.
+  """Every character of a task and of the prompt templates, for a character-level tokenizer.
 
-  `with_others`: whether others write, too. Then it has all that ASCII can print.
+  `with_others`: Whether tools or environments also write text. This adds all printable ASCII.
   """
   templates = "".join([data.prompt, *data.prompts])
   others = string.printable if with_others else ""
@@ -136,10 +136,10 @@ def characters(data: "Data", task: Task, with_others: bool = False) -> str:
 
 
 def templates_of(data: "Data") -> dict[str, str]:
-  """The templates of data.prompts by the names of the sources. Empty if there are none.
+  """The templates of data.prompts, keyed by the source's name. Empty if data.prompts is empty.
 
   Raises:
-    ConfigError: Their number is not that of the sources.
+    ConfigError: The number of templates is not the number of sources.
   """
   mixture = mixture_of(data)
   if len(data.prompts) not in (0, len(mixture)):
@@ -171,15 +171,15 @@ def products(path: str) -> Task:
 
 
 def word_problems(path: str) -> Task:
-  """Generated word problems of one step. `path` may say how large numbers are (`numbers_of`)."""
+  """Generated word problems of one step. `path` may limit the numbers (see `numbers_of`)."""
   numbers = numbers_of(path)
   return Task(WordProblems("train", numbers), WordProblems("test", numbers))
 
 
 def reasoning_gym(path: str) -> Task:
-  """One task of the package reasoning_gym. `path` is its name with its knobs.
+  """One task of the package reasoning_gym. `path` is its name, perhaps with knobs.
 
-  With data.task=reasoning_gym, data.path may name several, which become the sources of a mixture.
+  data.path may name several tasks, which become the sources of a mixture.
   """
   task = gym.parse(path, "data.path")
   return Task(Problems(task, "train"), Problems(task, "test"))
@@ -225,7 +225,7 @@ def _drawn(
 def gsm8k(path: str) -> Task:
   """GSM8K, grade-school word problems whose answers are numbers.
 
-  They are read from train.jsonl and test.jsonl in the folder `path`. If `path` is empty, they come
+  The rows come from train.jsonl and test.jsonl in the folder `path`. If `path` is "", they come
   from TensorFlow Datasets.
   """
   if path:
@@ -243,15 +243,15 @@ def gsm8k(path: str) -> Task:
 def math(path: str) -> Task:
   """Problems whose answers are formulas, from train.jsonl and test.jsonl in the folder `path`.
 
-  The fields are those of MATH-500: a line is an object with `problem` (or `question`) and `answer`.
-  A `solution` may be added. Without it, the warm start imitates the answer.
+  A line is an object as in MATH-500, with `problem` (or `question`), `answer` and perhaps
+  `solution`. Without a solution, the warm start imitates the answer.
   """
   _require_path(path, "math")
   return Task(*examples_of(path, examples.math))
 
 
 def svamp(path: str) -> Task:
-  """SVAMP, word problems of one step, with the field names of its authors."""
+  """SVAMP, word problems of one step, with the field names of the original files."""
   _require_path(path, "svamp")
   return Task(*examples_of(path, examples.svamp))
 
@@ -292,20 +292,20 @@ TASKS: dict[str, Callable[[str], Task]] = {
 }
 
 
-READS_ROWS = ("columns", "math", "gsm8k", "svamp", "code")  # tasks whose path names rows
+READS_ROWS = ("columns", "math", "gsm8k", "svamp", "code")  # tasks that read rows from data.path
 
 
 def given_path(data: "Data", rows: Any, key: str = "data") -> str:
-  """The value of data.path that stands for rows that a program gives.
+  """Keeps a program's rows in this process. Returns the value of data.path that refers to them.
 
   Args:
-    data: The section of the config.
-    rows: The training rows, such as a list of dicts or a Dataset. Or a dict of splits: `train`, and
-      perhaps `test`. They are kept in this process.
+    data: The section `data` of the config.
+    rows: The training rows, such as a list of dicts or a Dataset, or a dict of splits: `train`, and
+      perhaps `test`.
     key: The name of the rows in messages.
 
   Raises:
-    ConfigError: The task reads no rows, or these are none.
+    ConfigError: The task reads no rows, or `rows` are not rows.
   """
   if data.mixture or data.task not in READS_ROWS:
     task = "data.mixture is set" if data.mixture else f"data.task is {data.task!r}"
@@ -317,7 +317,11 @@ def given_path(data: "Data", rows: Any, key: str = "data") -> str:
 
 
 def _one_task(data: "Data", source: Source, template: str) -> Task:
-  """The task of a source, with a test split, and in memory if it is small."""
+  """Makes the task of a source: in memory if it is small, and with data.held_out as test split.
+
+  The examples must have the fields of `template`. Raises ConfigError if the data cannot be read, or
+  has or lacks a test split against the config.
+  """
   if source.task not in TASKS:
     key = f"data.mixture: {source.task!r}" if data.mixture else f"data.task={source.task!r}"
     raise ConfigError(
@@ -342,7 +346,7 @@ def _one_task(data: "Data", source: Source, template: str) -> Task:
 
 
 def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
-  """The examples of a small file as a list, which checks all of them. Not those with images."""
+  """Reads all examples of a file with at most `at_most` rows and no images, which checks them."""
   if not isinstance(split, Examples) or len(split) > at_most:
     return split
   has_images = any(isinstance(value, GivenImages) for value in split[0].values())
@@ -350,6 +354,7 @@ def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:
+  """Yields the texts of a question, or of the messages of a conversation."""
   if isinstance(question, str):
     yield question
   else:
@@ -377,23 +382,23 @@ MakeTask = Callable[[str], Task]
 
 
 def register_task(make: MakeTask) -> MakeTask:
-  """Gives a task of this program a name in configs: that of its function.
+  """Registers a program's task under the name of its function, for `data.task`.
 
-  It can be used as a decorator. `data.task` then finds the name. The config that a run saves holds
-  the name alone, so a program that goes on with the run registers the function first.
+  It can be used as a decorator. A saved config contains only the name, so a program that resumes
+  the run must register the function first.
 
   Args:
-    make: It gets data.path and returns a `Task`. An example is a dict with `question`, which is a
-      text or a list of messages, `solution` if there is a warm start, and whatever the reward
-      functions read, such as `answer`. All examples have the same fields. The examples may be any
-      object with `__len__` and `__getitem__`. Of more than data.count_at_start, each is read when a
-      batch needs it.
+    make: make(path) -> `Task`, called with data.path. An example is a dict with `question` (a text
+      or a list of messages), `solution` if there is a warm start, and the fields that the reward
+      functions read, such as `answer`. All examples have the same fields. The splits may be any
+      objects with `__len__` and `__getitem__`. A split of more than data.count_at_start examples
+      reads each example when a batch needs it.
 
   Returns:
     The function.
 
   Raises:
-    ConfigError: A task of grpo_jax has this name, or it has none.
+    ConfigError: A task of grpo_jax has this name, or the function has no name.
   """
 
   def make_and_check(path: str) -> Task:
@@ -404,7 +409,7 @@ def register_task(make: MakeTask) -> MakeTask:
 
 
 def _checked(task: Any, name: str) -> Task:
-  """The task, whose examples are checked when they are read: by their number, and not before."""
+  """Checks that a program returned a task, and wraps its splits so that reads check examples."""
   if not isinstance(task, Task):
     raise ConfigError(f"{name} returned a {type(task).__name__}: it must be a grpo_jax.Task")
   train, test = _examples(task.train, f"{name}: train"), task.test
@@ -414,7 +419,7 @@ def _checked(task: Any, name: str) -> Task:
 
 
 def _examples(given: Any, where: str) -> Examples:
-  """The examples that a program gave, each of which is checked when it is read."""
+  """Wraps the examples of a program, so that each is checked when it is read."""
   rows = OfProgram(given, where)
   if not len(rows):
     raise ConfigError(f"{where} has no examples")

@@ -1,9 +1,9 @@
 """Tasksets of the package verifiers: `data.task=verifiers` with `data.path=ID`.
 
 An ID may have arguments, as in `guess_turns(digits=2)`: values of the taskset's config. `harness`
-is the ID of another program for the agent than the taskset's own.
+is the ID of a harness that replaces the taskset's default.
 
-The package is optional, and its import takes seconds, so nothing is imported before it is needed.
+The package is optional, and its import takes seconds, so functions import it when they need it.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,21 @@ from grpo_jax import calls
 from grpo_jax.data.files.rows import Example
 from grpo_jax.settings import ConfigError, shown
 
-_MOST = 10_000  # tasks that are read of a taskset
+_MOST = 10_000  # the most tasks that are read from a taskset
 
 
 @functools.lru_cache(8)
 def load(id: str) -> tuple[Any, Sequence[Any]]:
-  """The environment of a taskset, and its tasks.
+  """Loads the environment of a taskset, and its tasks.
 
-  Its agent is a program of this machine: the taskset's own, or else one that asks the policy and
-  calls the taskset's tools.
+  The agent runs as a subprocess of this machine. Its harness is the ID's argument `harness`, or
+  else the taskset's harness, or else "null", which calls the policy and the taskset's tools.
+
+  Returns:
+    (the environment of the package verifiers, at most `_MOST` tasks)
 
   Raises:
-    ConfigError: verifiers is not installed, or there is no such taskset.
+    ConfigError: verifiers is not installed, or the taskset cannot be loaded.
   """
   name, options = calls.parse(id, "data.path")
   try:
@@ -38,23 +41,23 @@ def load(id: str) -> tuple[Any, Sequence[Any]]:
   try:
     harness = options.pop("harness", "")
     if not harness:
-      own = loaders.default_harness_id(name)
-      harness = own if own == name else "null"
+      default = loaders.default_harness_id(name)
+      harness = default if default == name else "null"  # a taskset's harness has the taskset's ID
     agent = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
     config = loaders.resolve_env_config({"taskset": {"id": name, **options}, "agent": agent})
     environment = loaders.load_environment(config)
     taskset = environment.taskset
     return environment, list(taskset.take(_MOST))
-  except Exception as error:  # whatever its parts raise
-    said = " ".join(str(error).split())[:200] or type(error).__name__
-    raise ConfigError(f"the verifiers taskset {shown(id)} cannot be loaded: {said}") from None
+  except Exception as error:  # the code of a taskset may raise anything
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    raise ConfigError(f"the verifiers taskset {shown(id)} cannot be loaded: {reason}") from None
 
 
 def examples(id: str) -> list[Example]:
-  """The tasks as examples: `question` has the messages, and `number` the place of the task.
+  """The tasks of a taskset as examples, with messages as `question` and the index as `number`.
 
   Raises:
-    ConfigError: A task has no prompt, or one that is not of texts.
+    ConfigError: The taskset cannot be loaded, or the prompt of a task is missing or not only texts.
   """
   _, tasks = load(id)
   made: list[Example] = []

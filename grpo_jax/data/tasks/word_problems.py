@@ -1,9 +1,9 @@
-"""Word problems of one step, such as a child of eight solves. Generated on the fly.
+"""Word problems of one step, for a child of eight. Generated on the fly.
 
-`Mia has 19 stickers. Paul gives her 11 more. How many stickers does Mia have now?` A problem is a
+`Mia has 19 stickers. Paul gives Mia 11 more. How many stickers does Mia have now?` A problem is a
 story with two numbers. A quarter of them add, a quarter subtract, a quarter multiply and a quarter
-divide. The stories of the test are others than those of training, so that its accuracy is that of
-reading a story which the model was never taught.
+divide. The test split has other stories than the training split, so its accuracy measures how well
+the model understands new stories.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from grpo_jax.settings import ConfigError
 
 SIZES = {"train": 20_000, "test": 2_000}
 OPERATIONS = ("+", "-", "*", "/")
-MOST = 10**9  # of a number
+MOST = 10**9  # the largest number that data.path may set
 
 _NAMES = (
   "Ana Ben Carla David Emma Finn Grace Hugo Ivy Jonas Kira Leo Mia Noah Olga Paul Rosa Sam Tara"
@@ -29,7 +29,7 @@ _THINGS = (
 ).split()
 _PLACES = ("box", "bag", "basket", "drawer")
 
-# {A} and {B} are names, {a} and {b} the numbers, in the order of the operation: a - b, a / b.
+# {A} and {B} are names. {a} and {b} are the numbers in the order of the operation: a - b, a / b.
 _STORIES: dict[str, dict[str, tuple[str, ...]]] = {
   "train": {
     "+": (
@@ -105,8 +105,8 @@ class Numbers(NamedTuple):
   """The numbers of the stories.
 
   Attributes:
-    largest: The largest number of a sum or difference. With several, each problem draws one. Where
-      the numbers of a difference are drawn equal, its first is one more.
+    largest: The largest number of a sum or difference. Each problem draws one of several values. If
+      the two numbers of a difference are equal, the first is increased by one.
     largest_factor: The largest factor of a product, and the largest divisor and quotient.
   """
 
@@ -118,12 +118,12 @@ SMALL = Numbers()
 
 
 def numbers_of(path: str) -> Numbers:
-  """How large the numbers of the problems are, as data.path asks: `largest=999,largest_factor=99`.
+  """Reads the sizes of the numbers from data.path, such as `largest=999,largest_factor=99`.
 
-  `largest` may be several numbers, of which each problem takes one.
+  `largest` may be a list or tuple. Each problem draws one of its values.
 
   Raises:
-    ConfigError: Another name stands there, or a value is no number from 2 to 10^9.
+    ConfigError: A name is unknown, or a value is not a whole number from 2 to 10^9.
   """
   key = "data.path"
   _, values = calls.parse(f"word_problems({path})", key)  # parameters are written as for rewards
@@ -156,7 +156,7 @@ class WordProblems(Generated):
 
 def _example(split: str, numbers: Numbers, index: int) -> dict[str, Any]:
   """Example `index` of a split: a story with two numbers and one operation."""
-  # Only random() is called on it, because Python promises that its numbers never change.
+  # Only random() is called, because Python promises that its sequence never changes.
   rng = random.Random(f"word_problems/{split}/{index}")
   operation = OPERATIONS[index % len(OPERATIONS)]
   a, b, result = _numbers(rng, operation, numbers)
@@ -180,7 +180,7 @@ def _example(split: str, numbers: Numbers, index: int) -> dict[str, Any]:
 
 
 def _numbers(rng: random.Random, operation: str, numbers: Numbers) -> tuple[int, int, int]:
-  """Two numbers of at least 2, and what the operation makes of them, which is at least 1."""
+  """Draws (first number, second number, result). Numbers are at least 2, and results at least 1."""
   if operation in "*/":
     first, second = (_between(2, numbers.largest_factor, rng) for _ in range(2))
     product = first * second
@@ -190,7 +190,7 @@ def _numbers(rng: random.Random, operation: str, numbers: Numbers) -> tuple[int,
   if operation == "+":
     return first, second, first + second
   least, most = sorted((first, second))
-  most += least == most  # nothing would be left
+  most += least == most  # so that the difference is at least 1
   return most, least, most - least
 
 

@@ -1,4 +1,4 @@
-"""Texts to token ids and back, and conversations to texts.
+"""Converts texts to token ids and back, and conversations to texts.
 
-They may import settings and what lies below them, and never jax.
+These modules may import settings and the modules below it, and never jax.
 """

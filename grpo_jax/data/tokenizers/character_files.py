@@ -1,15 +1,15 @@
-"""The files of a tokenizer with one id per character, written so that others read them as we do.
+"""The files of a tokenizer with one id per character, for this package and for `transformers`.
 
-For some models `transformers` takes only the vocabulary, the merges and the added tokens from
-tokenizer.json, and builds the rest itself. For a Qwen2 model it builds a BPE that works on bytes,
-with its own pattern and with Unicode's composition (NFC). So the files hold such a BPE. Each
-character has the form that keeps it one id, in encoding and in decoding:
+For some models `transformers` reads only the vocabulary, the merges and the added tokens from
+tokenizer.json, and builds the rest itself. For a Qwen2 model it builds a byte-level BPE, with a
+pattern that splits texts and with Unicode normalization (NFC). So the files describe such a BPE.
+The form of a token keeps its character one id, in encoding and in decoding:
 
 * An ASCII character is one byte. Its token is the symbol of this byte, such as Ġ for a space.
-* A character between ¡ and Ń may itself be the symbol of a byte, so that its token cannot be its
-  text: é would be decoded as the byte 0xE9. Its token is made of the symbols of its two bytes, by a
-  merge. The two symbols have ids after those of all characters. No text of the alphabet has them.
-* Any other character is an added token. No composition and no pattern changes it.
+* A character between ¡ and Ń may itself be the symbol of a byte, so its token cannot be its text: é
+  would be decoded as the byte 0xE9. Its token is a merge of the symbols of its two bytes. These
+  symbols have ids after those of all characters. No text of the alphabet has these ids.
+* Any other character is an added token. No normalization and no pattern changes it.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ _SYMBOLS = frozenset(pre_tokenizers.ByteLevel.alphabet())
 
 
 def make(alphabet: Sequence[str]) -> dict[str, bytes]:
-  """The contents of the files by their names.
+  """Makes the files. Returns their contents, keyed by file name.
 
   Args:
-    alphabet: The characters, each one once. Their ids are 2, 3, ... in this order.
+    alphabet: The distinct characters. Their ids are 2, 3, ... in this order.
   """
   engine = _engine(alphabet)
   special = {"eos_token": EOS, "pad_token": PAD}
@@ -45,7 +45,7 @@ def make(alphabet: Sequence[str]) -> dict[str, bytes]:
 
 
 def _engine(alphabet: Sequence[str]) -> tokenizers.Tokenizer:
-  """A tokenizer with a token for each character. Merges make those of two bytes."""
+  """A tokenizer with a token for each character, as the module's docstring describes."""
   tokens = [PAD, EOS]
   merges = []
   added = []

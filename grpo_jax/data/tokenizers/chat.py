@@ -1,7 +1,7 @@
-"""Conversations to text, through the chat template that comes with a tokenizer.
+"""Renders conversations as text with the chat template of a tokenizer.
 
-A chat template is a jinja2 program that somebody else wrote. It runs in a process of its own, which
-limits what it may do, and how much time and memory it may take: `chat_process.py`.
+A chat template is an untrusted jinja2 program. It runs in a separate process, which restricts its
+actions, time and memory: `chat_process.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from grpo_jax.data.images.messages import is_part
 from grpo_jax.data.tokenizers.tokenizer_files import read_json
 from grpo_jax.settings import ConfigError, is_text, shown
 
-SECONDS = 5  # for one conversation, which takes well under a millisecond
+SECONDS = 5  # timeout of one conversation, which normally takes well under a millisecond
 _OPTIONS = "data.chat_template_kwargs"
-_TOGETHER = 64  # conversations that are sent to the process at once, which saves time
+_TOGETHER = 64  # conversations in one request to the process, which saves round trips
 
-# A message has a text `role` and a `content`, and may have more. A content is a text, or a list of
-# parts: {"type": "text", "text": ...} and, where an image comes, {"type": "image"}. A message with
-# `tool_calls` may have none.
+# A message has a text `role`, a `content` and perhaps other fields. The content is a text, or a
+# list of text parts, {"type": "text", "text": ...}, and image parts, {"type": "image"}. A
+# message with `tool_calls` needs no content.
 Message = Mapping[str, Any]
 Messages = Sequence[Message]  # a conversation
 
@@ -34,10 +34,10 @@ def check_messages(messages: Any, where: str) -> None:
 
   Args:
     messages: Any value.
-    where: Where the value comes from: the error message begins with it.
+    where: The origin of the value, with which the error message begins.
 
   Raises:
-    ConfigError: It is not a list of messages, or it is empty.
+    ConfigError: `messages` is empty or not a list of messages.
   """
   if not isinstance(messages, (list, tuple)) or not messages:
     raise ConfigError(
@@ -53,25 +53,25 @@ def check_messages(messages: Any, where: str) -> None:
 
 
 def with_contents(messages: Messages) -> Messages:
-  """A conversation in which each message has a content: that of a call without one is no text."""
+  """A conversation in which a missing content, as beside a tool call, is ""."""
   return [message if message.get("content") else {**message, "content": ""} for message in messages]
 
 
 def is_conversation(value: Any) -> bool:
-  """Whether a value is a list of messages, at least one."""
+  """Whether a value is a nonempty list of messages."""
   return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_message, value))
 
 
 def find_template(files: Mapping[str, bytes]) -> tuple[str, str]:
-  """The chat template among the files of a tokenizer.
+  """Finds the chat template in the files of a tokenizer.
 
-  If tokenizer_config.json has several templates, the one with the name "default" is used.
+  If tokenizer_config.json has several templates, the template named "default" is used.
 
   Args:
-    files: Names and contents of the files.
+    files: The contents of the files, keyed by name.
 
   Returns:
-    The source of the template, and the name of the file that it is in.
+    (the source of the template, the name of its file)
 
   Raises:
     ConfigError: There is no template.
@@ -93,13 +93,14 @@ def find_template(files: Mapping[str, bytes]) -> tuple[str, str]:
 
 
 def options_of(entries: Sequence[str]) -> dict[str, Any]:
-  """The values of data.chat_template_kwargs, by their names.
+  """Parses data.chat_template_kwargs into a dict of values by name.
 
   Args:
     entries: The entries, such as "enable_thinking=False".
 
   Raises:
-    ConfigError: One is not NAME=VALUE with a plain value, or has a name that is not free.
+    ConfigError: An entry is not NAME=VALUE with a JSON-like value, or its name is one of the
+      variables that the run sets.
   """
   _, options = calls.parse(f"chat_template({', '.join(entries)})", _OPTIONS)
   for name in options.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
@@ -115,10 +116,10 @@ def options_of(entries: Sequence[str]) -> dict[str, Any]:
 
 
 class Template:
-  """A chat template."""
+  """A chat template, which `chat_process.py` compiles and renders."""
 
   def __init__(self, source: str, file: str) -> None:
-    """Compiles a template.
+    """Compiles a template in the process, to check it.
 
     Args:
       source: The text of the template.
@@ -139,17 +140,17 @@ class Template:
     given: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> list[str]:
-    """Conversations as texts.
+    """Renders conversations as texts.
 
     Args:
       conversations: The conversations.
-      generation_prompt: Whether a text ends with the marks that open the assistant's answer.
-      given: Further variables of the template, such as {"eos_token": "</s>"}.
+      generation_prompt: Whether a text ends with the header of the assistant's next message.
+      given: Other variables of the template, such as {"eos_token": "</s>"}.
       tools: The functions that the assistant may call, as JSON schemas, or None.
 
     Raises:
-      ConfigError: One of them is not a conversation, or the template refuses it, fails, tries
-        something that the sandbox forbids, or takes too much time or memory.
+      ConfigError: A value is not a conversation, or the template refuses it, fails, violates the
+        sandbox, or exceeds the time or memory limit.
     """
     for messages in conversations:
       check_messages(messages, f"the chat template in {self._file}")
@@ -161,11 +162,11 @@ class Template:
     }
     texts: list[str] = []
     for start in range(0, len(conversations), _TOGETHER):
-      some = [
+      batch = [
         _without_none(with_contents(messages))
         for messages in conversations[start : start + _TOGETHER]
       ]
-      answer = _PROCESS.ask({"source": self._source, "shared": shared, "conversations": some})
+      answer = _PROCESS.ask({"source": self._source, "shared": shared, "conversations": batch})
       if "error" in answer:
         self._refuse("cannot render a conversation", answer["error"])
       texts += answer["texts"]
@@ -180,9 +181,9 @@ class Template:
 
 
 class _Process:
-  """The process of `chat_process.py`. It is started when it is first needed, and after its death.
+  """The process of `chat_process.py`, which the first question starts and restarts after a death.
 
-  It ends when this process does, because its input then ends.
+  When this process ends, the input of the other ends, and so it ends too.
   """
 
   def __init__(self) -> None:
@@ -190,8 +191,8 @@ class _Process:
     self._process: subprocess.Popen[bytes] | None = None
 
   def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a question, as `chat_process.py` describes both."""
-    # A Parquet file may have dates in messages and tools, whose texts a template writes.
+    """Sends a question. Returns the answer (see `chat_process.py`), or an error of the process."""
+    # Dates, which Parquet files may have in messages and tools, become texts.
     line = json.dumps(question, default=str).encode() + b"\n"
     with self._lock:
       if self._process is None:
@@ -199,13 +200,13 @@ class _Process:
           [sys.executable, "-P", Path(__file__).with_name("chat_process.py"), str(SECONDS)],
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,
-          start_new_session=True,  # so that Ctrl-C reaches this process alone
+          start_new_session=True,  # so that Ctrl-C does not reach the new process
         )
       try:
         self._process.stdin.write(line)
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
-      except BaseException as error:  # Ctrl-C too: what is half sent or half read is lost
+      except BaseException as error:  # Ctrl-C too, which may leave half a line in a pipe
         self._process.kill()
         if not isinstance(error, OSError):
           self._process = None
@@ -224,7 +225,7 @@ _PROCESS = _Process()
 
 
 def _without_none(value: Any) -> Any:
-  """Messages without nulls, which mean that something is missing. In arguments, null is a value."""
+  """Removes None values, which mean absent fields. In the arguments of calls, None is a value."""
   if isinstance(value, Mapping):
     return {
       key: x if key == "arguments" else _without_none(x)

@@ -1,14 +1,14 @@
 """The process that runs chat templates. `chat.py` starts it.
 
-A chat template may loop for ever, or fill memory with a few characters ("a" * 10 ** 10). Inside one
-process, nothing can stop both. So it runs here: in jinja2's sandbox, where it can use what
-`transformers` provides to chat templates and nothing else, and under limits of the system.
+A chat template may loop forever, or fill memory with a few characters ("a" * 10 ** 10). The main
+process could not stop both. So a template runs here: in jinja2's sandbox, with only the functions
+that `transformers` provides to chat templates, and under limits of the operating system.
 
 Each line of stdin is a question: {"source": the template, "shared": the variables of every
-conversation, "conversations": lists of messages}. Each line of stdout answers it: {"texts": ...} or
-{"error": ...}. The argument is how many seconds one conversation may take.
+conversation, "conversations": lists of messages}. Each line of stdout is an answer: {"texts": ...}
+or {"error": ...}. The command-line argument is the timeout of one conversation in seconds.
 
-This file imports nothing of grpo_jax, so that it starts fast.
+This file imports nothing from grpo_jax, so that it starts fast.
 """
 
 import datetime
@@ -26,11 +26,11 @@ import jinja2.parser
 import jinja2.sandbox
 
 _MEMORY = 1 << 30  # bytes
-_LONGEST = 10_000_000  # characters of a rendered conversation
+_LONGEST = 10_000_000  # the most characters of a rendered conversation
 
 
 def main() -> None:
-  # Not every system limits memory. All of them limit time.
+  # Some systems cannot limit memory. All can limit time.
   hard = resource.getrlimit(resource.RLIMIT_AS)[1]
   limit = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
   try:
@@ -50,7 +50,7 @@ def _answer(
   """Renders conversations: {"texts": ...}, or {"error": ...} if the template fails."""
   texts = []
   try:
-    # Nobody handles this signal, so it ends the process, even in the middle of an instruction.
+    # SIGALRM has no handler, so it ends the process even inside a C function.
     signal.alarm(seconds)
     template = _compiled(source)
     for messages in conversations:
@@ -86,7 +86,7 @@ def _tojson(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Replaces jinja2's own filter, which escapes <, > and & for HTML."""
+  """Replaces jinja2's filter, which escapes <, > and & for HTML."""
   return json.dumps(
     value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
   )
@@ -103,7 +103,7 @@ def _strftime_now(format: str) -> str:
 class _GenerationBlock(jinja2.ext.Extension):
   """Renders `{% generation %} TEXT {% endgeneration %}` as TEXT.
 
-  The block marks the words of the assistant for programs that build a loss mask from it.
+  Other programs build a loss mask for the assistant's words from this block.
   """
 
   tags = {"generation"}

@@ -1,8 +1,8 @@
-"""The files of a tokenizer, made from the metadata of a GGUF file.
+"""Makes the files of a Hugging Face tokenizer from the metadata of a GGUF file.
 
-A GGUF file holds a vocabulary, its merges or scores, and the name of the rule that splits texts.
-How the rest of a tokenizer works depends on the kind. Texts get the ids that they get from
-transformers, which reads such files too.
+A GGUF file contains a vocabulary, its merges or scores, and the name of the rule that splits texts.
+The type of tokenizer determines the rest. The token ids equal those of transformers, which also
+reads GGUF files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,14 @@ from grpo_jax.gguf_file import GGUFFile, open_file
 from grpo_jax.settings import shown
 
 T = TypeVar("T")
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 _ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _GEMMA = ("gemma", "gemma2", "gemma3")  # values of general.architecture
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
-# Where a BPE on bytes splits a text, by tokenizer.ggml.pre. The first one is the rule of GPT-2.
-_GPT2 = ""
+# Regular expressions that split a text for a byte-level BPE, keyed by tokenizer.ggml.pre.
+_GPT2 = ""  # the built-in rule of the ByteLevel pre-tokenizer
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -33,13 +33,13 @@ _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
 
 
 def _words(contractions: str) -> str:
-  """Words that begin with capitals or have none, with what may follow a word."""
+  """A pattern of words in lower case, in capitals or capitalized, perhaps with `contractions`."""
   first = rf"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{contractions}"
   return rf"{first}|{_BEFORE_WORD}{_UPPER}+{_LOWER}*{contractions}"
 
 
 def _llama3(digits: str) -> str:
-  """The rule of Llama 3, with so many digits together."""
+  """The rule of Llama 3. The quantifier `digits`, such as {1,3}, limits a group of digits."""
   words = rf"{_CONTRACTIONS}|{_BEFORE_WORD}\p{{L}}+"
   return rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
@@ -56,10 +56,10 @@ _SPLITS = {
 
 
 def make_files(path: str | os.PathLike) -> dict[str, bytes]:
-  """tokenizer.json and tokenizer_config.json by their names.
+  """Makes tokenizer.json and tokenizer_config.json. Returns their contents, keyed by file name.
 
   Raises:
-    ConfigError: The file is damaged, or has a tokenizer of another kind than those made here.
+    ConfigError: The file is damaged, or its type of tokenizer is not supported.
   """
   file = open_file(path)
   vocabulary = _Vocabulary.of(file)
@@ -83,12 +83,12 @@ def make_files(path: str | os.PathLike) -> dict[str, bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class _Vocabulary:
-  """The tokens of a file.
+  """The tokens of a GGUF file.
 
   Attributes:
-    tokens: Their texts, by id.
-    types: Their types, as tokenizer.ggml.token_type has them.
-    special: Token by role, such as {"eos_token": "</s>"}.
+    tokens: The text of each token. The index is the id.
+    types: The type of each token, a value of tokenizer.ggml.token_type.
+    special: The texts of special tokens, keyed by role, such as {"eos_token": "</s>"}.
   """
 
   tokens: Sequence[str]
@@ -97,19 +97,19 @@ class _Vocabulary:
 
   @classmethod
   def of(cls, file: GGUFFile) -> "_Vocabulary":
-    """Reads the vocabulary of a file. Raises ConfigError if there is none."""
+    """Reads the vocabulary of a file. Raises ConfigError if it is missing or malformed."""
     tokens = _get(file, "tokenizer.ggml.tokens", list, [])
     if not tokens or type(tokens[0]) is not str:
       file.refuse("it has no tokenizer (tokenizer.ggml.tokens): set data.tokenizer")
     if file.metadata.get("general.architecture") in _GEMMA:
-      # The file has spaces where the tokenizer has its mark for them, also in added tokens.
+      # A Gemma file stores a token of spaces alone as spaces, but the tokenizer needs ▁ for each.
       tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
     types = _numbers(file, "tokenizer.ggml.token_type", len(tokens))
     special = {}
     for role, name in _ROLES.items():
       key = f"tokenizer.ggml.{name}_token_id"
       number = _get(file, key, int, None)
-      if number is None or number == 2**32 - 1:  # -1, which stands for no token
+      if number is None or number == 2**32 - 1:  # -1 as uint32, which means no token
         continue
       if not 0 <= number < len(tokens):
         file.refuse(f"{key} is {number}, of {len(tokens)} tokens")
@@ -117,7 +117,7 @@ class _Vocabulary:
     return cls(tokens, [_NORMAL] * len(tokens) if types is None else types.tolist(), special)
 
   def added_tokens(self) -> list[dict[str, Any]]:
-    """The tokens that are found in a text before it is split, as tokenizer.json has them."""
+    """`added_tokens` of tokenizer.json: tokens that are found in a text before it is split."""
     roles = {*self.special.values()}
     return [
       {
@@ -135,7 +135,7 @@ class _Vocabulary:
 
 
 def _get(file: GGUFFile, key: str, kind: type[T], default: T | None) -> T:
-  """A field of the metadata, which must be of a kind."""
+  """A field of the metadata, or `default`. Raises ConfigError if its type is not `kind`."""
   value = file.metadata.get(key, default)
   if value is not default and type(value) is not kind:
     file.refuse(f"{key} must be of type {kind.__name__}, got {shown(value)}")
@@ -143,7 +143,7 @@ def _get(file: GGUFFile, key: str, kind: type[T], default: T | None) -> T:
 
 
 def _numbers(file: GGUFFile, key: str, count: int) -> np.ndarray | None:
-  """A number for each token, or None without such a field."""
+  """A field with a number for each of `count` tokens, or None if the file lacks the field."""
   found = _get(file, key, np.ndarray, None)
   if found is not None and len(found) != count:
     file.refuse(f"{key} has {len(found)} entries for {count} tokens")
@@ -151,8 +151,8 @@ def _numbers(file: GGUFFile, key: str, count: int) -> np.ndarray | None:
 
 
 def _config(file: GGUFFile, vocabulary: _Vocabulary, kind: str) -> dict[str, Any]:
-  """tokenizer_config.json."""
-  # llama.cpp puts the first token before a text if a file of this kind does not say.
+  """Makes the object of tokenizer_config.json. `kind` is tokenizer.ggml.model."""
+  # If the field is missing, llama.cpp puts the bos_token before texts of kind "llama".
   add_bos = _get(file, "tokenizer.ggml.add_bos_token", bool, kind == "llama")
   config = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -169,7 +169,7 @@ def _config(file: GGUFFile, vocabulary: _Vocabulary, kind: str) -> dict[str, Any
 
 
 def _post_processor(config: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, Any]:
-  """The part of tokenizer.json that puts special tokens around a text."""
+  """The part of tokenizer.json that adds the bos_token and the eos_token to a text or two texts."""
   text = {"Sequence": {"id": "A", "type_id": 0}}
   second = {"Sequence": {"id": "B", "type_id": 1}}
   single: list[dict[str, Any]] = [text]
@@ -193,7 +193,7 @@ def _post_processor(config: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[
 
 
 def _on_bytes(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
-  """A BPE whose symbols stand for bytes, as that of GPT-2, Llama 3 and Qwen."""
+  """The parts of tokenizer.json for a byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
   name = _get(file, "tokenizer.ggml.pre", str, "")
   if name not in _SPLITS:
     known = ", ".join(filter(None, _SPLITS))
@@ -228,20 +228,20 @@ def _on_bytes(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _spelled(token: str) -> str:
-  """The symbols of the bytes of a token."""
+  """A token in the byte symbols of a byte-level BPE."""
   return "".join(piece for piece, _ in _BYTES.pre_tokenize_str(token))
 
 
 def _on_characters(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
-  """The parts of tokenizer.json for a BPE on characters, as sentencepiece makes it.
+  """The parts of tokenizer.json for a character-level BPE, as sentencepiece makes it.
 
-  A space is written as ▁. Gemma splits a text at its spaces. The other families may write a space
-  in front of a text, which decoding takes away again.
+  A space is written as ▁. Gemma splits a text at its spaces. Other families may add a space before
+  a text, which decoding removes.
   """
   architecture, tokens = file.metadata.get("general.architecture"), vocabulary.tokens
   is_gemma = architecture in _GEMMA
   adds_space = _get(file, "tokenizer.ggml.add_space_prefix", bool, True) and not is_gemma
-  if is_gemma:  # the scores in its files are not the order of merges. That of the tokens is
+  if is_gemma:  # merges are in the order of the ids, and the scores in the files are not
     scores = -np.arange(len(tokens), dtype=np.float64)
   else:
     scores = _numbers(file, "tokenizer.ggml.scores", len(tokens))
@@ -266,11 +266,11 @@ def _on_characters(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _spaces_as_marks(architecture: Any, adds_space: bool) -> dict[str, Any]:
-  """The parts of tokenizer.json that write a space as ▁, before the BPE.
+  """The normalizer and the pre-tokenizer of tokenizer.json, which write a space as ▁.
 
   Args:
     architecture: general.architecture of the file.
-    adds_space: Whether a text gets a space in front.
+    adds_space: Whether a space is put before a text.
   """
   marked = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
   normalizer: dict[str, Any] | None = None
@@ -313,7 +313,7 @@ def _bpe(ids: Mapping[str, int], merges: Sequence[Sequence[str]], **options: Any
 
 
 def _pairs(file: GGUFFile, merges: Sequence[Any]) -> list[list[str]]:
-  """The two tokens of each merge, which a space separates."""
+  """Splits each merge at its space into two tokens. Raises ConfigError if there are not two."""
   pairs = [merge.split(" ") if isinstance(merge, str) else [] for merge in merges]
   for merge, pair in zip(merges, pairs):
     if len(pair) != 2:
@@ -322,9 +322,9 @@ def _pairs(file: GGUFFile, merges: Sequence[Any]) -> list[list[str]]:
 
 
 def _merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
-  """The merges that make the tokens of a BPE of sentencepiece, in their order.
+  """Derives the merges of a sentencepiece BPE, in order of priority, from the scores of its tokens.
 
-  A token is made of any two others. The token with the highest score is made first.
+  Any two tokens that form a third token are a merge. The merge with the highest score comes first.
   """
   ids = {token: number for number, token in enumerate(tokens)}
   found = []
@@ -332,7 +332,7 @@ def _merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]
   for token, score in score_of.items():
     ways = [(token[:i], token[i:]) for i in range(1, len(token))]
     ways = [(a, b) for a, b in ways if a in ids and b in ids]
-    # The order of equal ones: sorting is stable.
+    # This order remains among equal merges, because the final sort is stable.
     ways.sort(key=lambda way: (ids[way[0]], ids[way[1]]))
     found += [(score, a, b) for a, b in ways]
   found.sort(key=lambda merge: (-merge[0], -len(merge[1]), -len(merge[2])))

@@ -1,4 +1,4 @@
-"""Texts to token ids and back with a Hugging Face tokenizer (tokenizer.json)."""
+"""Encodes and decodes texts with a Hugging Face tokenizer (tokenizer.json)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import itertools
@@ -13,14 +13,14 @@ from grpo_jax.data.tokenizers.special_tokens import SpecialToken
 from grpo_jax.data.tokenizers.tokenizer_files import read_json
 from grpo_jax.settings import ConfigError
 
-_AT_ONCE = 1_000_000  # characters that are encoded together, but for one text that has more
+_AT_ONCE = 1_000_000  # the most characters that are encoded together, except for one longer text
 
 
 def from_files(files: Mapping[str, bytes], model_type: str | None) -> "HuggingFaceCodec":
-  """The codec of tokenizer.json.
+  """Makes the codec of tokenizer.json.
 
   Args:
-    files: The contents of tokenizer.json and tokenizer_config.json by their names.
+    files: The contents of tokenizer.json and tokenizer_config.json, keyed by file name.
     model_type: The `model_type` in the config.json of the model, None without a config.json.
   """
   parts = json.loads(files["tokenizer.json"])
@@ -37,15 +37,15 @@ class HuggingFaceCodec:
     vocab_size: The highest id + 1.
     special_tokens: Empty, because tokenizer.json does not say which token ends a text.
     prefix_ids: The ids that the tokenizer's post-processor puts before a text.
-    longest_token: How many characters the longest token has.
-    special_texts: The texts of the tokens that `decode` skips, by their ids.
+    longest_token: The number of characters in the longest token.
+    special_texts: The texts of the tokens that `decode` skips, keyed by id.
   """
 
   def __init__(self, parts: Mapping[str, Any]) -> None:
     """Creates a codec from the JSON value of tokenizer.json."""
     self._engine = _make_engine(parts)
-    # Encodes and decodes texts that follow other texts: some tokenizers put a space before each
-    # text, or remove one, which a text that continues another must not get or lose.
+    # A second engine is for texts that continue other texts. Some tokenizers add a space before
+    # each text or remove one, which would change a continuation.
     parts_of_continuations = dict(parts)
     for name in ("normalizer", "pre_tokenizer", "decoder"):
       parts_of_continuations[name] = _without_space(parts.get(name))
@@ -54,12 +54,12 @@ class HuggingFaceCodec:
       self._engine_of_continuations = _make_engine(parts_of_continuations)
     vocabulary = self._engine.get_vocab(with_added_tokens=True)
     self.vocab_size = max(vocabulary.values()) + 1
-    self.longest_token = max(map(len, vocabulary))  # a symbol of it is a byte or a character
+    self.longest_token = max(map(len, vocabulary))  # in a byte-level BPE, in bytes: an upper bound
     self.special_tokens: Mapping[str, SpecialToken] = {}
     self.prefix_ids = _post_processor_prefix(self._engine)
-    # The symbols of which every text must consist. None if the model expresses every text.
+    # The symbols that texts are limited to. None if the model can express every text.
     self._symbols = _needed_symbols(parts["model"])
-    self._expressible: set[str] = set()  # characters that _check_characters has seen
+    self._expressible: set[str] = set()  # characters that passed _check_characters
     added_tokens = self._engine.get_added_tokens_decoder()
     texts = [token.content for token in added_tokens.values()]
     self._added_token = re.compile("|".join(map(re.escape, texts)))
@@ -71,20 +71,20 @@ class HuggingFaceCodec:
     return self._engine.token_to_id(token)
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts. Some tokenizers put a space before each text."""
+    """Encodes texts that stand alone. Some tokenizers put a space before each text."""
     return self._encode_batch(self._engine, texts)
 
   def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts that follow other texts, so that no space is put before them."""
+    """Encodes texts that follow other texts, without adding a space before them."""
     return self._encode_batch(self._engine_of_continuations, texts)
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text that the tokens add to the text before them."""
+    """The text that these tokens append to a text, without special tokens."""
     ids = [int(i) for i in ids]
     return self._engine_of_continuations.decode(ids, skip_special_tokens=True)
 
   def _encode_batch(self, engine: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of texts. Raises ConfigError for a character that the tokenizer does not have."""
+    """Encodes texts. Raises ConfigError for a character that the vocabulary lacks."""
     if self._symbols is not None:
       self._check_characters(texts)
     try:
@@ -93,7 +93,7 @@ class HuggingFaceCodec:
         for some in _in_parts(texts)
         for row in engine.encode_batch(some, add_special_tokens=False)
       ]
-    except Exception:  # the library has no exception type of its own for an unknown character
+    except Exception:  # for an unknown character, the library raises Exception itself
       characters = sorted(set("".join(texts)))
       unknown = next((c for c in characters if not _can_encode(engine, c)), None)
       if unknown is None:
@@ -101,7 +101,7 @@ class HuggingFaceCodec:
       raise _unknown(unknown) from None
 
   def _check_characters(self, texts: Sequence[str]) -> None:
-    """Raises ConfigError for a character that the model would leave out without a word."""
+    """Raises ConfigError for a character that the model would silently drop."""
     if self._expressible.issuperset("".join(texts)):
       return
     other_texts = "".join(self._added_token.sub("", text) for text in texts)
@@ -118,9 +118,9 @@ class HuggingFaceCodec:
 
 
 def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
-  """Some texts after the others, with few characters at once.
+  """Yields the texts in batches of at most `_AT_ONCE` characters, in order.
 
-  The library keeps about a hundred bytes for each token of what it encodes at once.
+  The batches limit memory, because the library needs about 100 bytes for each token of a batch.
   """
   part, characters = list[str](), 0
   for text in texts:
@@ -135,7 +135,7 @@ def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
 
 def _make_engine(parts: Mapping[str, Any]) -> tokenizers.Tokenizer:
   engine = tokenizers.Tokenizer.from_str(json.dumps(parts))
-  # A file may switch these on. Here the loader decides about lengths.
+  # A file may switch these on. In this package, the loader truncates and pads.
   engine.no_truncation()
   engine.no_padding()
   return engine
@@ -146,8 +146,7 @@ def _is_llama_tokenizer(
 ) -> bool:
   """Whether `transformers` 5 loads the files as its LlamaTokenizer.
 
-  It does so only for tokenizers like those of sentencepiece, not for Llama 3's, which works on
-  bytes.
+  It does so only for tokenizers made by sentencepiece, not for the byte-level tokenizer of Llama 3.
   """
   class_name = str(config.get("tokenizer_class")).removesuffix("Fast")
   if class_name != "LlamaTokenizer" or model_type not in (None, "llama"):
@@ -159,7 +158,7 @@ def _is_llama_tokenizer(
 
 
 def _llama_parts(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The parts that transformers' LlamaTokenizer uses, whatever tokenizer.json has."""
+  """The normalizer and the pre-tokenizer that LlamaTokenizer uses instead of tokenizer.json's."""
   if config.get("add_prefix_space") is False:
     prepend_scheme = "never"
   elif config.get("legacy"):
@@ -176,13 +175,13 @@ def _llama_parts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_space(part: Any) -> Any:
-  """A part of tokenizer.json, changed so that it neither adds nor removes a space before a text.
+  """Changes a part of tokenizer.json so that it neither adds nor removes a space before a text.
 
   Args:
     part: A normalizer, a pre-tokenizer or a decoder, or None.
 
   Returns:
-    The changed part. None if nothing remains of it. A sequence remains, even without members.
+    The changed part. None if its only purpose is that space. A sequence remains, perhaps empty.
   """
   if not part:
     return part
@@ -203,7 +202,7 @@ def _without_space(part: Any) -> Any:
 
 
 def _post_processor_prefix(engine: tokenizers.Tokenizer) -> tuple[int, ...]:
-  """The ids that the post-processor puts before a text: the special tokens before "0"."""
+  """The ids that the post-processor puts before a text. They are found by encoding "0"."""
   if engine.post_processor is None:
     return ()
   encoding = engine.encode("0")
@@ -216,9 +215,10 @@ def _is_special(id_and_mask: tuple[int, int]) -> bool:
 
 
 def _needed_symbols(model: Mapping[str, Any]) -> frozenset[str] | None:
-  """The symbols of which a text must consist, or None if the model expresses every text.
+  """The symbols that the model can express, or None if it can express every text.
 
-  A BPE leaves out the symbols that it does not know, unless it has a token or bytes for them.
+  A BPE drops unknown symbols, unless it has an unknown token, falls back to bytes, or has a symbol
+  for every byte.
   """
   says_unknown = model.get("unk_token") is not None or model.get("byte_fallback")
   has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")

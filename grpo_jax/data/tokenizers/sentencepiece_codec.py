@@ -1,6 +1,6 @@
-"""Texts to token ids and back with a sentencepiece model (tokenizer.model).
+"""Encodes and decodes texts with a sentencepiece model (tokenizer.model).
 
-The model file knows only some special tokens. The others are in the JSON files beside it.
+The model file contains only some special tokens. The JSON files in its folder contain the others.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from grpo_jax.data.tokenizers.special_tokens import SpecialToken
 from grpo_jax.data.tokenizers.tokenizer_files import read_json
 
 # The protobuf message normalizer_spec { add_dummy_prefix: false, remove_extra_whitespaces: false }.
-# A model file with these bytes appended has these two values instead of its own: protobuf merges a
-# message that occurs twice, and the later value of a field counts.
+# Appended to a model file, these bytes override its two values: protobuf merges a message that
+# occurs twice, and the last value of a field wins.
 _KEEP_SPACES = b"\x1a\x04\x18\x00\x20\x00"
 
 
 def from_files(files: Mapping[str, bytes]) -> "SentencePieceCodec":
-  """The codec of tokenizer.model and the JSON files beside it."""
+  """Makes the codec of tokenizer.model and of the JSON files in its folder."""
   config = read_json(files, "tokenizer_config.json")
   added_ids = read_json(files, "added_tokens.json")
   added_tokens = {i: {"content": text} for text, i in added_ids.items()}
@@ -36,16 +36,16 @@ def from_files(files: Mapping[str, bytes]) -> "SentencePieceCodec":
 
 
 class SentencePieceCodec:
-  """Encodes and decodes with sentencepiece, and with special tokens as `transformers` handles them.
+  """Encodes and decodes with sentencepiece, and handles special tokens like `transformers`.
 
   A special token in a text becomes its id. sentencepiece alone would split it into pieces.
 
   Attributes:
     vocab_size: The highest id + 1.
-    special_tokens: The special tokens of the model file by their roles, such as "eos_token".
+    special_tokens: The special tokens of the model file, keyed by role, such as "eos_token".
     prefix_ids: Empty, because a model file does not say what a text begins with.
-    longest_token: How many characters the longest token has.
-    special_texts: The texts of the tokens that `decode` skips, by their ids.
+    longest_token: The number of characters in the longest token.
+    special_texts: The texts of the tokens that `decode` skips, keyed by id.
   """
 
   def __init__(
@@ -59,15 +59,14 @@ class SentencePieceCodec:
 
     Args:
       model: The contents of tokenizer.model.
-      added_tokens: Tokens by their ids, in the form of added_tokens_decoder in
+      added_tokens: Tokens keyed by id, in the form of added_tokens_decoder in
         tokenizer_config.json. They extend the vocabulary of the model, or describe tokens in it.
-      special_texts: The texts of special tokens. Those that are not in the model's vocabulary are
-        ignored.
-      legacy: Whether every part of a text after a special token begins with a space. If false, only
-        the first part of the text does.
+      special_texts: The texts of special tokens. Texts outside the model's vocabulary are ignored.
+      legacy: Whether a space is put before the text after each special token. If false, a space is
+        put only before the beginning of a text.
     """
-    # Two processors: the first puts a space before a text (if its model file says so), the second
-    # encodes a text as it is.
+    # The first processor puts a space before a text, if the model file says so. The second encodes
+    # a text unchanged.
     self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
     self._model_after = sentencepiece.SentencePieceProcessor(model_proto=model + _KEEP_SPACES)
     self._model_after_special = self._model if legacy else self._model_after
@@ -82,12 +81,11 @@ class SentencePieceCodec:
     special_ids |= {
       token["content"]: i for i, token in added_tokens.items() if token.get("special", True)
     }
-    # The tokens at which a text is split.
-    self._ids = special_ids | added_ids
+    self._ids = special_ids | added_ids  # the tokens at which a text is split, with their ids
     self._decoded = {i: "" if text in special_ids else text for text, i in self._ids.items()}
     self.special_texts: Mapping[int, str] = {i: text for text, i in special_ids.items()}
 
-    # Longer tokens come first, so that a token is not mistaken for another one that it begins with.
+    # Longer tokens come first, so that a shorter token that is their prefix does not match instead.
     tokens = {token["content"]: token for token in added_tokens.values()}
     longest_first = sorted(self._ids, key=len, reverse=True)
     self._split = re.compile(
@@ -105,18 +103,18 @@ class SentencePieceCodec:
     return self._ids.get(token, self._piece_id(token))
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts. A text begins with the space that the model puts before it."""
+    """Encodes texts that stand alone. The model may put a space before each text."""
     return [self._encode(text, self._model) for text in texts]
 
   def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts that follow other texts, so that no space is put before them."""
+    """Encodes texts that follow other texts, without adding a space before them."""
     return [self._encode(text, self._model_after) for text in texts]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text that the tokens add to the text before them."""
+    """The text that these tokens append to a text. Skips special tokens and unknown ids."""
     known_ids = [int(i) for i in ids if 0 <= i < self._num_pieces or i in self._decoded]
     parts = []
-    # Pieces are decoded together, because a character can be split into several of them.
+    # Adjacent pieces are decoded together, because a character can consist of several pieces.
     for decoded, run in itertools.groupby(known_ids, key=self._decoded.get):
       run_ids = list(run)
       if decoded is None:
@@ -126,7 +124,7 @@ class SentencePieceCodec:
     return "".join(parts)
 
   def _control_ids(self) -> dict[str, int]:
-    """The special tokens that the model file marks as such, with their ids."""
+    """The ids of the tokens that the model file marks as control or unknown, keyed by text."""
     model = self._model
     return {
       model.id_to_piece(i): i
@@ -141,7 +139,7 @@ class SentencePieceCodec:
       "unk_token": self._model.unk_id(),
       "pad_token": self._model.pad_id(),
     }
-    # The id is -1 for a role that the model file does not fill.
+    # The id is -1 for a role without a token.
     return {role: SpecialToken(self._model.id_to_piece(i), i) for role, i in ids.items() if i >= 0}
 
   def _piece_id(self, text: str) -> int | None:
@@ -150,7 +148,7 @@ class SentencePieceCodec:
     return piece_id if self._model.id_to_piece(piece_id) == text else None
 
   def _encode(self, text: str, model: sentencepiece.SentencePieceProcessor) -> list[int]:
-    """Token ids of `text`. `model` encodes the part before the first special token."""
+    """Encodes `text`. `model` encodes the part before the first special token."""
     ids: list[int] = []
     start = 0
     for match in self._split.finditer(text):
@@ -164,13 +162,13 @@ class SentencePieceCodec:
     if not text:
       return []
     if text.startswith((" ", "▁")):
-      # `transformers` puts no second space before a space. sentencepiece alone would.
+      # Like `transformers`, this adds no second space before a space. sentencepiece would.
       model = self._model_after
     return model.encode(text)
 
 
 def _pattern(text: str, token: Mapping[str, Any]) -> str:
-  """A regular expression for a token with the whitespace that it absorbs on either side."""
+  """A regular expression for a token and the adjacent whitespace that it absorbs."""
   left = r"\s*" if token.get("lstrip") else ""
   right = r"\s*" if token.get("rstrip") else ""
   return f"{left}({re.escape(text)}){right}"

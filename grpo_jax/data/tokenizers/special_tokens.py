@@ -1,6 +1,6 @@
-"""The special tokens that the JSON files beside a tokenizer name.
+"""The special tokens that the JSON files of a tokenizer name.
 
-In all functions, `files` holds the contents of these files by their names.
+In all functions, `files` has the contents of these files, keyed by file name.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ class SpecialToken(NamedTuple):
 
 
 def texts(files: Mapping[str, bytes]) -> dict[str, str]:
-  """The texts of the special tokens by their roles, such as {"eos_token": "</s>"}."""
+  """The texts of the special tokens, keyed by role, such as {"eos_token": "</s>"}."""
   values = read_json(files, "special_tokens_map.json") | read_json(files, "tokenizer_config.json")
   found = {role: _text(value) for role, value in values.items() if role.endswith("_token")}
   return {role: text for role, text in found.items() if text}
@@ -28,12 +28,12 @@ def stop_and_pad_ids(
 ) -> tuple[tuple[int, ...], int | None]:
   """The ids of the tokens that end a text, and the id of the padding token.
 
-  The stop ids are the eos_token of tokenizer_config.json, then the one of special_tokens_map.json,
-  then the eos_token_id of generation_config.json. Any of them may be missing.
+  The stop ids are the eos_token of tokenizer_config.json, the eos_token of special_tokens_map.json
+  and the eos_token_id of generation_config.json, in this order. Any of them may be missing.
 
   Args:
-    files: The files beside the tokenizer.
-    token_to_id: The id of a token, or None.
+    files: The JSON files of the tokenizer.
+    token_to_id: Maps the text of a token to its id, or None.
 
   Returns:
     (stop ids without repetitions, id of the padding token or None)
@@ -57,14 +57,13 @@ def prefix_ids(
 ) -> tuple[int, ...]:
   """The ids that a text begins with.
 
-  If tokenizer_config.json has add_bos_token or add_eos_token, a text begins with the bos_token if
-  add_bos_token is true, and else with nothing. If it has neither, the tokenizer's own
-  post-processor decides.
+  If tokenizer_config.json has add_bos_token or add_eos_token, a text begins with the bos_token only
+  if add_bos_token is true. If it has neither, a text begins with `post_processor_ids`.
 
   Args:
-    files: The files beside the tokenizer.
-    token_to_id: The id of a token, or None.
-    bos_token: The text of the bos_token, "" if there is none.
+    files: The JSON files of the tokenizer.
+    token_to_id: Maps the text of a token to its id, or None.
+    bos_token: The text of the bos_token, or "".
     post_processor_ids: The ids that the post-processor puts before a text.
   """
   config = read_json(files, "tokenizer_config.json")
@@ -75,7 +74,7 @@ def prefix_ids(
 
 
 def _text(token: Any) -> str:
-  """The text of a token, which JSON files write as a string or as an object. "" for no token."""
+  """The text of a token in a JSON file, where it is a string or an object. "" for None."""
   if isinstance(token, dict):
     return token["content"]
   return token if isinstance(token, str) else ""

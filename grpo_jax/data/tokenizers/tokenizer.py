@@ -1,7 +1,7 @@
-"""Texts to token ids and back.
+"""Tokenizers encode texts to token ids and decode token ids to texts.
 
-There are four kinds of tokenizers: one id per character (`characters`), Hugging Face's
-tokenizer.json, sentencepiece's tokenizer.model, and those in GGUF files (`load`).
+`characters` makes a tokenizer with one id per character. `load` reads Hugging Face's
+tokenizer.json, sentencepiece's tokenizer.model, or the tokenizer in a GGUF file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ from grpo_jax.settings import ConfigError
 
 
 class Codec(Protocol):
-  """The methods of a tokenizer.json or a tokenizer.model that `Tokenizer` needs.
+  """The interface of a tokenizer.json or a tokenizer.model that `Tokenizer` uses.
 
   Attributes:
     vocab_size: The highest id + 1.
-    special_tokens: The special tokens that the file itself names, by their roles, such as
+    special_tokens: The special tokens that the file itself names, keyed by role, such as
       "eos_token".
     prefix_ids: The ids that the file itself puts before a text.
-    longest_token: How many characters the longest token has.
-    special_texts: The texts of the tokens that `decode` skips, by their ids.
+    longest_token: The number of characters in the longest token.
+    special_texts: The texts of the tokens that `decode` skips, keyed by id.
   """
 
   vocab_size: int
@@ -46,33 +46,33 @@ class Codec(Protocol):
     """The id of a token, or None if it is not in the vocabulary."""
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts."""
+    """Encodes texts that stand alone."""
 
   def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts that follow other texts."""
+    """Encodes texts that follow other texts."""
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text that the tokens add to the text before them."""
+    """The text that these tokens append to a text, without special tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
   """A tokenizer with its special tokens and its chat template.
 
-  Encoding turns special tokens in a text into their ids and adds no others.
+  Encoding turns special tokens in a text into their ids and adds no other special tokens.
 
   Attributes:
     vocab_size: The highest id that a text may have + 1.
     stop_ids: The ids of the tokens that end a text, possibly none. The warm start writes the first
       one after a solution.
     pad_id: The id of the padding token.
-    prefix_ids: The ids that belong before a plain prompt, such as that of <s>. Empty if the
-      tokenizer's files do not want any.
-    special: The texts of the special tokens by the names that chat templates use, such as
+    prefix_ids: The ids to put before a prompt without a chat template, such as the id of <s>. Empty
+      if the tokenizer's files name none.
+    special: The texts of the special tokens, keyed by their names in chat templates, such as
       {"eos_token": "</s>"}.
     files: Names and contents of the files that `save` writes.
     codec: Encodes and decodes.
-    chat_options: Further variables of the chat template, beside the conversation.
+    chat_options: Variables of the chat template in addition to the conversation.
   """
 
   vocab_size: int
@@ -85,41 +85,30 @@ class Tokenizer:
   chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def encode(self, text: str) -> list[int]:
-    """Token ids of `text`.
-
-    Raises:
-      ConfigError: The vocabulary cannot express a character of `text`.
-    """
+    """Token ids of `text`. Raises ConfigError if the vocabulary lacks a character."""
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text.
-
-    Raises:
-      ConfigError: The vocabulary cannot express a character.
-    """
+    """Token ids of each text. Raises ConfigError if the vocabulary lacks a character."""
     return self._checked(texts, self.codec.encode_batch(texts))
 
   def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text, for texts that follow another text, as a completion does.
+    """Token ids of texts that follow another text, as a completion follows a prompt.
 
-    Some tokenizers, sentencepiece's among them, put a space before a text. This method leaves it
-    out.
-
-    Raises:
-      ConfigError: The vocabulary cannot express a character.
+    Some tokenizers, such as sentencepiece's, put a space before a text. This method does not.
+    Raises ConfigError if the vocabulary lacks a character.
     """
     return self._checked(texts, self.codec.encode_batch_after(texts))
 
   def decode(self, ids: Sequence[int], shown: Mapping[int, str] | None = None) -> str:
-    """The text of a completion, which follows another text.
+    """Decodes a completion, which follows another text.
 
-    All spaces at its start are kept, so that a prompt followed by the decoded completion is the
-    text of both. Special tokens and ids outside the vocabulary are skipped.
+    Leading spaces are kept, so that the prompt plus the decoded completion is the whole text.
+    Special tokens and ids outside the vocabulary are skipped.
 
     Args:
-      ids: The tokens.
-      shown: The texts of special tokens that are not skipped, by their ids.
+      ids: The token ids.
+      shown: The texts of special tokens that are not skipped, keyed by id.
     """
     if not shown:
       return self.codec.decode(ids)
@@ -131,7 +120,7 @@ class Tokenizer:
     return "".join(parts)
 
   def skipped(self, texts: Sequence[str]) -> dict[int, str]:
-    """The texts that are special tokens, which `decode` skips, by their ids."""
+    """The special tokens among `texts`, which `decode` skips, keyed by id."""
     ids = {text: self.codec.token_to_id(text) for text in texts}
     return {i: text for text, i in ids.items() if i is not None and not self.codec.decode([i])}
 
@@ -142,17 +131,17 @@ class Tokenizer:
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
   ) -> str:
-    """A conversation as text for `encode`, by the chat template.
+    """Renders a conversation with the chat template as text for `encode`.
 
     Args:
       messages: A list of {"role": ..., "content": ...}.
-      generation_prompt: Whether the text ends with the marks that open the assistant's answer.
+      generation_prompt: Whether the text ends with the header of the assistant's next message.
       tools: The functions that the assistant may call, as JSON schemas, or None.
-      options: Variables of the template beside `chat_options`, or in their place.
+      options: Variables of the template that extend or override `chat_options`.
 
     Raises:
-      ConfigError: There is no chat template, it fails, or it tries something that the sandbox
-        forbids; or `messages` is not a conversation.
+      ConfigError: There is no chat template, it fails or violates the sandbox, or `messages` is not
+        a conversation.
     """
     return self.render_batch([messages], generation_prompt, tools, options)[0]
 
@@ -163,18 +152,18 @@ class Tokenizer:
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
   ) -> list[str]:
-    """Each conversation as text: see `render`."""
-    given = {**self.special, **self.chat_options, **(options or {})}
-    return self._template.render(conversations, generation_prompt, given, tools)
+    """Renders each conversation as text: see `render`."""
+    variables = {**self.special, **self.chat_options, **(options or {})}
+    return self._template.render(conversations, generation_prompt, variables, tools)
 
   @property
   def special_texts(self) -> Mapping[int, str]:
-    """The texts of the special tokens, which `decode` skips, by their ids."""
+    """The texts of the special tokens, which `decode` skips, keyed by id."""
     return self.codec.special_texts
 
   @property
   def longest_token(self) -> int:
-    """How many characters the longest token has."""
+    """The number of characters in the longest token."""
     return self.codec.longest_token
 
   @property
@@ -183,15 +172,15 @@ class Tokenizer:
     return chat.find_template(self.files)[0]
 
   def for_model(self, vocab_size: int, model: str, key: str = "data.tokenizer") -> "Tokenizer":
-    """The same tokenizer for a model that may have fewer ids.
+    """A copy of the tokenizer for a model whose vocabulary may be smaller.
 
-    Ids beyond those of the model are allowed for special tokens and for parts of characters, such
-    as a <|endoftext|> that another program added. A text that has such a token is refused.
+    The model may lack the ids of special tokens, such as a <|endoftext|> that another program
+    added, and of parts of characters. Encoding then refuses a text with such a token.
 
     Args:
-      vocab_size: How many ids the model has.
-      model: The name of the model in errors.
-      key: The config key that chose the tokenizer, for errors.
+      vocab_size: The number of ids of the model.
+      model: The name of the model in error messages.
+      key: The config key of the tokenizer in error messages.
 
     Raises:
       ConfigError: The model lacks the id of a token that ends or begins a text, or of an ordinary
@@ -199,7 +188,7 @@ class Tokenizer:
     """
     beyond = range(vocab_size, self.codec.vocab_size)
     needed = any(i in beyond for i in (*self.stop_ids, *self.prefix_ids))
-    # The decoder leaves special tokens out and makes U+FFFD of a part of a character.
+    # The decoder skips special tokens, and turns a part of a character into U+FFFD.
     if needed or any(self.codec.decode([i]).strip("\ufffd") for i in beyond):
       raise ConfigError(
         f"{key}: a tokenizer of {self.codec.vocab_size} ids does not fit {model}, which has"
@@ -212,7 +201,7 @@ class Tokenizer:
     return dataclasses.replace(self, vocab_size=size, pad_id=pad_id)
 
   def _checked(self, texts: Sequence[str], rows: list[list[int]]) -> list[list[int]]:
-    """The rows of ids, all below `vocab_size`."""
+    """Returns `rows`, the ids of `texts`. Raises ConfigError if an id is not below `vocab_size`."""
     for text, ids in zip(texts, rows, strict=True):
       if max(ids, default=0) < self.vocab_size:
         continue
@@ -232,9 +221,9 @@ class Tokenizer:
     return chat.Template(source, file)
 
   def save(self, folder: str | pathlib.Path) -> None:
-    """Writes the files that `load` and `transformers.AutoTokenizer` need.
+    """Writes the files that `load` and `transformers.AutoTokenizer` need into a folder.
 
-    Files that were loaded are written unchanged.
+    The files that `load` read are written unchanged.
     """
     for name, content in self.files.items():
       file = pathlib.Path(folder) / name
@@ -243,10 +232,9 @@ class Tokenizer:
 
 
 def characters(alphabet: str) -> Tokenizer:
-  """A tokenizer with one id per character.
+  """Makes a tokenizer with one id per character.
 
-  Id 0 is `<pad>`, id 1 is `<eos>`. The characters of the alphabet follow in their order, a repeated
-  character once.
+  Id 0 is `<pad>`, and id 1 is `<eos>`. The distinct characters of the alphabet follow in order.
   """
   alphabet = "".join(dict.fromkeys(alphabet))
   files = character_files.make(alphabet)
@@ -260,7 +248,7 @@ def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
   Args:
     path: A .json file, a .model file, a .gguf file, or a folder with tokenizer.json or
       tokenizer.model. If the folder has both, tokenizer.json is used.
-    key: The config key that holds `path`, for error messages.
+    key: The config key of `path`, for error messages.
 
   Raises:
     ConfigError: There is no such file, or it cannot be read.
@@ -288,14 +276,17 @@ def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
 
 
 def _tokenizer(codec: Codec, files: Mapping[str, bytes]) -> Tokenizer:
-  """A tokenizer whose special tokens are those of the JSON files, or else those of the codec."""
-  own_tokens = codec.special_tokens
-  special = {role: token.text for role, token in own_tokens.items()} | special_tokens.texts(files)
+  """Makes a tokenizer. The JSON files in `files` take precedence over the codec's special tokens.
+
+  If no file names a padding token, padding uses the first stop id, or id 0 if there is none.
+  """
+  of_codec = codec.special_tokens
+  special = {role: token.text for role, token in of_codec.items()} | special_tokens.texts(files)
   stop_ids, pad_id = special_tokens.stop_and_pad_ids(files, codec.token_to_id)
-  if not stop_ids and "eos_token" in own_tokens:
-    stop_ids = (own_tokens["eos_token"].id,)
-  if pad_id is None and "pad_token" in own_tokens:
-    pad_id = own_tokens["pad_token"].id
+  if not stop_ids and "eos_token" in of_codec:
+    stop_ids = (of_codec["eos_token"].id,)
+  if pad_id is None and "pad_token" in of_codec:
+    pad_id = of_codec["pad_token"].id
   if pad_id is None:
     pad_id = stop_ids[0] if stop_ids else 0
   prefix_ids = special_tokens.prefix_ids(

@@ -1,4 +1,4 @@
-"""The files of a tokenizer: tokenizer.json or tokenizer.model, and the files beside it."""
+"""The files of a tokenizer: tokenizer.json or tokenizer.model, and other files in its folder."""
 
 import codecs
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ _BESIDE = (
 
 
 def find(path: str | pathlib.Path, key: str) -> pathlib.Path:
-  """The file that defines the tokenizer in `path`.
+  """Finds the file that defines the tokenizer in `path`.
 
   Args:
     path: A .json file, a .model file, a .gguf file, or a folder with tokenizer.json or
       tokenizer.model. If the folder has both, tokenizer.json is used.
-    key: The config key that holds `path`, for error messages.
+    key: The config key of `path`, for error messages.
 
   Raises:
     ConfigError: There is no such file.
@@ -52,15 +52,15 @@ def find(path: str | pathlib.Path, key: str) -> pathlib.Path:
 
 
 def read(path: pathlib.Path) -> dict[str, bytes]:
-  """The contents of a tokenizer's files, by the names under which they can be saved again.
+  """Reads a tokenizer's files. Returns their contents, keyed by the name to save them under.
 
-  `path`, which may have any name, becomes tokenizer.json or tokenizer.model.
+  `path`, whatever its name, is saved as tokenizer.json or tokenizer.model.
   """
   paths = {name: path.with_name(name) for name in _BESIDE}
   for template in path.parent.glob("additional_chat_templates/*.jinja"):
     paths[f"{template.parent.name}/{template.name}"] = template
   paths[f"tokenizer{path.suffix}"] = path
-  # Programs of Windows begin a text with a mark, which is no part of it.
+  # Windows programs may start a text with a byte order mark.
   return {
     name: file.read_bytes().removeprefix(codecs.BOM_UTF8)
     for name, file in paths.items()
@@ -69,10 +69,10 @@ def read(path: pathlib.Path) -> dict[str, bytes]:
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> Any:
-  """The object in the JSON file `name`, or an empty dict if there is no such file.
+  """Parses the JSON file `name` of `files`. Returns {} if there is no such file.
 
   Raises:
-    ConfigError: The file is not JSON, or holds no object.
+    ConfigError: The file is not a JSON object.
   """
   try:
     return json_object(files.get(name, b"{}"))

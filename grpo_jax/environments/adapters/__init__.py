@@ -1,4 +1,4 @@
 """Games, environments, harnesses and tools of other packages, imported where they are used.
 
-It may import what environments/ may.
+It may import the same folders as environments/.
 """

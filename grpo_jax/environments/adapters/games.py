@@ -14,18 +14,18 @@ import numpy as np
 
 from grpo_jax.settings import ConfigError
 
-_RAW = "-raw"  # ends the name of a game whose observations show only what is new
+_RAW = "-raw"  # ends the name of a game whose observations show only new text
 
 
 class TextArena:
   """A game of one player.
 
-  Its messages have the role user. The game pays its reward at the end, mostly from 0 to 1. A game
-  that a limit of turns ends has no reward.
+  Its messages have the role user. The reward comes at the end, mostly from 0 to 1. If the run's
+  limit of turns ends the game, there is no reward.
   """
 
   def __init__(self, id: str, **options: Any) -> None:
-    """Makes no game yet.
+    """Stores the arguments. `reset` creates the game.
 
     Args:
       id: The name of the game, such as GuessTheNumber-v0.
@@ -33,14 +33,15 @@ class TextArena:
     """
     self._id, self._options = id.removesuffix(_RAW), options
     self._game: Any = None
-    # Games draw from the generators of the whole process. This is their state between two turns.
+    # Games use the global random generators of the process: `random`, numpy. This is their state
+    # between two turns of this game.
     self._generators: tuple[Any, Any] = (None, None)
 
   def reset(self, example: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Begins the game with the example's field `seed`.
+    """Begins the game with the example's field `seed`. Returns its first message.
 
     Raises:
-      ConfigError: textarena or a list of words is not installed, there is no such game, it is for
+      ConfigError: textarena or a word list is not installed, the game does not exist or needs
         several players, or the example has no seed.
     """
     try:
@@ -61,7 +62,7 @@ class TextArena:
       with self._drawing():
         self._game = textarena.make(self._id + _RAW, **self._options)
         self._game.reset(num_players=1, seed=seed)
-    except Exception as error:  # whatever its parts raise
+    except Exception as error:  # each game raises other errors
       lines = [line for line in str(error).splitlines() if line.strip(" *")]
       said = " ".join(" ".join(lines).split())[:200] or type(error).__name__
       raise ConfigError(
@@ -70,7 +71,7 @@ class TextArena:
     return [{"role": "user", "content": self._news()}]
 
   def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, str]], float | None, bool]:
-    """Plays the move that the policy wrote."""
+    """Plays the policy's move. Returns (messages, reward or None, whether the game is over)."""
     from textarena.wrappers import ActionFormattingWrapper
 
     move = ActionFormattingWrapper(self._game).action(message["content"])
@@ -86,7 +87,7 @@ class TextArena:
 
   @contextlib.contextmanager
   def _drawing(self) -> Iterator[None]:
-    """Sets the generators of the process to the state of this game, for the block."""
+    """Sets the global random generators to the state of this game, and restores them afterwards."""
     before = random.getstate(), np.random.get_state()
     random.setstate(self._generators[0])
     np.random.set_state(self._generators[1])
@@ -98,13 +99,13 @@ class TextArena:
       np.random.set_state(before[1])
 
   def _news(self) -> str:
-    """The text that the game has added since the last time."""
+    """Returns the text that the game has added since the last call, without the policy's moves."""
     _, observed = self._game.get_observation()
     # Some games of 0.7.4 also send a number, which is a reward.
-    said = (text for sender, text, _ in observed if sender != 0 and isinstance(text, str))
-    return "\n".join(text.strip() for text in said)
+    texts = (text for sender, text, _ in observed if sender != 0 and isinstance(text, str))
+    return "\n".join(text.strip() for text in texts)
 
 
 def _words_of(seed: int) -> Any:
-  """The state of numpy's old generator for a seed."""
+  """Returns the state of numpy's legacy generator after seeding."""
   return np.random.RandomState(seed % 2**32).get_state()

@@ -1,7 +1,7 @@
 """Tools of MCP servers: `environment.tools=("mcp:COMMAND",)` or `("mcp:http://HOST/mcp",)`.
 
 Each process that calls tools has its own connection, whose event loop runs in a thread. If the
-server has ended, a call makes a new connection, once.
+server has ended, a call connects again, once.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from grpo_jax.environments.returned import Unreachable
 from grpo_jax.settings import ConfigError, shown
 
 PREFIX = "mcp:"
-_SECONDS = 60.0  # to start a server and to list its tools
-_SECONDS_OF_CALL = 600.0
-_SECONDS_OF_END = 10.0  # to close a connection, and to answer whether a server is there
+_SECONDS = 60.0  # timeout to start a server and to list its tools
+_SECONDS_OF_CALL = 600.0  # timeout of a call
+_SECONDS_OF_END = 10.0  # timeout to close a connection, and to check whether a server answers
 _MOST_PAGES, _MOST_TOOLS = 100, 1000
 
 _CONNECTIONS: dict[tuple[str, int], "_Connection"] = {}  # by server and process
@@ -27,10 +27,10 @@ _LOCK = threading.Lock()
 
 
 def tools_of(name: str) -> list[Callable[..., Any]]:
-  """The tools of a server, as async functions with the attribute `schema`.
+  """Returns the tools of a server as async functions with the attribute `schema`.
 
   Args:
-    name: As in environment.tools: mcp:COMMAND or mcp:URL.
+    name: An entry of environment.tools: mcp:COMMAND or mcp:URL.
 
   Raises:
     ConfigError: The package mcp is not installed, or no server answers.
@@ -40,11 +40,11 @@ def tools_of(name: str) -> list[Callable[..., Any]]:
 
 
 def _tool(server: str, found: Any) -> Callable[..., Any]:
-  """A tool of a server as an async function, with the schema that the server gives.
+  """Makes an async function that calls a tool of a server. It has the server's schema.
 
   Args:
-    server: The server, as its entry in environment.tools names it.
-    found: The tool's description, from the server.
+    server: The command or URL of the server.
+    found: The server's entry for the tool, with `name`, `description` and `input_schema`.
   """
 
   async def call(**arguments: Any) -> str:
@@ -72,7 +72,7 @@ def _tool(server: str, found: Any) -> Callable[..., Any]:
 
 
 def _connection(server: str) -> "_Connection":
-  """The connection of this process. A connection that has ended is replaced."""
+  """Returns this process's connection to a server. Connects if there is none, or it has ended."""
   key = server, os.getpid()
   with _LOCK:
     if key not in _CONNECTIONS or not _CONNECTIONS[key].is_open:
@@ -92,7 +92,7 @@ class _Connection:
   """
 
   def __init__(self, server: str) -> None:
-    """Connects. Raises ConfigError as `tools_of` does."""
+    """Connects, in a new thread. Raises ConfigError as `tools_of` does."""
     try:
       from mcp import Client  # noqa: F401  imported here because it is an optional package
     except ImportError:
@@ -114,25 +114,26 @@ class _Connection:
 
   @property
   def is_open(self) -> bool:
-    """Whether it can be called."""
+    """Whether the connection can still be used."""
     return self._thread.is_alive() and not self._is_closed
 
   def call(self, name: str, arguments: dict[str, Any]) -> "Future[str]":
-    """Calls a tool. The future has its text, or raises `_Lost` if the server is gone."""
-    asking = self._call(name, arguments)
+    """Calls a tool. The future has the tool's text, or raises `_Lost` if the server is gone."""
+    coroutine = self._call(name, arguments)
     try:
-      return asyncio.run_coroutine_threadsafe(asking, self._loop)
+      return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
     except RuntimeError:  # the loop is closed
-      asking.close()
+      coroutine.close()
       raise _Lost from None
 
   def close(self) -> None:
-    """Ends the connection, and the server if it was started here."""
+    """Ends the connection, and the server if this connection started it."""
     self._is_closed = True
     with contextlib.suppress(RuntimeError):  # the loop is closed
       self._loop.call_soon_threadsafe(self._end.set)
 
   async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+    """Calls a tool, in the connection's event loop. Raises RuntimeError if the tool fails."""
     try:
       async with asyncio.timeout(_SECONDS_OF_CALL):
         answer = await self._client.call_tool(name, arguments)
@@ -148,7 +149,7 @@ class _Connection:
     return text
 
   async def _is_there(self) -> bool:
-    """Whether the server still answers. A cheap call tells, because its errors have no codes."""
+    """Returns whether the server still answers. The errors of calls have no codes that tell."""
     try:
       async with asyncio.timeout(_SECONDS_OF_END):
         await self._client.list_tools(cache_mode="bypass")
@@ -164,6 +165,7 @@ class _Connection:
         self._ready.set_exception(error)
 
   async def _serve(self) -> None:
+    """Connects, passes (loop, client, tools) to `_ready`, and stays connected until `close`."""
     import mcp
     from mcp.client.stdio import StdioServerParameters
 
@@ -180,7 +182,7 @@ class _Connection:
 
 
 async def _listed(client: Any) -> list[Any]:
-  """All tools of a server."""
+  """Lists all tools of a server, page by page. Raises RuntimeError if there are too many."""
   page = await client.list_tools()
   tools = list(page.tools)
   for _ in range(_MOST_PAGES):
@@ -194,7 +196,7 @@ async def _listed(client: Any) -> list[Any]:
 
 
 def _first_of(error: BaseException) -> BaseException:
-  """The error itself, where a group of tasks wraps it."""
+  """Returns the first error inside nested exception groups, which task groups raise."""
   while isinstance(error, BaseExceptionGroup):
     error = error.exceptions[0]
   return error

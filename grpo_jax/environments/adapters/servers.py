@@ -1,6 +1,6 @@
 """Servers of the package openenv: `environment.name=openenv:http://127.0.0.1:8000`.
 
-Each completion has a session of its own at the server.
+Each completion has its own session at the server.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ import urllib.request
 
 from grpo_jax.settings import ConfigError
 
-_SECONDS = 30.0  # for the schema of the actions
-# Fields of an observation that are its text, the likeliest first.
+_SECONDS = 30.0  # timeout to get the schema of the actions
+# Fields that may hold the text of an observation, the likeliest first.
 _TEXTS = ("prompt", "message", "text", "observation", "content", "output", "echoed_message")
 _NO_TEXT = ("reward", "done", "metadata")
 
 
 class OpenEnv:
-  """A session at a server. It stays in the worker that began it."""
+  """A session at a server. Its connection cannot move to another worker."""
 
   pickles = False
 
@@ -25,13 +25,13 @@ class OpenEnv:
     """Does not connect yet. `address` is the URL of the server."""
     self._address = address.rstrip("/")
     self._client: Any = None
-    self._fields: dict[str, Any] = {}  # of an action
+    self._fields: dict[str, Any] = {}  # by name, the schemas of an action's fields
 
   async def reset(self, example: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Begins a session, with the example's `seed` if it has one.
+    """Begins a session, with the example's `seed` if it has one. Returns the first message.
 
     Raises:
-      ConfigError: openenv is not installed, or no openenv server answers there.
+      ConfigError: openenv is not installed, or no openenv server answers at the address.
     """
     try:
       from openenv import GenericEnvClient  # imported here because it is an optional package
@@ -53,11 +53,11 @@ class OpenEnv:
   async def step(
     self, message: Mapping[str, Any]
   ) -> tuple[list[dict[str, str]], float | None, bool]:
-    """Sends the text of the policy as an action."""
+    """Sends the policy's text as an action. Returns (messages, reward or None, done)."""
     found = await self._client.step(action_of(message["content"], self._fields))
     reward = None if found.reward is None else float(found.reward)
-    said = [] if found.done else [{"role": "user", "content": text_of(found.observation)}]
-    return said, reward, bool(found.done)
+    messages = [] if found.done else [{"role": "user", "content": text_of(found.observation)}]
+    return messages, reward, bool(found.done)
 
   async def close(self) -> None:
     """Ends the session."""
@@ -65,21 +65,21 @@ class OpenEnv:
       await self._client.close()
 
   def _fields_of_actions(self) -> dict[str, Any]:
-    """The fields of an action and their schemas, without those that every action has."""
+    """Gets the schemas of an action's fields, by name, without the field `metadata`."""
     with urllib.request.urlopen(f"{self._address}/schema", timeout=_SECONDS) as answer:
       properties = json.load(answer)["action"].get("properties", {})
     return {name: schema for name, schema in properties.items() if name != "metadata"}
 
 
 def action_of(text: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-  """A text as an action.
+  """Converts the policy's text to an action.
 
   Args:
-    text: A JSON object of the fields, or the value of the first field that takes a text.
-    fields: The schemas of the fields.
+    text: A JSON object of the fields, or the value of the first field that is a string.
+    fields: The schemas of the action's fields, by name.
 
   Raises:
-    ValueError: No field takes a text, and the text is not a JSON object of the fields.
+    ValueError: The text is not a JSON object of the fields, and no field is a string.
   """
   try:
     value = json.loads(text)
@@ -95,11 +95,11 @@ def action_of(text: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_of(observation: Any) -> str:
-  """The text of an observation, or else all of it as JSON."""
+  """Returns the text field of an observation, or else all its fields as JSON."""
   if not isinstance(observation, Mapping):
     return str(observation)
   for name in _TEXTS:
     if isinstance(observation.get(name), str) and observation[name]:
       return observation[name]
-  said = {name: value for name, value in observation.items() if name not in _NO_TEXT}
-  return json.dumps(said, ensure_ascii=False, default=str)
+  rest = {name: value for name, value in observation.items() if name not in _NO_TEXT}
+  return json.dumps(rest, ensure_ascii=False, default=str)

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_jax.data.tasks import verifiers_tasks
 
-# The servers of each taskset's agents, in this worker. They end with the worker.
+# By taskset, the open servers of its agents in this worker. They end with the worker.
 _SERVED: dict[str, contextlib.AsyncExitStack] = {}
 _LOCKS: dict[str, asyncio.Lock] = {}
 
@@ -17,17 +17,17 @@ _LOCKS: dict[str, asyncio.Lock] = {}
 async def play(
   example: Mapping[str, Any], base_url: str, api_key: str, model: str, *, id: str
 ) -> dict[str, Any]:
-  """Lets the taskset's agent work on a task with the policy.
+  """Lets the taskset's agent work on a task, with the policy as its model.
 
   Args:
-    example: Its field `number` is the place of the task.
-    base_url: The URL of the endpoint.
+    example: An example. Its field `number` is the index of the task.
+    base_url: The URL of the policy's endpoint.
     api_key: The key of the endpoint.
-    model: The policy's name there.
+    model: The policy's name at the endpoint.
     id: The name of the taskset.
 
   Returns:
-    The reward, and the rewards and metrics of the taskset by name.
+    {"reward": the reward, "metrics": as `metrics_of` returns them}.
 
   Raises:
     RuntimeError: The agent failed.
@@ -56,9 +56,9 @@ async def play(
 
 
 def metrics_of(traces: Sequence[Any]) -> dict[str, float]:
-  """The rewards as `rewards/NAME`, without their weights, and the metrics of an episode's traces.
+  """Returns an episode's unweighted rewards, as `rewards/NAME`, and its metrics.
 
-  A name that several traces have gets their sum.
+  If several traces have the same name, their values are added.
   """
   found: dict[str, float] = {}
   for trace in traces:

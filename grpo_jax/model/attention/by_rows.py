@@ -1,7 +1,8 @@
 """Attention of groups as attention of rows: prompts, and completions that each follow a prompt.
 
 A row has T queries and C >= T keys: first those of the prompt that it follows, then its own. Query
-t is the token of key C - T + t. Prompts are rows with C = T. They alone have `view.pictures_PS`.
+t and key C - T + t belong to the same token. Prompts are rows with C = T. Only their `view` has
+`pictures_PS`.
 """
 
 from collections.abc import Callable
@@ -14,14 +15,14 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.model.attention.view import AttendGroups, View
 
-# attend(q_BTHE, k_BCKE, v_BCKE, is_token_BC, view) -> out_BTHE. A query sees its own key and those
-# before it that are in the view's window and, where is_token_BC is not None, are True in it. With
-# `view.pictures_PS`, it also sees the keys of its picture.
+# attend(q_BTHE, k_BCKE, v_BCKE, is_token_BC, view) -> out_BTHE. A query sees its own key and the
+# earlier keys within the view's window, except those where is_token_BC is False. None excepts none.
+# With `view.pictures_PS`, a query also sees the later keys of its picture.
 AttendRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, View], jax.Array]
 
 
 def by_rows(attend_rows: AttendRows) -> AttendGroups:
-  """Makes an attention of groups out of an attention of rows. Takes care of the mesh."""
+  """Makes an attention of groups, split over the mesh, out of an attention of rows."""
 
   def attend(
     q_PNHE: jax.Array,
@@ -30,6 +31,7 @@ def by_rows(attend_rows: AttendRows) -> AttendGroups:
     prompt_lengths_P: jax.Array,
     view: View,
   ) -> jax.Array:
+    """Attends within the prompts, then from each completion's row to prompt and completion."""
     P, _, H, E = q_PNHE.shape
     S, G, T = view.prompt_slots, view.completions, view.slots
     prompt_out = attend_rows(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], None, view)
@@ -47,10 +49,10 @@ def by_rows(attend_rows: AttendRows) -> AttendGroups:
 
 
 def _after_prompts(x_PNKE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
-  """[P * G, S + T, K, E]: what each completion's row holds.
+  """[P * G, S + T, K, E]: for each completion, the keys or values of its prompt and its own.
 
-  With a window, the prompt moves to the right of its S slots. The distance of two tokens is then
-  the distance of their slots, as it must be for masks that are known before the program runs.
+  With a window, the prompt moves to the right end of its S slots, next to the completion. Then the
+  distance of two tokens is that of their slots, as masks that are fixed at compile time need.
   """
   P, _, K, E = x_PNKE.shape
   S, G, T = view.prompt_slots, view.completions, view.slots
@@ -76,8 +78,8 @@ def _is_token(lengths_P: jax.Array, view: View) -> jax.Array:
 def on_mesh(attend: AttendGroups) -> AttendGroups:
   """Runs `attend` on each device's groups and heads, if `view.rows` names a mesh.
 
-  The heads are split over the axis `tensor` if its size divides H. If it does not divide K, keys
-  and values are repeated for each query head.
+  The heads are split over the mesh axis `tensor` if its size divides H. If its size does not divide
+  K, keys and values are repeated for each query head.
   """
 
   def attend_on_mesh(

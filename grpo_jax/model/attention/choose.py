@@ -1,4 +1,4 @@
-"""Which implementation of attention a run uses."""
+"""Chooses the implementation of attention that a run uses."""
 
 import importlib
 
@@ -13,7 +13,7 @@ _CUDNN_MAX_HEAD_DIM = 128  # of GPUs before Hopper
 
 
 def implementation(name: str) -> AttendGroups:
-  """The implementation of this name in ATTENTION. Only the one that is chosen is imported."""
+  """Imports the implementation of this name in ATTENTION, and returns its `attend`."""
   return importlib.import_module(f"grpo_jax.model.attention.{name}").attend
 
 
@@ -31,7 +31,7 @@ def choose(
     sinks: Scores without a value take part in the softmax.
 
   Returns:
-    A name in ATTENTION, and a sentence for the user if it is not the one that was wanted, else "".
+    A name in ATTENTION, and a sentence that tells the user why it replaces the wanted one, or "".
   """
   wanted = BEST.get(platform, "chunked") if name == "auto" else name
   reason = why_not(wanted, platform, dtype, head_dim, cap, sinks)
@@ -43,7 +43,7 @@ def choose(
 def why_not(
   name: str, platform: str, dtype: str, head_dim: int, cap: float, sinks: bool = False
 ) -> str:
-  """Why the implementation cannot compute this, or "" if it can. `choose` has the parameters."""
+  """Why the implementation cannot compute this, or "" if it can. Parameters are as in `choose`."""
   if name == "splash":
     return "" if platform == "tpu" else f"splash runs on TPUs, not on a {platform}"
   if name != "cudnn":

@@ -1,7 +1,7 @@
 """Attention in plain JAX whose memory is linear in the tokens, for any platform.
 
-A row's queries are computed a chunk at a time, and the backward pass computes the scores of a chunk
-again. Each chunk reads all its keys from memory, so a kernel is faster where there is one.
+A row's queries are computed a chunk at a time, and the backward pass recomputes the scores of each
+chunk. Each chunk reads all its keys from memory, so a kernel is faster where there is one.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from grpo_jax.model.attention.view import View
 
 MAX_CHUNK = 512  # queries
 MAX_SCORES = 2**25  # the scores that exist at a time: 128 MiB in float32
-SPANS = 4  # The queries of span s of SPANS skip the keys that only later spans see.
+SPANS = 4  # A row's queries form SPANS spans. Each span skips the keys that only later spans see.
 
 
 def _attend_rows(
@@ -28,8 +28,8 @@ def _attend_rows(
   """Attention of rows, as `by_rows.AttendRows` describes it."""
   B, T, H, _ = q_BTHE.shape
   C = k_BCKE.shape[1]
-  # The scores of one chunk of queries, [H, chunk, keys], are to have at most MAX_SCORES numbers. If
-  # a chunk of a whole row has fewer, several rows are computed together.
+  # The scores of one chunk of queries, [H, chunk, keys], should be at most MAX_SCORES numbers. If
+  # they are fewer, several rows are computed together.
   queries = MAX_SCORES // (H * _keys_of_chunk(min(T, MAX_CHUNK), C, view))
   chunk = min(T, MAX_CHUNK, max(8, queries // 8 * 8))
   rows = MAX_SCORES // (H * chunk * _keys_of_chunk(chunk, C, view))
@@ -39,7 +39,7 @@ def _attend_rows(
     q_THE, k_CKE, v_CKE, keys_C = row
     return _attend_row(q_THE, k_CKE, v_CKE, keys_C, chunk, view)
 
-  # What decides which keys a query sees: its picture, or else whether a key is a token.
+  # The array that decides which keys a query sees: pictures, or else whether a key is a token.
   keys_BC = view.pictures_PS
   if keys_BC is None:
     keys_BC = jnp.ones((B, C), bool) if is_token_BC is None else is_token_BC
@@ -61,20 +61,20 @@ def _attend_row(
   chunk: int,
   view: View,
 ) -> jax.Array:
-  """Attention [T, H, E] of one row, in chunks of queries."""
+  """Attention [T, H, E] of one row, in chunks of queries. `keys_C` is as in `_chunk_attention`."""
   T, H, E = q_THE.shape
   C = k_CKE.shape[0]
   chunks = -(-T // chunk)
   padded = jnp.pad(q_THE, ((0, chunks * chunk - T), (0, 0), (0, 0)))
-  # If the starts did not depend on the row, JAX would compute the masks of all chunks, [T, C], once
-  # for all rows.
+  # The barrier makes the starts depend on the row. Otherwise JAX would compute the masks of all
+  # chunks, [T, C], once for all rows, and keep them in memory.
   q_NQHE, starts_N = jax.lax.optimization_barrier(
     (padded.reshape(chunks, chunk, H, E), jnp.arange(chunks) * chunk)
   )
   # The gradient of keys and values, to which each chunk adds, is summed in float32.
   keys_and_values = k_CKE.astype(jnp.float32), v_CKE.astype(jnp.float32)
   outs = []
-  # With pictures, a query sees keys of later spans, too.
+  # A window already limits a chunk's keys. With pictures, a query sees keys of later spans, too.
   spans = min(chunks, 1 if view.hiding_window or view.pictures_PS is not None else SPANS)
   for span in range(spans):
     first, end = chunks * span // spans, chunks * (span + 1) // spans
@@ -88,7 +88,7 @@ def _attend_row(
 def _chunk_attention(
   k_CKE: jax.Array, v_CKE: jax.Array, keys_C: jax.Array, past: int, view: View
 ) -> Callable[[tuple[jax.Array, jax.Array]], jax.Array]:
-  """Returns the attention [Q, H, E] of a chunk of Q queries: of it and of its first query's number.
+  """Returns a function (q_QHE, number of the first query) -> attention [Q, H, E] of the chunk.
 
   Args:
     k_CKE: float32, the row's keys.
@@ -103,14 +103,14 @@ def _chunk_attention(
     Q, H, E = q_QHE.shape
     C, K, _ = k_CKE.shape
     width = _keys_of_chunk(Q, C, view)
-    # The last chunk may end in padding. It sees what the last query sees.
+    # The last chunk may end in padding, which sees the same keys as the last query.
     place_Q = jnp.minimum(past + start + jnp.arange(Q), C - 1)
     first_key = jnp.clip(past + start - view.hiding_window + 1, 0, C - width) if width < C else 0
 
     def seen(x: jax.Array) -> jax.Array:
       return jax.lax.dynamic_slice_in_dim(x, first_key, width)
 
-    # How far each key lies before the query. Later keys are hidden, but not those of its picture.
+    # How many tokens before the query each key is. Later keys are hidden, except its picture's.
     back_QC = place_Q[:, None] - (first_key + jnp.arange(width))
     if view.pictures_PS is None:
       mask_QC = (back_QC >= 0) & seen(keys_C)

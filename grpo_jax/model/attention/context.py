@@ -1,6 +1,6 @@
 """Layers of groups whose tokens are split over the devices along the mesh's axis `context`.
 
-Only attention and recurrence need tokens of other devices. An `Exchange` is a way to get them.
+Only attention and recurrence need tokens of other devices. An `Exchange` is a way to send them.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from grpo_jax.model.mixers.seen import Recur, Scan
 
 AXIS = "context"
 # attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view) -> out_PNHE: attention of groups
-# whose completions lie in the stream of the packing, or in rows where that is None.
+# whose completions are packed in a stream, or in rows if the packing is None.
 AttendStream = Callable[
   [jax.Array, jax.Array, jax.Array, jax.Array, Packing | None, View], jax.Array
 ]
 
-# The choice between exchanges is made for texts of this many tokens, and so is that of all batches
-# of a run. Texts that are split are long.
+# Exchanges are compared for texts of this many tokens, so all batches of a run use the same one.
+# Only long texts are split.
 _LONG = 32768
-# By the data sheets in parallel/chips.py, a chip does about so many operations while it sends a
+# By the data sheets in parallel/chips.py, a chip does about this many operations while it sends a
 # byte over its links (770 to 2,300), and while it reads or writes one in its memory (150 to 560).
 _OPERATIONS_PER_BYTE_SENT, _OPERATIONS_PER_BYTE = 1000, 250
 # In plain JAX, a score is written and read in float32, and its weight in bfloat16.
@@ -37,17 +37,17 @@ _BYTES_OF_SCORE = 12
 
 @dataclasses.dataclass(frozen=True)
 class SplitAttention:
-  """The attention of a layer, of which each device along `context` has some tokens.
+  """The sizes of a layer's attention, where each device along `context` has some tokens.
 
   Attributes:
-    heads: H, the query heads of a device.
-    key_heads: K, its key heads.
+    heads: H, the number of query heads of a device.
+    key_heads: K, the number of key heads of a device.
     head_dim: E.
     item: The bytes of a number.
-    devices: The devices along `context`.
+    devices: The number of devices along `context`.
     window: As in `View`.
-    has_kernel: A kernel computes heads of which a device has all tokens.
-    has_pictures: The tokens of a picture see those after them.
+    has_kernel: A kernel can compute heads of which a device has all tokens.
+    has_pictures: The tokens of a picture also see its later tokens.
   """
 
   heads: int
@@ -61,12 +61,12 @@ class SplitAttention:
 
   @property
   def divisible_heads(self) -> int:
-    """`divisible_heads` of these."""
+    """`divisible_heads` of these sizes."""
     return divisible_heads(self.heads, self.key_heads, self.devices)
 
 
 def divisible_heads(heads: int, key_heads: int, devices: int) -> int:
-  """The least query heads, not below `heads`, of which each key head and device has as many."""
+  """The least number of query heads, at least `heads`, that key heads and devices both divide."""
   copies = math.lcm(key_heads, devices)
   return copies * -(-heads // copies)
 
@@ -76,13 +76,13 @@ class Exchange:
   """A way for devices that have different tokens to compute attention.
 
   Attributes:
-    name: Its name.
-    sent: How many vectors of a head a device sends for each of its tokens, in the forward pass.
-    heads: The heads that the devices compute together, in place of H.
-    slowness: The time of one of them, relative to plain JAX on a device that has all tokens.
-    uses_kernel: It can run a kernel.
-    sees_pictures: It can compute tokens that see those after them.
-    make: (attention of all tokens) -> attention as it is computed on each device of the axis.
+    name: The name that plans show.
+    sent: (sizes) -> how many vectors [E] a device sends for each of its tokens, in a forward pass.
+    heads: (sizes) -> how many heads the devices compute together, padding included, instead of H.
+    slowness: The time of a head, relative to plain JAX on a device that has all tokens.
+    uses_kernel: The exchange can run a kernel.
+    sees_pictures: Tokens can see later tokens of their picture.
+    make: (attention of all tokens) -> attention as each device of the axis computes it.
   """
 
   name: str
@@ -98,7 +98,7 @@ class Exchange:
     return self.sent(of) * of.head_dim * of.item
 
   def cost(self, of: SplitAttention) -> float:
-    """The time of messages and scores for a token of a device, as operations of a chip."""
+    """The estimated time of messages and scores per token of a device, in operations of a chip."""
     of_score = 4.0 * of.head_dim
     if not (self.uses_kernel and of.has_kernel):
       of_score = (of_score + _BYTES_OF_SCORE * _OPERATIONS_PER_BYTE) * self.slowness
@@ -109,10 +109,11 @@ class Exchange:
 def by_heads(attend: AttendStream) -> AttendStream:
   """Runs `attend` on all tokens of a few heads on each device (Jacobs et al. 2309.14509).
 
-  The devices exchange the tokens of all heads for all tokens of their own heads, and exchange the
-  outputs back. So each computes equally much, whatever the lengths, masks and windows are. Where
-  the devices do not divide the key heads, these are repeated as often as is needed, and where they
-  then do not divide the query heads, each key head gets some more, which are thrown away.
+  An all-to-all gives each device all tokens of some heads, instead of some tokens of all heads. A
+  second one sends the outputs back. So all devices compute equally much, whatever the lengths,
+  masks and windows are. If the number of devices does not divide the key heads, these are repeated.
+  If it then does not divide the query heads, each key head gets extra query heads of zeros, whose
+  outputs are dropped.
   """
 
   def attend_here(
@@ -128,7 +129,7 @@ def by_heads(attend: AttendStream) -> AttendStream:
     more = divisible_heads(H, K, devices) // K - H // K
 
     def with_more(x: jax.Array, heads: int) -> jax.Array:
-      """The query heads, on axis `heads`, with `more` of them for each key head."""
+      """Appends `more` query heads of zeros for each key head. `heads` is the axis of heads."""
       by_key = x.reshape(*x.shape[:heads], K, H // K, *x.shape[heads + 1 :])
       sides = [(0, 0)] * by_key.ndim
       sides[heads + 1] = (0, more)
@@ -153,7 +154,7 @@ def by_heads(attend: AttendStream) -> AttendStream:
 
 
 def by_ring(attend: AttendStream) -> AttendStream:
-  """Passes keys and values around. Computes in plain JAX, whatever `attend` is."""
+  """Passes keys and values around the devices, in plain JAX (ring.py). Ignores `attend`."""
   del attend
 
   def attend_here(
@@ -171,13 +172,13 @@ def by_ring(attend: AttendStream) -> AttendStream:
 
 
 def _sent_by_heads(of: SplitAttention) -> float:
-  """Queries, keys and values there, and outputs back. A part is here already."""
+  """Queries, keys and values, and outputs back, less the share that stays on the device."""
   keys = math.lcm(of.key_heads, of.devices)
   return 2 * (of.divisible_heads + keys) * (of.devices - 1) / of.devices
 
 
 def _sent_by_ring(of: SplitAttention) -> float:
-  """Queries, keys, values and outputs into pieces and back, and keys and values once around."""
+  """Queries, keys, values and outputs for the zigzag, and keys and values once around the ring."""
   return 2.0 * (of.heads + of.key_heads) + 2 * of.key_heads * of.devices
 
 
@@ -204,7 +205,7 @@ EXCHANGES: tuple[Exchange, ...] = (
 
 
 def cheapest(of: SplitAttention) -> Exchange:
-  """The exchange that costs least."""
+  """The exchange that costs least, of those that can compute this attention."""
   possible = [x for x in EXCHANGES if x.sees_pictures or not of.has_pictures]
   return min(possible, key=lambda exchange: exchange.cost(of))
 
@@ -213,8 +214,8 @@ def across(attend: AttendStream, has_kernel: bool) -> AttendStream:
   """Attention of groups whose tokens are split over devices, with heads over `tensor`.
 
   Args:
-    attend: Attention of all tokens.
-    has_kernel: It is a kernel.
+    attend: Attention on a device that has all tokens of some heads.
+    has_kernel: Whether `attend` runs a kernel.
   """
 
   def attend_split(
@@ -265,25 +266,27 @@ def recur_by_heads(
 ) -> Recur:
   """Runs a recurrence over all tokens of a few heads on each device.
 
-  A state goes from token to token, so that devices with different tokens would wait for each other.
-  They exchange tokens for heads as in `by_heads`. If they do not divide the heads, these get some
-  more, whose numbers are 0.
+  A state passes from token to token, so devices with different tokens would wait for each other.
+  They exchange tokens for heads as in `by_heads`. If their number does not divide the heads, heads
+  of zeros are added.
 
   Args:
     config: The model.
-    recur_of: (lengths, packing) -> the recurrence of groups on a device that has their tokens.
+    recur_of: (lengths, packing) -> the recurrence of groups on a device that has all their tokens.
     lengths_P: int32, how many tokens each prompt has.
-    packing: Where the tokens of completions lie, or None.
+    packing: The packing of the completions, or None if they are in rows.
   """
   mesh, row_axes = config.rows.mesh, config.rows.spec[0]
   head_axes = ("tensor", AXIS)
   rows, tokens = PartitionSpec(row_axes), PartitionSpec(row_axes, AXIS, "tensor")
-  second, first = PartitionSpec(None, head_axes), PartitionSpec(head_axes)
+  second, first = PartitionSpec(None, head_axes), PartitionSpec(head_axes)  # axes that are split
 
   def recur(scan: Scan, weights: Any, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
+    """Pads the heads, exchanges tokens for heads, recurs, and exchanges the outputs back."""
     J = jax.tree.leaves(empty)[0].shape[0]
     tensor, context = (mesh.shape[axis] for axis in head_axes)
-    # The devices along `tensor` have a block of heads each, which grows where it lies.
+    # Each device along `tensor` has a block of heads. Zeros are added at the end of every block, so
+    # that no head moves to another device.
     blocks = 1 if J % tensor else tensor
     own = J // blocks
     more = -own % (tensor // blocks * context)
@@ -326,7 +329,7 @@ def recur_by_heads(
 
 
 def _divided(x_PNKE: jax.Array, devices: int) -> jax.Array:
-  """The keys or values with each head repeated so often that the devices divide them."""
+  """Repeats each head of keys or values until the number of devices divides the heads."""
   heads = x_PNKE.shape[2]
   copies = math.lcm(heads, devices) // heads
   return x_PNKE if copies == 1 else jnp.repeat(x_PNKE, copies, axis=2)

@@ -1,9 +1,8 @@
 """Attention by cuDNN's flash kernel for NVIDIA GPUs: linear in memory.
 
-Each completion is a row of its own, with the prompt before it, so that the only mask is the causal
-one. The kernel then computes the prompt G times. It could not compute completions against a shared
-prompt: the log-sum-exps that would join both parts come from JAX rounded to bfloat16 and without a
-gradient.
+Each completion is a separate row after a copy of its prompt, so that the causal mask is the only
+one. The kernel thus computes the prompt G times. Completions cannot attend to a shared prompt: JAX
+returns the log-sum-exps, which would combine both results, in bfloat16 and without a gradient.
 """
 
 import jax
@@ -15,10 +14,10 @@ from grpo_jax.model.attention.view import AttendGroups, View
 
 
 def make_attend(implementation: str = "cudnn") -> AttendGroups:
-  """The attention of groups, as `view.AttendGroups` describes it, without its caps.
+  """Makes the attention of groups, a `view.AttendGroups` that ignores `cap` and `sinks_H`.
 
   Args:
-    implementation: As jax.nn.dot_product_attention takes it. "xla" runs on any platform. For tests.
+    implementation: That of jax.nn.dot_product_attention. Tests use "xla", which runs anywhere.
   """
 
   def attend(
@@ -64,7 +63,7 @@ def _rows(x_PNHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
 
 
 def _groups(x_BCHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
-  """[P, N, H, E]: what `_rows` took. The prompt is that of the group's first row."""
+  """[P, N, H, E]: the inverse of `_rows`. The prompt's outputs are those of the first row."""
   P, (H, E) = lengths_P.shape[0], x_BCHE.shape[2:]
   S, G, T = view.prompt_slots, view.completions, view.slots
   padding_last, padding_between = _orders(lengths_P, view)
@@ -74,9 +73,9 @@ def _groups(x_BCHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
 
 
 def _orders(lengths_P: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-  """The slots [P * G, S + T] of a row in two orders, each the inverse of the other.
+  """Two permutations [P * G, S + T] of a row's slots, each the inverse of the other.
 
-  The first takes the prompt's padding from before the completion to the end of the row, where the
+  The first moves the prompt's padding from before the completion to the end of the row, where the
   causal mask hides it from all tokens.
   """
   S, G, T = view.prompt_slots, view.completions, view.slots

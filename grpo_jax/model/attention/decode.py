@@ -1,8 +1,8 @@
 """A kernel for TPUs: the next token of each row attends to the row's own earlier tokens.
 
 XLA reads every slot of the cache, writes the scores to memory, and wants keys and values in two
-orders. This kernel reads a row's blocks of slots from the newest back to the row's first token, and
-keeps the scores on the chip.
+memory layouts. This kernel reads a row's blocks of slots from the newest back to the row's first
+token, and keeps the scores on the chip.
 """
 
 import functools
@@ -34,7 +34,7 @@ class OwnTokens(struct.PyTreeNode):
   Attributes:
     stacks: Keys and values [L, P, K, G, C, E] of all layers, arrays or `Int8`.
     layer: int32 scalar, the layer to read.
-    time: int32 scalar. The newest token lies in slot time modulo C.
+    time: int32 scalar. The newest token is in slot time modulo C.
     visible_PG: int32, how many tokens each row sees, the newest included. At least 1, at most C.
   """
 
@@ -48,11 +48,11 @@ class _Blocks(NamedTuple):
   """The sizes of the blocks that the kernel reads at a time.
 
   Attributes:
-    slots: The slots of a block.
-    in_cache: The blocks of the cache.
-    prompts: The prompts whose rows are read together.
-    members: The rows of each of them.
-    structure: How the arrays of keys and values make up `OwnTokens.stacks`.
+    slots: The number of slots of a block.
+    in_cache: The number of blocks in the cache.
+    prompts: The number of prompts whose rows are read together.
+    members: How many rows of each of these prompts are read together.
+    structure: The tree structure of `OwnTokens.stacks`.
   """
 
   slots: int
@@ -62,8 +62,8 @@ class _Blocks(NamedTuple):
   structure: Any
 
   def number(self, time: Any, back: Any) -> Any:
-    """The block that is `back` blocks before that of the newest token, round the start."""
-    # Not // and %, whose signs Pallas asks the TPU about: `plan` has none. Nothing is negative.
+    """The index of the block `back` blocks before that of the newest token, wrapping around."""
+    # Not // and %: Pallas asks the TPU about their signs, and `plan` has none. Nothing is negative.
     newest = jax.lax.div(time, jnp.int32(self.slots))
     return jax.lax.rem(newest - back + self.in_cache, jnp.int32(self.in_cache))
 
@@ -114,7 +114,7 @@ def attention(
   scores = einsum("pkgre,pkse->pkgrs", q_PKGRE, prefix[0])
   scores = cap * jnp.tanh(scores / cap) if cap else scores
   scores = jnp.where(prefix_mask, scores, -jnp.inf)
-  # With a window, a row may see nothing of its prompt.
+  # With a window, a row may see nothing of its prompt: `norm` keeps the maximum finite.
   largest = jnp.maximum(scores.max(-1, keepdims=True), norm)
   weights, own_weight = jnp.exp(scores - largest), jnp.exp(norm - largest)
   of_prompt = einsum("pkgrs,pkse->pkgre", weights.astype(q_PKGRE.dtype), prefix[1])
@@ -129,12 +129,12 @@ def own_attention(
 
   Args:
     q_PKGRE: Queries that are already divided by the square root of E.
-    own: The tokens.
+    own: The rows' own tokens.
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
     interpret: Emulate the kernel, so that it runs on any platform.
 
   Returns:
-    Outputs float32 [P, K, G, R, E], and the logarithm of each one's normaliser [P, K, G, R, 1].
+    Outputs float32 [P, K, G, R, E], and the logarithms of the softmax sums [P, K, G, R, 1].
   """
   P, K, G, R, E = q_PKGRE.shape
   arrays, structure = jax.tree.flatten(own.stacks)
@@ -144,8 +144,8 @@ def own_attention(
   slots, members = max(fitting, default=SLOTS), _divisor(G, _ROWS)
   prompts = _divisor(P, _ROWS // members)
   blocks = _Blocks(slots, C // slots, prompts, members, structure)
-  # How many blocks the rows that are read together need: that of the newest token, which has so
-  # many slots up to this token, and as many before it as hold the other tokens they see.
+  # How many blocks the rows that are read together need: the block of the newest token, which has
+  # `in_newest_block` slots up to this token, and earlier blocks with the other tokens they see.
   most = own.visible_PG.reshape(P // prompts, prompts, G // members, members).max((1, 3))
   in_newest_block = own.time % C % slots + 1
   needed = 1 + -(-jnp.maximum(most - in_newest_block, 0) // slots)
@@ -174,17 +174,20 @@ def own_attention(
 
 
 def _by_row(blocks: _Blocks, x: Any) -> pl.BlockSpec:
-  """The part of an array [P, K, G, R, ...] that belongs to the rows that are read together."""
+  """The block of an array [P, K, G, R, ...] with the rows that are read together."""
   shape = blocks.prompts, 1, blocks.members, *x.shape[3:]
   return pl.BlockSpec(shape, lambda p, k, g, *_: (p, k, g, 0, 0))
 
 
 def _by_slot(blocks: _Blocks, x: jax.Array) -> pl.BlockSpec:
-  """The rows' block of slots in keys, values [L, P, K, G, C, E] or scales [L, P, K, G, 1, C]."""
+  """The rows' block of slots in keys, values [L, P, K, G, C, E] or scales [L, P, K, G, 1, C].
+
+  The grid's last axis, `back`, counts blocks back from the newest token's.
+  """
 
   def where(p: Any, k: Any, g: Any, *rest: Any) -> tuple[Any, ...]:
     back, at, needed, _ = rest
-    # A block that is asked for again is not read again.
+    # After the last needed block the index stays the same, so Pallas reads nothing more.
     return at[0], p, k, g, blocks.number(at[1], jnp.minimum(back, needed[p, g] - 1)), 0
 
   def where_scales(*args: Any) -> tuple[Any, ...]:
@@ -198,7 +201,8 @@ def _by_slot(blocks: _Blocks, x: jax.Array) -> pl.BlockSpec:
 
 
 def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
-  """One block of slots of a few rows: adds it to their maxima, sums and outputs so far."""
+  """Adds one block of slots to the running maxima, sums and outputs of a few rows."""
+  # `at` holds the layer and the slot of the newest token.
   at, needed, visible, q_ref, *own_refs, out_ref, norm_ref, max_ref, sum_ref, total_ref = refs
   p, _, g, back = (pl.program_id(axis) for axis in range(4))
   rows = [divmod(row, blocks.members) for row in range(blocks.prompts * blocks.members)]
@@ -236,7 +240,7 @@ def _with_block(
   sees_1B: jax.Array,
   cap: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The maximum [R, 1], the sum [R, 1] and the output [R, E] so far, with a block's tokens."""
+  """Adds a block to the running maximum [R, 1], sum [R, 1] and output [R, E] of the softmax."""
   max_R1, sum_R1, total_RE = state
   (keys_BE, key_scales), (values_BE, value_scales) = (_parts(x, q_RE.dtype) for x in own)
   scores_RB = _product(q_RE, keys_BE, 1) * key_scales

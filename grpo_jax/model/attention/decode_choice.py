@@ -1,9 +1,9 @@
-"""Whether the kernel of decode.py attends to the tokens that rows have written."""
+"""Decides whether decoding uses the kernel of decode.py."""
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.mixers import kept_by_layers
 
-SLOTS = 128  # the slots of a cache that the kernel reads are a multiple of this
+SLOTS = 128  # the kernel reads only caches whose number of slots is a multiple of this
 
 
 def fits(config: ModelConfig) -> bool:

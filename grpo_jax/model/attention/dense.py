@@ -23,21 +23,21 @@ def attend(
   prompt_lengths_P: jax.Array,
   view: View,
 ) -> jax.Array:
-  """Attention of groups: `view.AttendGroups`. XLA splits it over a mesh by itself."""
+  """Attention of groups, a `view.AttendGroups`. XLA splits it over a mesh by itself."""
   P, N, H, E = q_PNHE.shape
   K = k_PNKE.shape[2]
   S, G, T, window = view.prompt_slots, view.completions, view.slots, view.hiding_window
 
-  def prompt(x: jax.Array) -> jax.Array:
+  def prompt(x: jax.Array) -> jax.Array:  # [P, N, K, E] -> [P, K, S, E]
     return x[:, :S].transpose(0, 2, 1, 3)
 
-  def completions(x: jax.Array) -> jax.Array:
+  def completions(x: jax.Array) -> jax.Array:  # [P, N, K, E] -> [P, K, G, T, E]
     return x[:, S:].reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
 
   scoring = Scoring(view.cap, view.sinks_H)
   q_PKRNE = q_PNHE.reshape(P, N, K, H // K, E).transpose(0, 2, 3, 1, 4)
   prefix = prompt(k_PNKE), prompt(v_PNKE)
-  as_own = Own(prefix[0][:, :, None], prefix[1][:, :, None])
+  as_own = Own(prefix[0][:, :, None], prefix[1][:, :, None])  # the prompt as a single row
   q_PK1RSE = q_PKRNE[:, :, None, :, :S]
   same = same_picture(view.pictures_PS)
   sees_own = own_mask(jnp.arange(S)[:, None], S, window, same)
@@ -65,23 +65,23 @@ def attend_packed(
   token_PN: jax.Array,
   view: View,
 ) -> jax.Array:
-  """Attention of groups whose completions lie one after another in a stream of N - S slots.
+  """Attention of groups whose completions follow each other in a stream of N - S slots.
 
-  Its scores are [N, N] for each group, where those of rows are [G, T, T].
+  The scores of completions are [N - S, N - S] for each group, instead of [G, T, T] with rows.
 
   Args:
     q_PNHE: This and the next three parameters are as in `view.AttendGroups`.
     k_PNKE: Keys.
     v_PNKE: Values.
     prompt_lengths_P: int32.
-    token_PN: int32 [P, N - S], which token g * T + t lies in each slot of the stream, or -1.
+    token_PN: int32 [P, N - S], the token g * T + t in each slot of the stream, or -1.
     view: Which tokens see each other, and how scores become weights.
   """
   P, N, H, E = q_PNHE.shape
   K, S, window = k_PNKE.shape[2], view.prompt_slots, view.hiding_window
   row_PN, place_PN = jnp.divmod(token_PN, view.slots)
   back_PNN = place_PN[:, :, None] - place_PN[:, None]
-  # Completions lie in one stream, and a token must not see those of another one.
+  # All completions share the stream, but a token sees only its own completion.
   sees = (row_PN[:, :, None] == row_PN[:, None]) & (back_PNN >= 0)
   if window:
     sees &= back_PNN < window

@@ -1,4 +1,4 @@
-"""Groups of prompts and completions as the layers see them, with completions packed or in rows."""
+"""Attention and recurrence of groups in the layers, with completions packed or in rows."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ from grpo_jax.model.mixers.seen import Attend, Recur, Scan
 
 
 class Groups(NamedTuple):
-  """Where the tokens of each group lie: S slots for its prompt, then those of its completions.
+  """The layout of each group's tokens: S slots for its prompt, then those of its completions.
 
   Attributes:
     lengths_P: int32, how many tokens each prompt has. It is right-padded to S.
     prompt_slots: S.
     completions: G. 0 where there are only prompts.
     slots: T, the slots of each completion.
-    packing: Where the completions' tokens lie in a stream of N slots. None means in G rows of T.
+    packing: The packing of the completions in a stream of N slots. None means G rows of T.
   """
 
   lengths_P: jax.Array
@@ -38,7 +38,7 @@ class Groups(NamedTuple):
     return self.positions_from(None)
 
   def positions_from(self, next_P: jax.Array | None) -> jax.Array:
-    """`positions`, where completions begin at `next_P` if it is not None."""
+    """`positions`, but with completions that begin at position `next_P`, unless it is None."""
     first_P = self.lengths_P if next_P is None else next_P
     P = len(self.lengths_P)
     prompt_PS = jnp.broadcast_to(jnp.arange(self.prompt_slots), (P, self.prompt_slots))
@@ -52,19 +52,19 @@ class Groups(NamedTuple):
 def recur_in_groups(
   config: ModelConfig, groups: Groups, keep: bool = False
 ) -> Callable[[Any], Recur]:
-  """The `recur` of `Shared` over groups: every completion begins with its prompt's memory.
+  """Builds `Shared.recur` for groups: each completion starts from its prompt's final memory.
 
-  With `keep`, the memory of the prompts is returned too.
+  With `keep`, the recurrence also returns the memory after the prompts.
   """
 
   def recur_of(lengths_P: jax.Array, packing: Packing | None) -> Recur:
     return _recurrence(groups._replace(lengths_P=lengths_P, packing=packing), keep)
 
-  of_groups = groups.lengths_P, groups.packing
-  recur = recur_of(*of_groups)
+  layout = groups.lengths_P, groups.packing
+  recur = recur_of(*layout)
   if config.context > 1:
-    recur = recur_by_heads(config, recur_of, *of_groups)
-  return lambda memory: recur
+    recur = recur_by_heads(config, recur_of, *layout)
+  return lambda memory: recur  # without a cache, a layer has no memory of earlier tokens
 
 
 def _recurrence(groups: Groups, keep: bool) -> Recur:
@@ -72,7 +72,7 @@ def _recurrence(groups: Groups, keep: bool) -> Recur:
   P, S, G, T = len(groups.lengths_P), groups.prompt_slots, groups.completions, groups.slots
 
   def in_rows(x_PN: jax.Array) -> jax.Array:
-    """[P * G, T, ...]: the completions' part of an array [P, N, ...]."""
+    """[P * G, T, ...]: the completions of an array [P, N, ...] of groups, in rows."""
     own_PN = x_PN[:, S:]
     if groups.packing is not None:
       own_PN = unpack(own_PN, groups.packing)
@@ -102,7 +102,7 @@ def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
   """The attention of groups, whose tokens may be split over devices."""
   S, name = groups.prompt_slots, attention_of(config)[0]
   attend = implementation(name)
-  # Where few tokens are left, whole scores of the stream are fewer than those of the rows.
+  # With few tokens in the stream, its whole scores are fewer than those of the rows.
   is_stream = (
     name == "dense"
     and groups.packing is not None
@@ -110,7 +110,7 @@ def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
   )
 
   def rows_of(x_PNHE: jax.Array, packing: Packing | None) -> jax.Array:
-    """Prompts and completions with the completions in rows."""
+    """Unpacks the completions of [P, N, ...] to rows, after the prompts."""
     if packing is None:
       return x_PNHE
     return jnp.concatenate([x_PNHE[:, :S], unpack(x_PNHE[:, S:], packing)], 1)
@@ -146,10 +146,13 @@ def in_groups(
   pictures_PS: jax.Array | None = None,
   keep: bool = False,
 ) -> Callable[[int, Any], Attend]:
-  """The `attend` of `Shared` over groups. With `keep`, attention returns keys and values too."""
+  """Builds `Shared.attend` for groups. `pictures_PS` is as in `View`.
+
+  With `keep`, the attention also returns keys and values for the caller to keep.
+  """
   attend = _attention(config, groups)
 
-  def attend_of(window: int, memory: Any) -> Attend:
+  def attend_of(window: int, memory: Any) -> Attend:  # of a layer with this window and LayerMemory
     pictures = pictures_PS if config.sees_both_ways(window) else None
     scoring = dict(window=window, cap=config.attention_cap, rows=config.rows)
 
@@ -162,10 +165,10 @@ def in_groups(
     ) -> tuple[jax.Array, Any]:
       arrays = dict(sinks_H=sinks_H, pictures_PS=pictures)
       view = View(groups.prompt_slots, groups.completions, groups.slots, **arrays, **scoring)
-      if k_PNKE is None:
+      if k_PNKE is None:  # the layer borrows the keys and values of another layer
         k_PNKE, v_PNKE = memory.stack
       elif keep:
-        kept = kept or (k_PNKE, v_PNKE)
+        kept = kept or (k_PNKE, v_PNKE)  # a layer may have others to keep, such as latents
       out_PNHE = attend(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, groups.packing, view)
       return out_PNHE, kept if keep else None
 
@@ -175,13 +178,13 @@ def in_groups(
 
 
 def attention_of(config: ModelConfig) -> tuple[str, str]:
-  """The implementation that computes a model's attention, and a remark as `choose` has it."""
+  """The implementation that computes a model's attention, and a remark, as in `choose`."""
   platform = config.platform or jax.default_backend()
   cap, sinks = config.attention_cap, config.attention_sinks
   head_dim = max(config.head_dim, config.global_head_dim)
   name = config.attention
   if name == "auto" and config.context > 1 and BEST.get(platform) == "dense":
-    name = "chunked"  # texts that are split are long, and whole scores are the square of that
+    name = "chunked"  # only long texts are split, and dense scores are quadratic in the length
   chosen, remark = choose(name, platform, config.dtype, head_dim, cap, sinks)
   if chosen in KERNELS and config.vision and config.vision.both_ways:
     reason = f"with {chosen}, tokens of a picture could not see those after them"

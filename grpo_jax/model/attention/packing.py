@@ -1,7 +1,7 @@
 """Moves the tokens of a group's completions between rows of equal length and one packed stream.
 
-A row [T] of a short completion is mostly padding. In a stream [N], the completions of a group lie
-one after another without padding between them, so that the layers compute N tokens instead of G T.
+A row [T] of a short completion is mostly padding. In a stream [N], the completions of a group
+follow each other without padding, so that the layers compute N tokens instead of G * T.
 """
 
 from typing import NamedTuple
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 
 class Packing(NamedTuple):
-  """Where each token of a group's completions lies in its stream. C = G * T.
+  """The slots of a group's completion tokens in its stream. C = G * T.
 
   Attributes:
     slot_PC: int32, the slot of token g * T + t. Any slot for a token that is not in the stream.
-    token_PN: int32, which token lies in a slot, or -1.
+    token_PN: int32, the token g * T + t in each slot, or -1.
   """
 
   slot_PC: jax.Array
@@ -23,10 +23,10 @@ class Packing(NamedTuple):
 
 
 def make_packing(counts_PG: jax.Array, slots_per_row: int, slots: int) -> Packing:
-  """The packing of the first `counts_PG` tokens of each row.
+  """Packs the first `counts_PG` tokens of each row.
 
   Args:
-    counts_PG: int32, how many tokens of each row are in the stream.
+    counts_PG: int32, how many tokens of each row to put into the stream.
     slots_per_row: T.
     slots: N, at least the sum of the counts of each group.
   """
@@ -38,7 +38,7 @@ def make_packing(counts_PG: jax.Array, slots_per_row: int, slots: int) -> Packin
   row_PN = (slot_N >= ends_PG[:, :, None]).sum(1)
   start_PN = jnp.take_along_axis(starts_PG, jnp.minimum(row_PN, G - 1), 1)
   token_PN = jnp.where(row_PN < G, row_PN * T + slot_N - start_PN, -1)
-  # A token that is not in the stream gets a slot, too, from which `_used` tells it apart.
+  # A token that is not in the stream gets the slot of another token, by which `_used` detects it.
   slot_PC = jnp.minimum(starts_PG[:, :, None] + jnp.arange(T), N - 1).reshape(P, G * T)
   return Packing(slot_PC, token_PN)
 
@@ -62,10 +62,10 @@ def _used(packing: Packing) -> jax.Array:
 
 @jax.custom_vjp
 def move(x_PA: jax.Array, source_PB: jax.Array, target_PA: jax.Array) -> jax.Array:
-  """x[p, source[p, b]], whose gradient is dy[p, target[p, a]], and 0 where the target is -1.
+  """Gathers x[p, source[p, b]], with the gradient dy[p, target[p, a]], or 0 where target is -1.
 
-  JAX's own gradient would be a scatter, which is slow. This one is right where each a has at most
-  one b whose output is used: target[p, a].
+  JAX would compute the gradient by a slow scatter. This gradient is right only if, for each a, the
+  output of at most one b is used: that of b = target[p, a].
 
   Args:
     x_PA: [P, A, ...].

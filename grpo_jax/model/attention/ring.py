@@ -1,12 +1,12 @@
 """Attention in a ring: each device keeps its queries, and keys and values go from one to the next.
 
-Liu et al. 2310.01889. A device never has more than two devices' keys and values. It joins what its
-queries read of each part by a running maximum and sum, as Rabe & Staats 2112.05682 do for chunks.
+Liu et al. 2310.01889. A device never holds more than two devices' keys and values. It combines the
+results of its queries with a running maximum and sum, as Rabe & Staats 2112.05682 do for chunks.
 
-A token sees earlier ones alone, so the devices that have the last tokens of a text would compute
-most. Hence device i of n computes pieces i and 2n - 1 - i of 2n pieces of the tokens (zig-zag), and
-each computes equally many pairs of pieces. Pieces whose tokens do not see each other, such as those
-of different completions, are left out.
+A token sees only earlier ones, so the devices that have the last tokens of a text would compute
+most. Hence the tokens are cut into 2n pieces for n devices, and device i computes pieces i and
+2n - 1 - i (zigzag). So each computes equally many pairs of a query piece and a key piece. Chunks
+that see no key of a piece, such as those of other completions, skip the piece.
 """
 
 import functools
@@ -22,7 +22,7 @@ from grpo_jax.model.layers import einsum
 MAX_CHUNK = 512  # queries
 MAX_SCORES = 2**25  # the scores that exist at a time: 128 MiB in float32
 _OF_PROMPT, _NO_TOKEN = -1, -2  # in place of the number of a completion
-_LOWEST = -1e30  # instead of -inf, whose differences are no numbers
+_LOWEST = -1e30  # instead of -inf, whose differences are NaN
 
 
 class Slots(NamedTuple):
@@ -46,7 +46,7 @@ class _Ring(NamedTuple):
 
 
 class _Read(NamedTuple):
-  """The sums over the keys that chunks of queries have met. float32, [..., P, K, R, Q].
+  """The softmax sums over the keys that chunks of queries have read, float32 [..., P, K, R, Q].
 
   Attributes:
     largest: The largest score.
@@ -60,10 +60,10 @@ class _Read(NamedTuple):
 
 
 class _Pair(NamedTuple):
-  """One of a device's pieces of queries, and a piece of keys that visits it.
+  """One of a device's two pieces of queries, and a piece of keys that visits it.
 
   Attributes:
-    is_before: Whether a query may see a key: the keys' piece is not after the queries'.
+    is_before: Whether a query may see a key, because the keys' piece is not after the queries'.
     queries: The queries [chunks, P, Q, K, R, E], and their slots [chunks, P, Q].
     of_keys: The slots of the keys.
   """
@@ -81,7 +81,7 @@ class _Seen(NamedTuple):
 
 
 def slots_of(lengths_P: jax.Array, packing: Packing | None, view: View) -> Slots:
-  """The tokens of groups whose completions lie in a stream, or in rows where `packing` is None."""
+  """The tokens of groups whose completions are in a stream, or in rows if `packing` is None."""
   P, S, G, T = len(lengths_P), view.prompt_slots, view.completions, view.slots
   slots_PS = jnp.broadcast_to(jnp.arange(S), (P, S))
   token_PN = jnp.broadcast_to(jnp.arange(G * T), (P, G * T))
@@ -104,16 +104,12 @@ def attend_ring(
   view: View,
   axis: str,
 ) -> jax.Array:
-  """The outputs of a device's queries, within a `shard_map` over `axis`.
-
-  A causal query sees what lies before it, so late tokens cost more. Therefore the tokens are cut
-  into two pieces for each device, and device d computes the pieces d and 2 devices - 1 - d: one
-  early and one late (zigzag).
+  """The outputs [P, N, H, E] of a device's queries, within a `shard_map` over `axis`.
 
   Args:
     q_PNHE: The device's queries. N is even, because of the two pieces.
-    k_PNKE: Its keys.
-    v_PNKE: Its values.
+    k_PNKE: The device's keys.
+    v_PNKE: The device's values.
     slots: The slots of all devices.
     view: The window and the cap, and the sinks of the device's heads.
     axis: The axis of the mesh along which the devices have different tokens.
@@ -125,7 +121,7 @@ def attend_ring(
     sinks_H = view.sinks_H.astype(jnp.float32)
   sinks_KR = sinks_H.reshape(K, H // K)  # R queries share a key
   piece = N // 2
-  chunk = _chunk(P * H, piece)  # so many queries at a time, which bounds the memory of the scores
+  chunk = _chunk(P * H, piece)  # how many queries at a time, to bound the memory of the scores
   padding = -piece % chunk
 
   def in_pieces(x: jax.Array, pieces: int, value: int = 0) -> jax.Array:
@@ -134,7 +130,7 @@ def attend_ring(
     sides = [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3)
     return jnp.pad(x, sides, constant_values=value)
 
-  # Each device has the slots of all tokens, in the order of the text: they are not exchanged.
+  # Each device has the slots of all tokens, in the order of the text, so they are not exchanged.
   of_pieces = Slots(
     in_pieces(slots.row_PN, 2 * devices, _NO_TOKEN), in_pieces(slots.place_PN, 2 * devices)
   )
@@ -149,7 +145,7 @@ def attend_ring(
 
 
 def _chunk(rows: int, piece: int) -> int:
-  """How many queries of a piece are computed at a time, of so many rows and heads."""
+  """How many queries of a piece are computed at a time. `rows` counts prompts times heads."""
   most = min(piece, MAX_CHUNK, max(8, MAX_SCORES // (rows * piece)))
   return -(-piece // -(-piece // most))
 
@@ -167,19 +163,20 @@ def _joined(x: jax.Array) -> jax.Array:
 
 
 def _zigzag(x: jax.Array, axis: str, back: bool = False) -> jax.Array:
-  """Gives device i pieces i and 2n - 1 - i in place of 2i and 2i + 1, or the other way round.
+  """Gives device i pieces i and 2n - 1 - i instead of 2i and 2i + 1, or with `back` the reverse.
 
-  One of these is even and one is odd, so that each device sends and gets one of each.
+  In both layouts a device has one even and one odd piece, so it sends and receives one of each.
   """
   devices, is_even = jax.lax.axis_size(axis), jax.lax.axis_index(axis) % 2 == 0
 
   def ways(first: int) -> list[tuple[int, int]]:
+    """(sender, receiver) of each even piece if `first` is 0, or of each odd piece if it is 1."""
     numbers = [(i, 2 * i + first) for i in range(devices)]
     there = [(i, min(number, 2 * devices - 1 - number)) for i, number in numbers]
     return [(to, source) for source, to in there] if back else there
 
   def in_order(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The even one and the odd one of a device's pieces i and 2n - 1 - i. Or the inverse."""
+    """(piece i, piece 2n - 1 - i) -> (the even piece, the odd piece), or the inverse."""
     return jnp.where(is_even, x[0], x[1]), jnp.where(is_even, x[1], x[0])
 
   even, odd = in_order(x) if back else x
@@ -207,12 +204,14 @@ def _ring(
 def _forward(
   ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks_KR: jax.Array, of_pieces: Slots
 ) -> tuple[jax.Array, Any]:
-  """`_ring`, and the arrays that its backward pass needs. k and v go once around the devices."""
+  """`_ring`, and the arrays for the backward pass. k and v go once around the devices."""
   _, chunks, P, Q, K, R, E = q.shape
   largest = jnp.broadcast_to(sinks_KR[..., None], (2, chunks, P, K, R, Q))
+  # The sums begin with the sinks: exp(sink - largest) is 1, or 0 without sinks.
   read = _Read(largest, 1.0 * (largest > _LOWEST), jnp.zeros(q.shape, jnp.float32))
 
   def meet(read: _Read, seen: _Seen, k: jax.Array, v: jax.Array) -> _Read:
+    """Adds a piece of keys to the sums of one chunk of queries."""
     scores = jnp.where(seen.mask, _scores(ring, seen.q, k), -jnp.inf)
     largest = jnp.maximum(read.largest, scores.max(-1))
     weights, kept = jnp.exp(scores - largest[..., None]), jnp.exp(read.largest - largest)
@@ -224,13 +223,16 @@ def _forward(
     )
 
   def visit(read: _Read, pair: _Pair, k: jax.Array, v: jax.Array) -> _Read:
-    def chunk(_: None, told: Any) -> tuple[None, _Read]:
-      seen, read = _seen(ring, told[0], pair.of_keys), told[1]
+    """Adds a piece of keys to the sums of all chunks of a piece of queries."""
+
+    def chunk(_: None, inputs: Any) -> tuple[None, _Read]:
+      seen, read = _seen(ring, inputs[0], pair.of_keys), inputs[1]
       return None, jax.lax.cond(seen.mask.any(), meet, lambda read, *_: read, read, seen, k, v)
 
     return jax.lax.scan(chunk, None, (pair.queries, read))[1]
 
   def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
+    """Adds the keys that are here to both pieces of queries, and passes the keys on."""
     read, moving = carry
     parts = []
     for a, own in enumerate((_Read(*(x[0] for x in read)), _Read(*(x[1] for x in read)))):
@@ -249,12 +251,14 @@ def _forward(
 
 
 def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
-  """The gradients of `_ring`. Those of k and v go around the devices with k and v."""
+  """The gradients of `_ring`. The gradients of k and v go around the devices with k and v."""
   q, k, v, sinks_KR, of_pieces, out, log_total = saved
+  # The gradient of a softmax subtracts dout . out from each key's dout . value.
   products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   products = jnp.moveaxis(products, 3, -1)
 
   def meet(dkv: Any, seen: _Seen, of_chunk: Any, k: jax.Array, v: jax.Array) -> tuple[Any, Any]:
+    """Adds a chunk's gradients of keys and values to `dkv`, and returns that of its queries."""
     dk, dv = dkv
     dout, log_total, products = of_chunk
     scores = _scores(ring, seen.q, k)
@@ -268,8 +272,10 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     return (dk, dv), einsum("pkrqs,pske->pqkre", dscores, k)
 
   def visit(dq: jax.Array, dkv: Any, pair: _Pair, of_piece: Any, k: Any, v: Any) -> Any:
-    def chunk(dkv: Any, told: Any) -> tuple[Any, jax.Array]:
-      seen, of_chunk = _seen(ring, told[0], pair.of_keys), told[1]
+    """Adds the gradients between a piece of queries and a piece of keys."""
+
+    def chunk(dkv: Any, inputs: Any) -> tuple[Any, jax.Array]:
+      seen, of_chunk = _seen(ring, inputs[0], pair.of_keys), inputs[1]
 
       def nothing(dkv: Any, seen: _Seen, *_: Any) -> tuple[Any, jax.Array]:
         return dkv, jnp.zeros(seen.q.shape, jnp.float32)
@@ -280,6 +286,7 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     return dq + more, dkv
 
   def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
+    """Adds the gradients between the queries and the keys that are here, and passes these on."""
     dq, (k, v, dk, dv) = carry
     dq, dkv = [dq[0], dq[1]], [(dk[0], dv[0]), (dk[1], dv[1])]
     for a in range(2):
@@ -307,7 +314,7 @@ _ring.defvjp(_forward, _backward)
 def _pair(
   ring: _Ring, q: jax.Array, of_pieces: Slots, number: jax.Array, pieces: tuple[int, int]
 ) -> _Pair:
-  """The pieces a of the queries and b of the keys in a turn of the ring."""
+  """Pairs piece a of the device's queries with piece b of the keys that are here in this turn."""
   a, b = pieces
   devices, here = jax.lax.axis_size(ring.axis), jax.lax.axis_index(ring.axis)
   source = (here - number) % devices
@@ -327,6 +334,7 @@ def _pair(
 
 
 def _seen(ring: _Ring, queries: tuple[jax.Array, Slots], keys: Slots) -> _Seen:
+  """The mask of a chunk: a query sees earlier keys of its prompt and completion in the window."""
   q, of_queries = queries
   row_q, place_q = (x[:, :, None] for x in of_queries)
   row_k, place_k = (x[:, None] for x in keys)
@@ -343,7 +351,7 @@ def _scores(ring: _Ring, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _passed_on(arrays: Any, axis: str) -> Any:
-  """The arrays of the device before this one."""
+  """Passes arrays to the next device, and returns those of the previous one."""
   devices = jax.lax.axis_size(axis)
   around = [(i, (i + 1) % devices) for i in range(devices)]
   return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, around), arrays)

@@ -1,4 +1,4 @@
-"""How the layers of a model exchange tokens along `context`, and the bytes of that, for a plan."""
+"""How the layers of a model exchange tokens along `context`, and how many bytes, for a plan."""
 
 from collections import Counter
 import math
@@ -12,13 +12,14 @@ from grpo_jax.model.config import LayerKind, ModelConfig
 
 
 def exchanges_in_words(config: ModelConfig) -> str:
-  """Lines that say on how many devices a text lies, and what each kind of layer sends for that."""
+  """Lines that say over how many devices a text is split, and what each kind of layer sends."""
   layers = Counter(_sent_by(config, config.kind(layer)) for layer in range(config.num_layers))
   lines = [f"  {number} of the layers: {words}" for words, number in layers.items()]
   return "\n".join([f"a text lies on {config.context} devices. In a forward pass,", *lines])
 
 
 def _sent_by(config: ModelConfig, kind: LayerKind) -> str:
+  """Describes what a layer of this kind sends in a forward pass."""
   if kind.mixer == "delta":
     sent = recurrence_bytes(config)
     return f"the delta rule by all-to-all sends {sent / 1e3:,.1f} KB for each token of a device"
@@ -32,7 +33,7 @@ def _sent_by(config: ModelConfig, kind: LayerKind) -> str:
 
 
 def split_attention(config: ModelConfig, kind: LayerKind) -> SplitAttention:
-  """The attention of a kind of layer."""
+  """The sizes of the attention of a kind of layer, with the heads of one device."""
   heads, keys, size = config.num_heads, kind.num_kv_heads, kind.head_dim
   if kind.mixer == "latent":  # see `LatentAttention`
     keys, size = heads, max(size, config.latent.value_dim)

@@ -1,4 +1,4 @@
-"""The definition of attention, and who sees whom, for the rows of groups that share a prompt."""
+"""The definition of attention and its masks, for the rows of groups that share a prompt."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from grpo_jax.model.mixers.seen import KeysAndValues
 
 
 class Int8(struct.PyTreeNode):
-  """Vectors as int8, each with a scale of its own.
+  """Vectors rounded to int8, with one scale for each vector.
 
   Attributes:
     values: int8 [..., E].
@@ -30,13 +30,13 @@ def as_int8(x: jax.Array) -> Int8:
 
 
 class Own(NamedTuple):
-  """The rows' own tokens.
+  """The keys and values of the rows' own tokens.
 
   Attributes:
     keys: [P, K, G, C, E], without the axes that are not in `axes`, whose length is 1. An array or
       `Int8`.
     values: The values, in the form of the keys.
-    axes: Which of p, k and g the keys and values have.
+    axes: Which of the axes P, K and G the keys and values have, as lower-case letters in order.
   """
 
   keys: Any
@@ -64,19 +64,20 @@ def softmax_attention(
   prefix_mask: jax.Array | None,
   scoring: Scoring,
 ) -> jax.Array:
-  """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts.
+  """Softmax attention over [shared prompt | own tokens], with one softmax sum for both.
 
   Args:
     q_PKGRTE: Queries that are already divided by the square root of E.
     own: Keys and values of the rows' own tokens.
     own_mask: Broadcasts to the scores [P, K, G, R, T, C]. True where a query sees a slot.
     prefix: Keys and values [P, K, S, E] of the prompts, or None.
-    prefix_mask: Broadcasts to the scores [P, K, G, R, T, S].
+    prefix_mask: The same for the prompts: broadcasts to the scores [P, K, G, R, T, S].
     scoring: How scores become weights.
 
   Returns:
     [P, K, G, R, T, E] in the dtype of the queries.
   """
+  # `a` are the axes of own tokens as letters of an einsum, and `outer` their lengths.
   (*PKG, R, T, E), C, a = q_PKGRTE.shape, own_mask.shape[-1], own.axes
   outer = tuple(size for axis, size in zip("pkg", PKG) if axis in a)
   own_keys, key_scales = _factors(own.keys, q_PKGRTE.dtype)
@@ -98,7 +99,7 @@ def softmax_attention(
   if scoring.sinks_H is not None:
     sinks_K1R11 = scoring.sinks_H.astype(jnp.float32).reshape(PKG[1], 1, R, 1, 1)
     largest = jnp.maximum(largest, sinks_K1R11)
-  # The maximum cancels out of the softmax, so that it needs no gradient.
+  # The maximum cancels out of the softmax, so it needs no gradient.
   largest = jax.lax.stop_gradient(largest)
   weights = [jnp.exp(s - largest) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
@@ -122,32 +123,32 @@ def _factors(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | float]:
 def own_mask(
   place_T1: jax.Array, slots: int, window: int, same: jax.Array | None = None
 ) -> jax.Array:
-  """[..., T, slots]: a token sees itself and those before it in its row, as the window allows.
+  """[..., T, slots]: True where a token sees a slot of its row: itself and earlier tokens.
 
   Args:
-    place_T1: The slots of the tokens that look.
+    place_T1: int32, the slots of the T tokens.
     slots: How many slots the row has.
     window: As in `View`.
-    same: [..., T, slots], which tokens it sees even if they come after it, or None.
+    same: bool [..., T, slots], the slots that a token sees even if they come later, or None.
   """
   back_TC = place_T1 - jnp.arange(slots)
-  # Causal, but the tokens of a picture also see those of it that come later.
+  # Causal, but the tokens of a picture also see its later tokens.
   sees = back_TC >= 0 if same is None else (back_TC >= 0) | same
   return sees & (back_TC < window) if window else sees
 
 
 def same_picture(pictures_PS: jax.Array | None) -> jax.Array | None:
-  """[P, 1, 1, 1, S, S]: True where two tokens are of one picture. None where that is no matter."""
+  """[P, 1, 1, 1, S, S]: True where two tokens belong to one picture. None without pictures."""
   if pictures_PS is None:
     return None
-  # All tokens outside of pictures have the number -1, and are not one picture.
+  # Tokens outside of pictures have the number -1. They do not form one picture.
   is_picture_PS1 = (pictures_PS >= 0)[..., None]
   same_PSS = is_picture_PS1 & (pictures_PS[..., None] == pictures_PS[:, None])
   return same_PSS[:, None, None, None]
 
 
 def prompt_mask(lengths_P: jax.Array, slots: int, place: jax.Array, window: int) -> jax.Array:
-  """[P, 1, 1, 1, T or 1, S]: a completion's token sees the prompt's tokens that the window reaches.
+  """[P, 1, 1, 1, T or 1, S]: True where a completion's token sees a prompt's token.
 
   Args:
     lengths_P: int32, how many tokens each prompt has.
@@ -158,6 +159,6 @@ def prompt_mask(lengths_P: jax.Array, slots: int, place: jax.Array, window: int)
   slots_S, lengths_P11 = jnp.arange(slots), lengths_P[:, None, None]
   mask = slots_S < lengths_P11
   if window:
-    # The token's position is its prompt's length + its place, whatever padding lies between.
+    # The token's position is its prompt's length plus `place`: padding between them has none.
     mask &= lengths_P11 + place - slots_S < window
   return mask[:, None, None, None]

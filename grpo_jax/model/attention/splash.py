@@ -1,4 +1,4 @@
-"""Attention by JAX's splash kernel for TPUs: linear in memory, without the blocks nobody sees."""
+"""Attention by JAX's splash kernel for TPUs: linear in memory, skipping blocks nobody sees."""
 
 from collections.abc import Callable
 import functools
@@ -12,19 +12,19 @@ import numpy as np
 from grpo_jax.model.attention.by_rows import by_rows
 from grpo_jax.model.attention.view import AttendGroups, View
 
-BLOCKS = (128, 256, 512)  # queries, and keys, that the kernel treats at a time
-# A block costs about as much as this many scores, besides its own. A guess, not measured.
+BLOCKS = (128, 256, 512)  # how many queries, and keys, the kernel computes at a time
+# The overhead of a block, in scores that take as long. A guess, not measured.
 BLOCK_COST = 40_000
 
 
 def make_attend(interpret: bool = False) -> AttendGroups:
-  """The attention of groups, as `view.AttendGroups` describes it.
+  """Makes the attention of groups, a `view.AttendGroups`.
 
-  `by_rows` makes rows of a group: a row has T queries, and its keys are those of `past` earlier
-  tokens, such as the prompt's, and its own T. The kernel works in whole blocks of queries and of
-  keys, so both are padded. The padding lies before the past and after the row. So the last slot of
-  the past stays next to the row's first, and the mask stays "no key after the query". The kernel
-  skips the blocks that this mask hides whole. Keys of padding get another segment than the queries.
+  `by_rows` turns a group into rows: a row has T queries, the keys of `past` earlier tokens, such as
+  the prompt's, and T keys of its own. The kernel works in whole blocks of queries and of keys, so
+  both are padded: before the past and after the row. So the last slot of the past stays next to the
+  row's first, and the mask stays "no key after the query". The kernel skips the blocks that this
+  mask hides entirely. Padding keys get another segment than the queries, which hides them.
 
   Args:
     interpret: Emulate the kernel, so that it runs on any platform. For tests.
@@ -41,7 +41,7 @@ def make_attend(interpret: bool = False) -> AttendGroups:
     past = k_BCKE.shape[1] - T
     block = block_size(T, past)
     past_padding, padding = -past % block, -T % block
-    # Before the past and after the row, so that padding comes between no two tokens.
+    # Padding goes before the past and after the row, so that none is between two tokens.
     sides = (past_padding, padding)
     q_BHTE = _pad(q_BTHE, (0, padding)).swapaxes(1, 2)
     k_BKCE = _pad(k_BCKE, sides).swapaxes(1, 2)
@@ -49,7 +49,7 @@ def make_attend(interpret: bool = False) -> AttendGroups:
     kernel = _kernel(T + padding, past + past_padding, H, block, view, interpret)
     segments = None
     if is_token_BC is not None:
-      # A token sees those of its segment. All queries are in segment 1, as are all keys of tokens.
+      # A query sees keys of its segment. All queries are in segment 1, as are all keys of tokens.
       segments_BC = _pad(is_token_BC.astype(jnp.int32), sides)
       segments = splash.SegmentIds(jnp.ones((len(q_BTHE), T + padding), jnp.int32), segments_BC)
     kernel = functools.partial(kernel, sinks=view.sinks_H)
@@ -67,7 +67,7 @@ def _pad(x: jax.Array, sides: tuple[int, int]) -> jax.Array:
 
 
 def block_size(T: int, past: int) -> int:
-  """The block, of BLOCKS, with which T queries and `past` + T keys cost the least."""
+  """The block size in BLOCKS that makes T queries and `past` + T keys cheapest."""
 
   def cost(block: int) -> int:
     own, before = math.ceil(T / block), math.ceil(past / block)
@@ -77,9 +77,9 @@ def block_size(T: int, past: int) -> int:
 
 
 class _Causal(splash.LocalMask):
-  """The library's mask, which answers for a whole block where all its entries are the same.
+  """The library's mask, which returns a single bool for a block whose entries are all equal.
 
-  The library asks for every block of the mask, to find those that are all False or all True.
+  The library reads every block of the mask to find those. A single bool is faster to compute.
   """
 
   def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 @dataclasses.dataclass(frozen=True)
 class View:
-  """Which tokens of a group see each other, and how their scores become weights.
+  """Which tokens of a group see each other, and how scores become weights.
 
   A group has N = S + G * T slots: its prompt, right-padded, then its completions one after another.
   A token of the prompt sees itself and the tokens before it, and with `pictures_PS` all tokens of
@@ -24,8 +24,8 @@ class View:
       token t - 1, and token 0 follows the last token of the prompt. 0 means all tokens.
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
     sinks_H: A score of each query head that takes part in its softmax and brings no value, or None.
-    pictures_PS: int32, which picture a token of the prompt belongs to, or -1. None where tokens of
-      a picture see only those before them.
+    pictures_PS: int32, which picture a token of the prompt belongs to, or -1. None where a
+      picture's tokens see only earlier tokens.
     rows: The sharding of the groups on the mesh, whose axis `tensor` splits the heads. None means
       one device.
   """
@@ -44,8 +44,8 @@ class View:
   def hiding_window(self) -> int:
     """The window, or 0 if it is so long that it hides no token of the group.
 
-    A window costs the implementations work that they save with 0: they mask by distance, and some
-    move each prompt next to its completion first.
+    0 saves the implementations work: with a window they mask by distance, and some first move each
+    prompt next to its completion.
     """
     longest = self.prompt_slots + (self.slots if self.completions else 0)
     return self.window if self.window < longest else 0

@@ -1,5 +1,5 @@
-"""The folders of Hugging Face and PEFT: config.json and safetensors, read and written.
+"""Reads and writes the folders of Hugging Face and PEFT: config.json and safetensors files.
 
-It may import what the decoder's parameters are (config, rope, stacks, lora). In this room, only
-model/__init__.py imports it.
+It may import the modules that define the decoder's parameters (config, rope, stacks, lora). Within
+grpo_jax/model, only __init__.py imports it.
 """

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from grpo_jax.settings import LARGEST_INT, shown
 
-FIELDS = {  # field of ModelConfig -> field of config.json; families have more
+FIELDS = {  # field of ModelConfig -> field of config.json; families add more
   "vocab_size": "vocab_size",
   "embed_dim": "hidden_size",
   "num_layers": "num_hidden_layers",
@@ -20,16 +20,16 @@ FIELDS = {  # field of ModelConfig -> field of config.json; families have more
   "max_positions": "max_position_embeddings",
 }
 Values = Mapping[str, Any]  # the object in config.json
-Refuse = Callable[[str, str], NoReturn]  # raises ConfigError; takes a key and what is wrong with it
+Refuse = Callable[[str, str], NoReturn]  # refuse(key, reason) raises ConfigError
 OPTIONAL = {"attention_cap", "logit_cap"}  # fields of ModelConfig that may be null in config.json
-# Activation of ModelConfig -> its names in config.json, of which the first one is written.
+# `ModelConfig.activation` -> its names in config.json. Saving writes the first name.
 ACTIVATION_NAMES = {
   "silu": ("silu", "swish"),
   "gelu": ("gelu",),
   "clamped_silu": ("silu",),
   "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
 }
-# Fields that can change the mathematics, and the values with which they do not.
+# Fields that can change what the model computes -> the values with which they change nothing.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
   "attention_dropout": (0,),
   "resid_pdrop": (0,),
@@ -46,7 +46,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
   "pruned_heads": ({}, None),
   "token_classification_bias": (True, None),
 }
-# Fields that are read, but not one for one as those of FIELDS are.
+# Fields that are read, but that do not correspond one to one to a field of ModelConfig.
 READ = {
   "model_type",
   "architectures",
@@ -87,13 +87,13 @@ def check_fields(
   supported: Mapping[str, tuple[Any, ...]],
   refuse: Refuse,
 ) -> None:
-  """Refuses fields that are unknown, or that have values which are not supported.
+  """Refuses unknown fields, and values that are not supported.
 
   Args:
     values: The object in config.json.
-    of_family: The fields that the model's family reads.
-    supported: Further entries of SUPPORTED for it.
-    refuse: Raises ConfigError.
+    of_family: The fields that the model's family reads. Their values are not checked here.
+    supported: The family's additions to SUPPORTED. They override equal keys.
+    refuse: refuse(key, reason) raises ConfigError.
   """
   for key, allowed in {**SUPPORTED, **supported}.items():
     if key in values and key not in of_family and values[key] not in allowed:
@@ -111,7 +111,11 @@ def check_fields(
 
 
 def read_field(values: Mapping[str, Any], key: str, kind: type, refuse: Refuse) -> Any:
-  """A bool, or a positive int or float. An int is accepted where `kind` is float."""
+  """Reads a field as `kind`: bool, or int or float, which must be positive.
+
+  If `kind` is float, the field may hold an int. `refuse(key, reason)` raises ConfigError if the
+  field is missing or its value is wrong.
+  """
   found = values.get(key)
   types = (int, float) if kind is float else (kind,)
   # `type` and not isinstance, because a bool is an instance of int.
@@ -122,7 +126,7 @@ def read_field(values: Mapping[str, Any], key: str, kind: type, refuse: Refuse) 
 
 
 def _is_positive(number: float) -> bool:
-  """Whether a number is above 0 and no larger than any that a model can have."""
+  """Whether a number is positive and finite and, if it is an int, at most LARGEST_INT."""
   largest = LARGEST_INT if type(number) is int else math.inf
   return 0 < number <= largest and number < math.inf
 
@@ -130,7 +134,7 @@ def _is_positive(number: float) -> bool:
 def read_quotient(
   values: Mapping[str, Any], dividend_key: str, divisor_key: str, refuse: Refuse
 ) -> int:
-  """One positive int divided by another, which must leave no remainder."""
+  """Reads two positive ints and divides one by the other. Refuses a division with a remainder."""
   dividend = read_field(values, dividend_key, int, refuse)
   divisor = read_field(values, divisor_key, int, refuse)
   if dividend % divisor:

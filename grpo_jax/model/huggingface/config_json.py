@@ -1,6 +1,6 @@
 """Turns Hugging Face's config.json into a ModelConfig, and back. Opens no file.
 
-It reads the form of transformers 4 and that of transformers 5, and writes one that both read.
+It reads the formats of transformers 4 and 5, and writes a format that both versions can read.
 """
 
 from collections.abc import Collection, Mapping
@@ -33,13 +33,12 @@ _MOST_LAYERS = 4096
 def family_and_config(
   values: Mapping[str, Any], file: Path, labels: Collection[int] = (0,), vision: bool = False
 ) -> tuple[Family, ModelConfig]:
-  """Reads the object in config.json.
+  """Finds the family of a model and its config from the object in config.json.
 
   Args:
-    values: The object.
-    file: Where it was read from, for error messages.
-    labels: The heads that the model may have, as `ModelConfig.labels` counts them. 0 is the head of
-      a language model.
+    values: The object in config.json, for a language model or a model that also sees images.
+    file: The file that it came from, for error messages.
+    labels: The accepted values of `ModelConfig.labels`. 0 is the head of a language model.
     vision: Read the vision tower, too, if there is one.
 
   Raises:
@@ -49,7 +48,7 @@ def family_and_config(
   def refuse(key: str, reason: str) -> NoReturn:
     raise ConfigError(f"{file}: {key} {reason}")
 
-  tower = None
+  tower = None  # the VisionShape
   if has_other_parts(values):
     if vision and values["model_type"] in VISION:
       tower = read_vision(VISION[values["model_type"]], values, refuse)
@@ -69,7 +68,7 @@ def family_and_config(
   fields |= read_rope(family, values, refuse)
   scaling = fields["rope_scaling"]
   if scaling and scaling.kind == "dynamic":
-    # With this kind, config.json has the length of the texts that the model was first trained on.
+    # With dynamic scaling, config.json holds the longest text before the scaling.
     fields["max_positions"] = int(fields["max_positions"] * scaling.factor)
   experts, used = fields.get("num_experts", 0), fields.get("experts_per_token", 0)
   if used > experts:
@@ -89,7 +88,7 @@ def family_and_config(
 def _read_labels(
   family: Family, values: Mapping[str, Any], labels: Collection[int], refuse: Refuse
 ) -> int:
-  """Which of the heads that the model may have it does have, as `ModelConfig.labels`."""
+  """Reads `ModelConfig.labels` from the architecture and `id2label`. It must be among `labels`."""
   head_of = {family.architecture_with(count): count for count in labels}
   found = values.get("architectures") or [family.architecture]
   listed = found if isinstance(found, list) else []
@@ -107,7 +106,7 @@ def _read_labels(
 
 
 def _with_defaults(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-  """Adds the defaults of transformers for fields that may be missing."""
+  """Returns the fields of config.json, with the defaults of transformers for missing ones."""
   values = {"tie_word_embeddings": False, **family.defaults, **values}
   for name in ("attention_bias", "mlp_bias"):
     values[name] = False if values.get(name) is None else values[name]
@@ -122,7 +121,7 @@ def _with_defaults(family: Family, values: Mapping[str, Any], refuse: Refuse) ->
 
 
 def _read_fields(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-  """The fields of ModelConfig that config.json has one for one."""
+  """The fields of ModelConfig that equal a field of config.json, by their names in ModelConfig."""
   types = get_type_hints(ModelConfig)
   fields = {}
   for name, key in family.all_fields.items():
@@ -137,7 +136,7 @@ def _read_fields(family: Family, values: Mapping[str, Any], refuse: Refuse) -> d
 
 
 def _check_activation(family: Family, values: Mapping[str, Any], refuse: Refuse) -> None:
-  """Refuses an activation that is not the family's. An absent one is the family's."""
+  """Refuses an activation function other than the family's. The field may be absent."""
   activation = values.get("hidden_activation", values.get("hidden_act"))
   wanted = ACTIVATION_NAMES[family.fixed.get("activation", "silu")]
   if activation not in (None, *wanted):
@@ -148,7 +147,7 @@ def _check_activation(family: Family, values: Mapping[str, Any], refuse: Refuse)
 
 
 def _read_num_experts(values: Mapping[str, Any], key: str, refuse: Refuse) -> int | None:
-  """The number of experts: under `key`, or under `num_local_experts` in transformers 5."""
+  """The number of experts from `key`, or transformers 5's field. None if both are absent."""
   found = [values[name] for name in (key, "num_local_experts") if name in values]
   if any(count != found[0] for count in found):
     refuse(key, f"and num_local_experts differ ({found}): correct one")
@@ -156,7 +155,7 @@ def _read_num_experts(values: Mapping[str, Any], key: str, refuse: Refuse) -> in
 
 
 def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | None:
-  """`eos_token_id` of config.json or generation_config.json, or None if it is absent."""
+  """Reads `eos_token_id` of config.json or generation_config.json. None if it is absent or null."""
   eos = values.get("eos_token_id")
   if eos is None:
     return None
@@ -167,7 +166,7 @@ def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | No
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-  """The object to write to config.json. Raises ConfigError if no family has such models."""
+  """The object to write to config.json. Raises ConfigError if no family can describe the model."""
   family = family_of(config)
   is_gelu = config.activation == "gelu_tanh"
   values = {
@@ -194,18 +193,18 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def whole_of(config: ModelConfig) -> VisionFamily:
-  """The family of a model with a vision tower."""
+  """The `VisionFamily` of a model that has a vision tower."""
   return VISION[config.vision.family]
 
 
 def all_tensors(config: ModelConfig) -> list[TensorSpec]:
-  """The specs of all tensors. Those of a text part have the names of a language model."""
+  """The specs of all tensors. Text tensors have the names that they have in a language model."""
   specs = list(family_of(config).tensors(config))
   return specs + list(whole_of(config).tensors(config)) if config.vision else specs
 
 
 def saved_tensors(config: ModelConfig) -> list[TensorSpec]:
-  """The specs of all tensors as a folder has them that transformers reads."""
+  """The specs of all tensors, with the names and layout of a folder that transformers reads."""
   family = family_of(config)
   if config.vision is None:
     return list(family.tensors(config))
@@ -216,7 +215,7 @@ def saved_tensors(config: ModelConfig) -> list[TensorSpec]:
 
 
 def _optional(config: ModelConfig, name: str) -> Any:
-  """A field of ModelConfig, or None if it is off and may be null."""
+  """The value of a field of ModelConfig for config.json, where None stands for an optional 0."""
   value = getattr(config, name)
   return None if name in OPTIONAL and not value else value
 

@@ -17,7 +17,7 @@ from grpo_jax import files, gguf_file
 from grpo_jax.model.huggingface import fp8
 from grpo_jax.settings import ConfigError
 
-MAPPED_BYTES = 1 << 29
+MAPPED_BYTES = 1 << 29  # how much of a file is read before it is opened again
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -41,13 +41,13 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike) -> Iterator[Path]:
-  """Yields a temporary folder to write into, and renames it to `path` at the end.
+  """Yields a temporary folder beside `path`, and renames it to `path` when the block ends.
 
-  An exception inside the `with` block removes the temporary folder and leaves `path` as it was.
+  If the `with` block raises, the temporary folder is removed and `path` stays as it was.
 
   Raises:
-    ConfigError: `path` exists and is not an empty folder, or no folder can be there.
-    OSError: It cannot be written. The error names `path` and not the temporary folder.
+    ConfigError: `path` exists and is not an empty folder, or it cannot name a folder.
+    OSError: The folder cannot be written. The error names `path`, not the temporary folder.
   """
   target = Path(path).expanduser().resolve()
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -71,10 +71,11 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-  """Writes a safetensors file. Raises OSError if the disk cannot be written."""
+  """Writes a safetensors file. Raises OSError if writing fails."""
   try:
     save_file(tensors, file, metadata={"format": "pt"})
   except SafetensorError as error:
+    # safetensors reports a full disk, for example, only in the text of its own error.
     number = re.search(r"\(os error (\d+)\)", str(error))
     if number is None:
       raise
@@ -85,7 +86,7 @@ def weight_files(folder: Path) -> list[Path]:
   """The safetensors files of a model: model.safetensors, or the files that its index lists.
 
   Raises:
-    ConfigError: The folder has neither, or a file of the index is missing or elsewhere.
+    ConfigError: The folder has neither, or the index lists a missing file or one in another folder.
   """
   single = folder / "model.safetensors"
   if single.is_file():
@@ -107,7 +108,7 @@ def weight_files(folder: Path) -> list[Path]:
   if not isinstance(weight_map, dict) or not weight_map:
     raise ConfigError(f"{index} has no weight_map: download it again")
   for name in weight_map.values():
-    # A name alone: with a path, the index could make this program read any file.
+    # Only a bare file name is allowed: with a path, the index could make us read any file.
     if not isinstance(name, str) or Path(name).name != name:
       raise ConfigError(f"{index} lists {name!r}, which is not the name of a file beside it")
   parts = [folder / name for name in sorted(set(weight_map.values()))]
@@ -120,13 +121,13 @@ def weight_files(folder: Path) -> list[Path]:
 class TensorFiles:
   """Reads tensors, by name, from safetensors files.
 
-  One file is open at a time. It is opened again after every MAPPED_BYTES, because the pages that
-  were read stay in memory for as long as the file is open.
+  One file is open at a time. It is opened again after every MAPPED_BYTES, because pages that were
+  read stay in memory for as long as the file is open.
 
   Attributes:
-    shapes: The shape of each tensor.
-    dtypes: The dtype of each tensor as safetensors names it, such as BF16.
-    config: The name for the model's config in error messages.
+    shapes: The shape of each tensor, by its name.
+    dtypes: The dtype of each tensor as safetensors names it, such as BF16. FP8 counts as F32.
+    config: What error messages call the model's config.
   """
 
   config = "config.json"
@@ -137,18 +138,21 @@ class TensorFiles:
     rename: Callable[[str], str | None] | None = None,
     fp8_block: fp8.Block | None = None,
   ) -> None:
-    """Reads the headers.
+    """Reads the headers of the files.
 
     Args:
-      files: The files.
-      rename: rename(name in the file) -> the tensor's name here. None leaves the tensor out.
-      fp8_block: The blocks that matrices in FP8 have a scale for. They are read as float32.
+      files: The safetensors files.
+      rename: rename(name in the file) -> the tensor's name here, or None to leave the tensor out.
+      fp8_block: The block size of matrices in FP8, or None if each has a single scale.
+
+    Raises:
+      ConfigError: A file is damaged, two files have the same tensor, or FP8 scales do not fit.
     """
     self.shapes: dict[str, tuple[int, ...]] = {}
     self.dtypes: dict[str, str] = {}
     self._file_of: dict[str, Path] = {}  # the file of each tensor
-    self._name_of: dict[str, str] = {}  # and its name there
-    self._opened: Any = None
+    self._name_of: dict[str, str] = {}  # the name of each tensor in its file
+    self._opened: Any = None  # the file that is open now, as `safe_open` returned it
     self._opened_path: Path | None = None
     self._bytes_read = 0  # since the file was opened
     for file in files:
@@ -165,6 +169,7 @@ class TensorFiles:
         self._file_of[name], self._name_of[name] = file, name_in_file
         self.shapes[name] = tuple(header.get_shape())
         self.dtypes[name] = header.get_dtype()
+    # A matrix in FP8 is read as float32, and its scales are not listed as a tensor.
     self._block, self._fp8 = fp8_block, set[str]()
     for name in [name for name, dtype in self.dtypes.items() if dtype == fp8.DTYPE]:
       if name + fp8.SCALE in self.shapes:
@@ -173,14 +178,14 @@ class TensorFiles:
         fp8.check_scales(
           self._file_of[name], name, self.shapes[name], self.shapes.pop(name + fp8.SCALE), fp8_block
         )
-    if self._fp8:  # scales of activations, which nothing quantises here
+    if self._fp8:  # the scales of activations, which are not quantised here
       self.shapes = {k: v for k, v in self.shapes.items() if not k.endswith(fp8.OTHERS)}
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor.
+    """Reads a part of a tensor, in the dtype of the file, or as float32 where that is FP8.
 
     Args:
-      name: The tensor.
+      name: The name of the tensor.
       index: A slice for each axis, with both ends.
     """
     if name in self._fp8:
@@ -191,7 +196,7 @@ class TensorFiles:
     return array
 
   def _read_fp8(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a matrix in FP8."""
+    """Reads a part of a matrix in FP8, dequantised to float32."""
     rows, columns = index
     part = fp8.mapped(self._file_of[name], self._name_of[name])[rows, columns]
     of_scales = name + fp8.SCALE
@@ -200,6 +205,7 @@ class TensorFiles:
     return fp8.dequantised(part, scales, self._block, (rows.start, columns.start))
 
   def _open(self, file: Path) -> Any:
+    """Opens a file, or returns the open one if it is this file and less than MAPPED_BYTES read."""
     if file != self._opened_path or self._bytes_read > MAPPED_BYTES:
       try:
         self._opened = safe_open(file, framework="numpy")

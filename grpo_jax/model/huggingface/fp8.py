@@ -1,6 +1,6 @@
-"""Weights in FP8 with a scale for each block of a matrix, or one for all of it, as in DeepSeek-V3.
+"""Weights in FP8, with one scale for each block of a matrix (DeepSeek-V3) or for a whole matrix.
 
-A matrix NAME holds float8_e4m3fn, and NAME_scale_inv what each block is multiplied by.
+The tensor NAME holds float8_e4m3fn. The tensor NAME_scale_inv holds the factors that dequantise it.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from grpo_jax.model.huggingface.config_fields import Refuse
 from grpo_jax.settings import ConfigError, shown
 
 DTYPE = "F8_E4M3"  # as safetensors names it
-SCALE = "_scale_inv"  # the end of the name of a matrix's scales
-OTHERS = ("activation_scale", "input_scale")  # of activations, which nothing quantises here
+SCALE = "_scale_inv"  # the suffix for the name of a matrix's scales
+OTHERS = ("activation_scale", "input_scale")  # ignored: activations are not quantised here
 
 Block = tuple[int, int]  # rows and columns
 
 
 def check(quantization: Any, refuse: Refuse) -> None:
-  """Refuses a `quantization_config` that is not of this kind, nor MXFP4 (packed_experts.py)."""
+  """Refuses a `quantization_config` other than FP8 in e4m3, or MXFP4 (see packed_experts.py)."""
   key = "quantization_config"
   method = quantization.get("quant_method") if isinstance(quantization, dict) else None
   if method == "mxfp4":
@@ -42,7 +42,7 @@ def check(quantization: Any, refuse: Refuse) -> None:
 
 
 def block_of(values: Mapping[str, Any]) -> Block | None:
-  """The block size of a config.json that `check` has passed. None means a scale for a matrix."""
+  """The block size in a config.json that passed `check`. None means one scale for each matrix."""
   size = (values.get("quantization_config") or {}).get("weight_block_size")
   return None if size is None else (size[0], size[1])
 
@@ -50,7 +50,7 @@ def block_of(values: Mapping[str, Any]) -> Block | None:
 def check_scales(
   file: Path, name: str, shape: tuple[int, ...], found: tuple[int, ...], block: Block | None
 ) -> None:
-  """Raises ConfigError if the scales of a matrix in a file have another shape than they need."""
+  """Raises ConfigError unless the scales of a matrix, whose shape is `found`, fit its blocks."""
   needed = () if block is None else tuple(-(-n // size) for n, size in zip(shape, block))
   is_single = block is None and math.prod(found) == 1
   if len(shape) != 2 or not (is_single or found == needed):
@@ -61,7 +61,7 @@ def check_scales(
 
 
 def mapped(file: Path, name: str) -> np.ndarray:
-  """A tensor of a safetensors file as float8_e4m3fn, which safetensors itself cannot give numpy."""
+  """Maps a float8_e4m3fn tensor of a safetensors file, because safetensors has no numpy FP8."""
   with file.open("rb") as opened:
     length = int.from_bytes(opened.read(8), "little")
     header = json.loads(opened.read(length))[name]
@@ -72,15 +72,16 @@ def mapped(file: Path, name: str) -> np.ndarray:
 def dequantised(
   part: np.ndarray, scales: np.ndarray, block: Block | None, start: tuple[int, int]
 ) -> np.ndarray:
-  """A part of a matrix as float32.
+  """Dequantises a part of a matrix to float32.
 
   Args:
     part: float8 [rows, columns].
-    scales: The scales of the whole matrix: [blocks of rows, blocks of columns], or a single one.
+    scales: The scales of the whole matrix: [blocks of rows, blocks of columns], or one number.
     block: The size of a block, or None for a single scale.
-    start: The row and the column where the part begins.
+    start: The row and the column of the matrix where `part` begins.
   """
   if block is None:
     return part.astype(np.float32) * np.float32(scales.reshape(()))
+  # The number of the block that each row and each column of the part belongs to.
   row, column = ((first + np.arange(n)) // size for first, n, size in zip(start, part.shape, block))
   return part.astype(np.float32) * scales.astype(np.float32)[row][:, column]

@@ -1,7 +1,7 @@
 """Turns the metadata of a GGUF file into the object that config.json would hold.
 
-A GGUF file does not say everything that config.json says. What it leaves out is fixed for each
-architecture, by the program that writes such files and the one that computes them (llama.cpp).
+A GGUF file lacks some fields of config.json. llama.cpp, which writes and runs such files, fixes
+their values for each architecture, and so does this module.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import numpy as np
 from grpo_jax.gguf_file import GGUFFile
 from grpo_jax.settings import shown
 
-_COMMON = {  # field of config.json -> key of the metadata, behind the name of the architecture
+_COMMON = {  # field of config.json -> key of the metadata, after "ARCHITECTURE."
   "num_hidden_layers": "block_count",
   "max_position_embeddings": "context_length",
   "hidden_size": "embedding_length",
@@ -35,7 +35,7 @@ _SCALING = {
   "rope.scaling.yarn_beta_slow",
 }
 _CHECKED = {"rope.dimension_count", "attention.value_length"}
-# Keys that can change the mathematics, and the values with which they do not.
+# Keys that can change what the model computes -> the values with which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "attention.causal": (True,),
   "expert_count": (0,),
@@ -49,17 +49,17 @@ _WINDOW = {"sliding_window": "attention.sliding_window"}
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """The contents of the GGUF files of an architecture.
+  """Describes the GGUF files of one architecture.
 
   Attributes:
-    model_type: `model_type` of its config.json.
-    name: Its name in `architectures` of config.json.
+    model_type: `model_type` in config.json.
+    name: The name in `architectures` of config.json.
     fields: Fields of config.json -> keys of the metadata, in addition to `_COMMON`.
-    fixed: Fields of config.json that its files do not hold.
-    defaults: Fields of config.json whose keys may be missing.
-    rotated_rows: The rows of queries and keys are in the order of llama.cpp's rotation, which
-      turns neighbours.
-    norm_offset: The number that its files have added to the weights of norms.
+    fixed: Fields of config.json that the files do not state -> their values.
+    defaults: Fields of config.json whose keys may be missing -> their values then.
+    rotated_rows: The rows of the query and key projections are in llama.cpp's order, in which
+      neighbouring rows are rotated together.
+    norm_offset: The number that the files add to the weights of norms.
   """
 
   model_type: str
@@ -112,7 +112,7 @@ ARCHITECTURES = {  # by general.architecture
     norm_offset=1.0,
   ),
 }
-_27B = {"gemma2": 46, "gemma3": 62}  # layers of the sizes that scale queries by D / H
+_27B = {"gemma2": 46, "gemma3": 62}  # layers of the models that divide queries by sqrt(D / H)
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
@@ -126,10 +126,10 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 
 def config_values(file: GGUFFile) -> dict[str, Any]:
-  """The object that config.json would hold for a file.
+  """Returns the object that config.json would hold for the model in a GGUF file.
 
   Raises:
-    ConfigError: It is of another architecture, or a field is missing, wrong or not supported.
+    ConfigError: The architecture is not supported, or a field is missing, wrong or not supported.
   """
   architecture = architecture_of(file)
   prefix = file.metadata["general.architecture"] + "."
@@ -167,7 +167,11 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
 
 
 def _check_keys(file: GGUFFile, prefix: str, found: Mapping[str, Any], read: set[str]) -> None:
-  """Refuses keys that are not known, because they may change what the model computes."""
+  """Refuses unknown keys of the metadata, because they may change what the model computes.
+
+  `found` has the architecture's keys without their `prefix`, such as "qwen3.". `read` are the keys
+  that `config_values` reads.
+  """
   for key, value in found.items():
     if key in read | _SCALING | _CHECKED:
       continue
@@ -179,7 +183,7 @@ def _check_keys(file: GGUFFile, prefix: str, found: Mapping[str, Any], read: set
 
 
 def _one(file: GGUFFile, key: str, value: Any) -> Any:
-  """The value of a key, which a file may also give for each layer. Refuses layers that differ."""
+  """Returns the value of a key. If it is a list for all layers, their values must be equal."""
   if not isinstance(value, (np.ndarray, list)):
     return value
   if key.endswith(_PATTERN):
@@ -190,17 +194,17 @@ def _one(file: GGUFFile, key: str, value: Any) -> Any:
 
 
 def _add_vocabulary(file: GGUFFile, values: dict[str, Any]) -> None:
-  """The size of the vocabulary, and the tokens that end a text."""
+  """Adds the size of the vocabulary, and the ids of the tokens that end a text, to `values`."""
   metadata = file.metadata
   values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
-  # Chat models end a turn with a token of its own, such as <end_of_turn>, which comes second.
+  # Chat models end a turn with a separate token, such as <end_of_turn>, the "eot" of the file.
   names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot")]
   ids = list(dict.fromkeys(metadata[name] for name in names if name in metadata))
   values["eos_token_id"] = ids or None
 
 
 def _check_heads(file: GGUFFile, prefix: str, found: Mapping[str, Any], head_dim: Any) -> None:
-  """Refuses heads that are rotated in part, and values of another length than keys."""
+  """Refuses heads that are only partly rotated, and values whose size differs from `head_dim`."""
   for key in sorted(_CHECKED & found.keys()):
     if found[key] != head_dim:
       file.refuse(
@@ -212,7 +216,10 @@ def _check_heads(file: GGUFFile, prefix: str, found: Mapping[str, Any], head_dim
 def _rope_parameters(
   file: GGUFFile, prefix: str, found: Mapping[str, Any], values: dict[str, Any]
 ) -> dict[str, Any]:
-  """How positions are scaled, in the form of config.json."""
+  """Returns the object `rope_parameters` of config.json: the rotary bases and their scaling.
+
+  Moves the bases out of `values`. `prefix` and `found` are as in `_check_keys`.
+  """
   for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
     if name in file.tensors:
       file.refuse(f"tensor {name}: positions scaled by longrope are not supported")
@@ -242,11 +249,12 @@ def _rope_parameters(
 
 
 def _from_frequencies(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-  """The scaling of Llama 3, from what it divides each frequency by.
+  """Derives Llama 3's `rope_parameters` from the tensor of divisors, one for each frequency.
 
-  `low_freq_factor` and `high_freq_factor` are 1 and 4 in all models of Llama 3. A frequency that
-  makes t turns over an original text is kept to the part s = (t - 1) / (4 - 1), cut off at 0 and 1,
-  and divided by the factor for the rest, so 1 / divisor = s + (1 - s) / factor.
+  `low_freq_factor` and `high_freq_factor` are 1 and 4 in all Llama 3 models. A frequency that makes
+  t turns over the original length is scaled by 1 / divisor = s + (1 - s) / factor, where
+  s = (t - 1) / (4 - 1), clipped to [0, 1]. So the largest divisor is the factor, and a frequency
+  with 0 < s < 1 determines the original length.
   """
   low, high = 1.0, 4.0
   stored = file.tensors["rope_freqs.weight"]
@@ -259,9 +267,9 @@ def _from_frequencies(file: GGUFFile, theta: float, head_dim: int) -> dict[str, 
     file.refuse("tensor rope_freqs.weight has a divisor that is below 1 or not finite")
   if factor == 1:
     return {"rope_theta": theta, "rope_type": "default"}
-  kept = (1 / divisors - 1 / factor) / (1 - 1 / factor)
+  kept = (1 / divisors - 1 / factor) / (1 - 1 / factor)  # s of each frequency
   ramp = np.flatnonzero((kept > 1e-3) & (kept < 1 - 1e-3))
-  original = 8192
+  original = 8192  # the original length of the published models, if no frequency determines it
   if len(ramp):
     turns = low + kept[ramp[0]] * (high - low)
     original = round(turns * 2 * math.pi / frequencies[ramp[0]])
@@ -280,8 +288,8 @@ def _from_frequencies(file: GGUFFile, theta: float, head_dim: int) -> dict[str, 
 
 
 def _add_windows(values: dict[str, Any]) -> None:
-  """Which layers have a window, in the form of config.json."""
-  if values["model_type"] == "llama" and "sliding_window" in values:
+  """Rewrites `values` so that config.json says which layers have a window."""
+  if values["model_type"] == "llama" and "sliding_window" in values:  # Llama has no windows
     values |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
   pattern = values.get("sliding_window_pattern")
   if isinstance(pattern, list):

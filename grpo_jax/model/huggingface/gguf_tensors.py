@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, under the names, shapes and orders that Hugging Face folders have."""
+"""Reads the tensors of a GGUF file with the names, shapes and row order of Hugging Face folders."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ _OUTSIDE = {
   "output_norm.weight": "model.norm.weight",
   "output.weight": "lm_head.weight",
 }
-_IN_LAYERS = {  # the name in a layer of a GGUF file, without .weight -> that of Hugging Face
+_IN_LAYERS = {  # name within a layer of a GGUF file, without .weight -> name in Hugging Face
   "attn_norm": "input_layernorm",
   "attn_q": "self_attn.q_proj",
   "attn_k": "self_attn.k_proj",
@@ -41,22 +41,20 @@ _EXPERTS = {
   "ffn_up_exps": "mlp.experts.{x}.up_proj",
   "ffn_down_exps": "mlp.experts.{x}.down_proj",
 }
-# They hold what the config says as well: the frequencies of the rotary embedding.
+# Tensors of rotary frequencies, which belong to the config.
 _READ_WITH_CONFIG = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
-
-
 _ROTATED = (".q_proj.weight", ".k_proj.weight")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-  """Where a Hugging Face tensor lies in a GGUF file.
+  """Where a GGUF file holds a Hugging Face tensor.
 
   Attributes:
-    name: The tensor of the file.
-    first_row: The first of its rows, where a tensor holds several.
-    rotated: The rows of each head are in the order of llama.cpp's rotation.
-    norm_offset: The number that the file has added to the tensor.
+    name: The name of the tensor in the file.
+    first_row: The row there at which an expert's matrix begins. 0 for other tensors.
+    rotated: The rows of each head are in llama.cpp's order (see `_read_rotated`).
+    norm_offset: The number that the file added to the tensor, and that reading subtracts.
   """
 
   name: str
@@ -66,25 +64,26 @@ class _Source:
 
 
 class GGUFTensors:
-  """Reads Hugging Face tensors, by name, from a GGUF file. It stands in for `TensorFiles`.
+  """Reads Hugging Face tensors, by name, from a GGUF file. Used in place of `TensorFiles`.
 
   Attributes:
-    shapes: The shape of each tensor.
-    dtypes: The dtype of each tensor as safetensors names it. All are dequantised to F32.
-    config: The name for the model's config in error messages.
+    shapes: The shape of each tensor, by its name in Hugging Face.
+    dtypes: The dtype of each tensor as safetensors names it: always F32, because they are
+      dequantised.
+    config: What error messages call the model's config.
   """
 
   config = "metadata"
 
   def __init__(self, file: GGUFFile, head_dim: int) -> None:
-    """Finds the tensors.
+    """Maps the tensors of the file to their names in Hugging Face.
 
     Args:
       file: The file.
-      head_dim: E.
+      head_dim: The size of an attention head (E).
 
     Raises:
-      ConfigError: A tensor of the file belongs to no model that grpo_jax computes.
+      ConfigError: The file has a tensor that models of its architecture do not have here.
     """
     self._file, self._head_dim = file, head_dim
     self._architecture = architecture_of(file)
@@ -96,7 +95,7 @@ class GGUFTensors:
     self.dtypes = dict.fromkeys(self.shapes, "F32")
 
   def _add(self, name: str, shape: tuple[int, ...]) -> None:
-    """Adds the tensor, or those of the experts, that the file holds under a name."""
+    """Adds the Hugging Face tensor for the file's tensor `name`, or one for each expert in it."""
     architecture = self._architecture
     in_layer = re.fullmatch(r"blk\.(\d{1,6})\.([a-z_]+)\.(weight|bias)", name)
     hf_names = dict(_IN_LAYERS)
@@ -128,7 +127,7 @@ class GGUFTensors:
     )
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor, in float32. See `TensorFiles.read`."""
+    """Reads a part of a tensor as float32. See `TensorFiles.read`."""
     first, *others = index
     source = self._sources[name]
     begin, end = first.start, first.stop
@@ -141,9 +140,10 @@ class GGUFTensors:
     return self._file.read_rows(source.name, offset + begin, offset + end)[:, *others]
 
   def _read_rotated(self, name: str, begin: int, end: int) -> np.ndarray:
-    """Rows in the order of Hugging Face, which rotates row i of a head with row i + E/2.
+    """Reads rows `begin` to `end` in Hugging Face's order, as float32.
 
-    llama.cpp rotates neighbours, so its files have row i + E/2 behind row i.
+    Hugging Face rotates row i of a head with row i + E/2. llama.cpp rotates neighbouring rows, so
+    in its files row i + E/2 follows row i.
     """
     E = self._head_dim
     first_head, end_head = begin // E, -(-end // E)

@@ -1,4 +1,4 @@
-"""Replaces names of models on huggingface.co by folders on this machine."""
+"""Downloads models from huggingface.co, and uploads them."""
 
 import dataclasses
 from pathlib import Path
@@ -10,13 +10,13 @@ from grpo_jax.settings import ConfigError, RunFailed
 if TYPE_CHECKING:
   from grpo_jax.config import Config
 
-# owner/model or owner/model@revision, but not the path of a tokenizer, GGUF or rewards file.
+# OWNER/NAME or OWNER/NAME@REVISION, but not the path of a tokenizer, GGUF or rewards file.
 _NAME = re.compile(r"(?!.*\.(?:json|model|py|gguf)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 _CARD = "README.md"
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
-_WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]  # no pickles
-# No code. README.md has the licence.
+_WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]  # no pickles, which can run code
+# No code files. README.md is downloaded because it names the licence.
 _TEXTS = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt", "README.md"]
 
 
@@ -26,7 +26,7 @@ def is_name(path: str) -> bool:
 
 
 def parts(path: str) -> tuple[str, str | None]:
-  """Splits a name into (name, revision). Anything else becomes (path, None)."""
+  """Splits OWNER/NAME@REVISION at "@". The revision is None if it is absent, or for a path."""
   match = _NAME.fullmatch(path)
   if match is None or not is_name(path):
     return path, None
@@ -34,9 +34,9 @@ def parts(path: str) -> tuple[str, str | None]:
 
 
 def short_name(path: str) -> str:
-  """The name of a model without its owner, revision and place, such as qwen2.5-0.5b.
+  """The name of a model in lower case, without its owner, revision and folder: qwen2.5-0.5b.
 
-  In the cache of huggingface_hub, a model lies in models--OWNER--NAME/snapshots/REVISION.
+  The cache of huggingface_hub keeps a model in models--OWNER--NAME/snapshots/REVISION.
   """
   cached = re.search(r"models--(?:.*--)?([^/]+)/snapshots/", path + "/")
   name = cached[1] if cached else Path(path.partition("@")[0]).name
@@ -44,14 +44,15 @@ def short_name(path: str) -> str:
 
 
 def folder(path: str, key: str) -> str:
-  """The folder of a model. Downloads it if `path` is a name on huggingface.co.
+  """Returns the folder of a model. Downloads it if `path` is a name on huggingface.co.
 
-  Downloads are kept in the cache of huggingface_hub, and happen once. HF_HUB_OFFLINE=1 takes the
-  model from that cache without a connection.
+  huggingface_hub caches downloads, so each model is downloaded once. With HF_HUB_OFFLINE=1, the
+  cache is used without a connection.
 
   Args:
-    path: A path on this machine, which is returned as it is, or a name.
-    key: The config key that holds `path`, for the error message.
+    path: A path on this machine, which is returned unchanged, or a name on huggingface.co.
+    key: The config key that holds `path`, for the error message. For "data.tokenizer", the weights
+      are not downloaded.
 
   Raises:
     ConfigError: The model cannot be downloaded.
@@ -64,8 +65,8 @@ def folder(path: str, key: str) -> str:
   files = _TEXTS if key == "data.tokenizer" else _TEXTS + _WEIGHTS
   try:
     return snapshot_download(name, revision=revision, allow_patterns=files)
-  # Each cause has an exception of its own: no such model, a model that needs an agreement, no
-  # network, offline and not in the cache.
+  # Each cause raises another exception: no such model, a model whose licence must be accepted, no
+  # network, or offline and not in the cache.
   except Exception as error:
     reason = " ".join(str(error).split())
     raise ConfigError(
@@ -75,28 +76,28 @@ def folder(path: str, key: str) -> str:
 
 
 def check_repository(name: str, key: str) -> None:
-  """Raises ConfigError, which names `key`, unless `name` is OWNER/NAME."""
+  """Raises ConfigError, naming the option `key`, unless `name` is OWNER/NAME."""
   match = _NAME.fullmatch(name)
   if match is None or match[2]:
     raise ConfigError(f"{key}={name}: it must be OWNER/NAME, a repository of huggingface.co")
 
 
 def push(folder: Path, name: str) -> list[str]:
-  """Uploads a folder with a model to huggingface.co. A repository that is made now is private.
+  """Uploads a model folder to huggingface.co. Creates a private repository if there is none.
 
-  A README.md that is there stays, because somebody may have written it. With the weights of a
-  whole model, those that are there go, and adapters, because programs would read them beside the
-  new ones, or instead of them. Files in folders of the repository stay.
+  A README.md in the repository is kept, because somebody may have written it. If the folder holds a
+  whole model, weights and adapters in the repository that it does not overwrite are deleted,
+  because programs would load them too, or instead. Subfolders of the repository stay unchanged.
 
   Args:
-    folder: The folder.
-    name: OWNER/NAME.
+    folder: The folder of the model or of adapters.
+    name: The repository, as OWNER/NAME.
 
   Returns:
-    Lines that say where the model is.
+    Lines of text for the user that say where the model is.
 
   Raises:
-    RunFailed: It cannot be uploaded.
+    RunFailed: There is no token, or the upload failed.
   """
   from huggingface_hub import HfApi, get_token  # imported here because it is slow
 
@@ -109,16 +110,16 @@ def push(folder: Path, name: str) -> list[str]:
   try:
     api = HfApi()
     url = api.create_repo(name, private=True, exist_ok=True)
-    there = api.list_repo_files(name)
-    has_card = _CARD in there
+    existing = api.list_repo_files(name)
+    has_card = _CARD in existing
     api.upload_folder(
       repo_id=name,
       folder_path=folder,
       commit_message="Upload of grpo_jax",
       ignore_patterns=[_CARD] if has_card else None,
-      delete_patterns=_outdated(there, folder) or None,
+      delete_patterns=_outdated(existing, folder) or None,
     )
-  except Exception as error:  # no network, no right to write: each has an exception of its own
+  except Exception as error:  # no network, no write access: each raises another exception
     reason = " ".join(str(error).split())
     raise RunFailed(
       f"{folder} is written, and not uploaded to {name} ({type(error).__name__}: {reason:.200});"
@@ -130,16 +131,16 @@ def push(folder: Path, name: str) -> list[str]:
   return lines
 
 
-def _outdated(there: list[str], folder: Path) -> list[str]:
-  """The files of a repository that would be read beside the model in `folder`, or instead."""
+def _outdated(existing: list[str], folder: Path) -> list[str]:
+  """The files of a repository that programs would load beside, or instead of, the new model."""
   if (folder / _ADAPTERS[0]).exists():
     return []
-  weights = [file for file in there if _MODEL.fullmatch(file) or file in _ADAPTERS]
+  weights = [file for file in existing if _MODEL.fullmatch(file) or file in _ADAPTERS]
   return [file for file in weights if not (folder / file).exists()]
 
 
 def local(config: "Config") -> "Config":
-  """The same config with folders in place of names on huggingface.co."""
+  """Downloads the models that a config names, and returns the config with their folders."""
   model, data, lora = config.model, config.data, config.lora
   return dataclasses.replace(
     config,

@@ -1,7 +1,7 @@
-"""Loads Hugging Face folders and GGUF files.
+"""Loads models from Hugging Face folders and GGUF files.
 
-families/ and config_json.py explain the names in folders, gguf_config.py and gguf_tensors.py what
-a GGUF file has in their place.
+families/ and config_json.py explain the names in folders, and gguf_config.py and gguf_tensors.py
+the names in GGUF files.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,8 +37,8 @@ from grpo_jax.settings import ConfigError
 _MB = 10**6
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
 Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
-Convert = Callable[[str, jax.Array], Any]
-# Layers after the last that guess further tokens. They are not read.
+Convert = Callable[[str, jax.Array], Any]  # convert(name, array) -> the parameter
+# The number of layers after the last one that predict further tokens. They are not read.
 _FURTHER_LAYERS = "num_nextn_predict_layers"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 Tensors = TensorFiles | UnpackedExperts | GGUFTensors
@@ -47,9 +47,9 @@ Tensors = TensorFiles | UnpackedExperts | GGUFTensors
 def load_model_config(
   path: str | os.PathLike, labels: Collection[int] = (0,), vision: bool = False
 ) -> ModelConfig:
-  """The shape of the model in a Hugging Face folder or a GGUF file. See `load`.
+  """Reads the config of the model in a Hugging Face folder or a GGUF file. See `load`.
 
-  Reads no weights. If they are there, their names and shapes must be those of the config.
+  Reads no weights, but checks their names and shapes against the config if the files exist.
   """
   family, config = _read_config(path, labels, vision)
   source = Path(path).expanduser()
@@ -60,7 +60,7 @@ def load_model_config(
 
 
 def to_float32(name: str, leaf: jax.Array) -> jax.Array:
-  """A `Convert` that makes no other change than that of the dtype."""
+  """A `Convert` that changes only the dtype."""
   del name
   return leaf.astype(jnp.float32)
 
@@ -76,23 +76,22 @@ def load(
 ) -> tuple[ModelConfig, Any]:
   """Loads a Hugging Face folder or a GGUF file.
 
-  Each device is sent its own part of a tensor, in the dtype of the file. The host holds one such
-  part at a time, and the mapped pages of one file. The parts of a GGUF file are dequantised to
-  float32 on the host.
+  Each device receives its shard of a tensor, in the dtype of the file. The host holds one shard at
+  a time, and the mapped pages of one file. It dequantises tensors in GGUF or FP8 to float32.
 
   Args:
     path: The folder or the file.
-    shardings: The sharding of each parameter that is read. None reads all of them, and puts them on
+    shardings: The sharding of each parameter to read, by its path. None reads all parameters onto
       the default device.
-    convert: Makes a parameter from its name and the array in the dtype of the file. It runs on the
-      devices under `jax.jit`. Of a stacked parameter, it is given one layer at a time.
-    labels: The heads that the model may have, as `ModelConfig.labels` counts them: 0 for a language
-      model, or the keys of REWARD_HEADS.
-    converted: The shardings of what `convert` returns. None means `shardings`.
-    vision: Read the vision tower, too, where the folder has one that is known here.
+    convert: convert(name, array in the dtype of the file) -> the parameter. It runs on the devices
+      under `jax.jit`, for one layer of a stacked parameter at a time.
+    labels: The accepted values of `ModelConfig.labels`: 0 for a language model, or the keys of
+      REWARD_HEADS.
+    converted: The shardings of the results of `convert`. None means `shardings`.
+    vision: Read the vision tower, too, if the folder has one that is supported.
 
   Returns:
-    The config and the tree of parameters.
+    The config and the tree of parameters, with stacked layers.
 
   Raises:
     ConfigError: The folder or file is incomplete or damaged, or has a weight that is not finite, or
@@ -127,14 +126,14 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-  """A parameter, or one layer of it, and where it is read."""
+  """A parameter, or one layer of a stacked parameter, and the tensors that it is read from."""
 
-  parameter: str
-  place: int | None  # the number of the layer in the stack, or None without layers
-  specs: Sequence[TensorSpec]  # of its tensor, or of one for each expert
+  parameter: str  # the path of the parameter
+  place: int | None  # the index of the layer in the stack, or None outside of the layers
+  specs: Sequence[TensorSpec]  # one spec, or one for each expert
 
   def tensor_sharding(self, shardings: Shardings | None) -> jax.sharding.NamedSharding | None:
-    """Which part of the tensor each device reads, by the shardings of the parameters."""
+    """The sharding with which the tensor is read, from the shardings of the parameters."""
     if shardings is None:
       return None
     whole = shardings[self.parameter]
@@ -144,7 +143,7 @@ class _Leaf:
 def _leaves_to_read(
   config: ModelConfig, places: Places, shardings: Shardings | None
 ) -> list[_Leaf]:
-  """The leaves of the model, in the order of the specs. With shardings, only those that it has."""
+  """The leaves to read, in the order of the specs: all, or those of parameters in `shardings`."""
   specs = config_json.all_tensors(config)
   leaves = []
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
@@ -155,14 +154,15 @@ def _leaves_to_read(
 
 
 def _count_bytes(files: Tensors, specs: Sequence[TensorSpec], sizes: Sizes) -> int:
+  """The bytes that the leaf with these specs has in the files."""
   return sum(
     math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in specs
   )
 
 
 def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
-  """Raises ConfigError for the first tensor that has a value which is not finite."""
-  # Fetched at once and at the end, so that reading never waits for the devices.
+  """Raises ConfigError for the first tensor that is not finite. `are_finite` has bool arrays."""
+  # All are fetched together at the end, so that reading never waits for the devices.
   for name, is_finite in jax.device_get(dict(are_finite)).items():
     if not is_finite:
       raise ConfigError(
@@ -172,7 +172,7 @@ def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
 
 
 def _tensors_of(source: Path, family: Family, config: ModelConfig) -> Tensors:
-  """The tensors of a GGUF file or of a folder."""
+  """Opens the tensors of a GGUF file or of a folder, with the names of the family's table."""
   if gguf_file.is_gguf(source):
     return GGUFTensors(gguf_file.open_file(source), config.head_dim)
   values = read_json(source / "config.json")
@@ -181,7 +181,7 @@ def _tensors_of(source: Path, family: Family, config: ModelConfig) -> Tensors:
   if _FURTHER_LAYERS in family.reads:
     further_layers = values.get(_FURTHER_LAYERS) or 0
 
-  def rename(name: str) -> str | None:
+  def rename(name: str) -> str | None:  # None: the tensor is not read
     found = name
     if has_parts:
       found = whole_name(name) if config.vision else text_name(name)
@@ -195,7 +195,7 @@ def _tensors_of(source: Path, family: Family, config: ModelConfig) -> Tensors:
 
 
 def ignores_parts(path: str | os.PathLike, vision: bool = False) -> bool:
-  """Whether the folder holds a model of which not all is read. `vision` is that of `load`."""
+  """Whether `load` with this `vision` would leave out a part of the model, such as its tower."""
   file = Path(path).expanduser() / "config.json"
   if not file.exists():
     return False
@@ -208,9 +208,9 @@ def ignores_parts(path: str | os.PathLike, vision: bool = False) -> bool:
 def _read_config(
   path: str | os.PathLike, labels: Collection[int], vision: bool
 ) -> tuple[Family, ModelConfig]:
-  """Reads the metadata of a GGUF file, or the config.json of a folder.
+  """Reads the metadata of a GGUF file, or the config.json of a folder. See `load`.
 
-  Stop ids of generation_config.json take precedence.
+  Stop ids in generation_config.json take precedence over those in config.json.
   """
   folder = Path(path).expanduser()
   if gguf_file.is_gguf(folder):
@@ -238,9 +238,9 @@ def _read_tensor(
   sizes: Sizes,
   sharding: jax.sharding.NamedSharding | None,
 ) -> np.ndarray | jax.Array:
-  """Reads the tensor of a leaf, or those of its experts stacked on a first axis.
+  """Reads the leaf's part of a tensor, or of all experts' tensors stacked on a first axis.
 
-  With a sharding, each device reads its own part. Without, the host reads it all.
+  Returns a jax.Array with `sharding`, or a numpy array if it is None.
   """
   spec, is_stacked = specs[0], specs[0].expert is not None
   starts, shape = spec.starts(sizes), spec.hf_shape(sizes)
@@ -248,14 +248,13 @@ def _read_tensor(
     shape = (len(specs), *shape)
 
   def read_one(spec: TensorSpec, index: tuple[slice, ...]) -> np.ndarray:
-    if starts is None:
+    if starts is None:  # the leaf's part is not contiguous in the tensor
       return spec.part_of(_read_whole(files, spec.hf_name), sizes)[index]
     moved = (slice(x.start + start, x.stop + start) for x, start in zip(index, starts, strict=True))
     return files.read(spec.hf_name, tuple(moved))
 
   def read(index: tuple[slice, ...]) -> np.ndarray:
-    # Open ends must be replaced by numbers: the tensor in the file may be longer than the leaf's
-    # part of it.
+    # Open ends must become numbers, because the tensor may be longer than the leaf's part of it.
     bounded = tuple(slice(*part.indices(length)) for part, length in zip(index, shape))
     if not is_stacked:
       return read_one(spec, bounded)
@@ -268,13 +267,13 @@ def _read_tensor(
 
 
 def _check_tensors(files: Tensors, family: Family, config: ModelConfig, folder: Path) -> None:
-  """Refuses missing, wrong and additional tensors before the first one is read."""
+  """Raises ConfigError for a missing, wrong or additional tensor, before weights are read."""
   expected = _check_names_and_shapes(files, config, folder)
   head, embedding = family.head.hf_name, family.embedding.hf_name
   for name in sorted(files.shapes.keys() - expected - set(family.surplus(config))):
     if name == head and not config.labels:
-      # The embeddings are tied. A head that equals the embedding is harmless, but transformers 5
-      # would use one that differs.
+      # The embeddings are tied. A stored head that equals the embedding is harmless, but
+      # transformers 5 would use a stored head that differs.
       if not _are_equal(files, head, embedding):
         raise ConfigError(
           f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json"
@@ -287,15 +286,15 @@ def _check_tensors(files: Tensors, family: Family, config: ModelConfig, folder: 
 
 
 def _is_surplus(name: str, config: ModelConfig) -> bool:
-  """Whether the tower's folders may have a tensor that is not read."""
+  """Whether checkpoints of this vision family may have the tensor although it is never read."""
   pattern = config_json.whole_of(config).surplus if config.vision else ""
   return bool(pattern) and bool(re.search(pattern, name))
 
 
 def _check_names_and_shapes(files: Tensors, config: ModelConfig, folder: Path) -> set[str]:
-  """Refuses missing and wrong tensors. Returns the names of the model's tensors.
+  """Raises ConfigError for a missing or wrong tensor. Returns the names of the model's tensors.
 
-  It stops at the first one, because a damaged config.json may describe a model without end.
+  It stops at the first error, because a damaged config.json may describe an endless model.
   """
   sizes = families.sizes(config)
   expected = set()
@@ -326,24 +325,27 @@ def _are_equal(files: Tensors, first: str, second: str) -> bool:
 
 
 def _read_whole(files: Tensors, name: str) -> np.ndarray:
+  """Reads a whole tensor onto the host."""
   return files.read(name, tuple(slice(0, size) for size in files.shapes[name]))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Conversion:
-  """How tensors become a parameter. Equal ones share a compilation, from load to load."""
+  """How tensors become a parameter. Equal conversions share a compilation, also between loads."""
 
-  spec: TensorSpec  # of the tensors, without their names
-  sizes: tuple[tuple[str, int], ...]
+  spec: TensorSpec  # `hf_name` is "" and `leaf_name` the parameter, so that layers are equal
+  sizes: tuple[tuple[str, int], ...]  # the items of `families.sizes`
   convert: Convert
-  layers: tuple[int, ...]  # how many there are, or ()
-  sharding: Any  # of what `convert` returns, or None
+  layers: tuple[int, ...]  # (the number of layers in the stack,), or () outside of the layers
+  sharding: Any  # the sharding of the result of `convert`, or None
 
   def layer(self, tensor: jax.Array) -> Any:
+    """Converts one tensor: a whole parameter, or one layer of a stacked one."""
     leaf = self.spec.from_hf(tensor, dict(self.sizes))
     return self.convert(self.spec.leaf_name, leaf)
 
   def placed(self, parameter: Any) -> Any:
+    """The parameter with the wanted sharding."""
     if self.sharding is None:
       return parameter
     return jax.lax.with_sharding_constraint(parameter, self.sharding)
@@ -352,13 +354,16 @@ class _Conversion:
 def _put(
   how: _Conversion, stack: Any, place: int | None, tensor: np.ndarray | jax.Array
 ) -> tuple[Any, jax.Array]:
-  """The parameter with this tensor in it, and whether the tensor is finite.
+  """Converts a tensor and writes it into its parameter.
 
   Args:
     how: How the tensor becomes the parameter, or a layer of it.
-    stack: The parameter so far, or None. It is donated.
-    place: The number of the layer in the stack, or None for a parameter without layers.
-    tensor: In the dtype of the file.
+    stack: The stacked parameter so far, which is donated, or None before its first layer.
+    place: The index of the layer in the stack, or None for a parameter outside of the layers.
+    tensor: The leaf's part of the tensor, in the dtype of the file.
+
+  Returns:
+    The parameter, and a bool array: whether all values of the tensor are finite.
   """
   if place is None:
     return _whole(how, tensor)
@@ -374,6 +379,8 @@ def _whole(how: _Conversion, tensor: jax.Array) -> tuple[Any, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _empty_stack(how: _Conversion, tensor: jax.Array) -> Any:
+  """Zeros for all layers, with the shapes and dtypes that `convert` returns for `tensor`."""
+
   def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros((*how.layers, *x.shape), x.dtype)
 

@@ -1,9 +1,9 @@
-"""Experts that a checkpoint holds in another form than the table of its family has.
+"""Unpacks experts whose tensors in a checkpoint differ from those in the family's table.
 
-* In MXFP4 (OCP Microscaling, section 5.2), as gpt-oss has them: NAME_blocks holds two numbers of
-  4 bits in each byte, and NAME_scales the exponent of 2 that 32 neighbouring numbers share.
-* All experts of a layer in one tensor, as Qwen3.5's are, where the table has one for each. The
-  published Qwen3-VL have their transposes.
+* MXFP4 (OCP Microscaling, section 5.2), in gpt-oss: NAME_blocks has two numbers of 4 bits in each
+  byte, and NAME_scales has an exponent of 2 for each 32 neighbouring numbers.
+* One tensor for all experts of a layer, in Qwen3.5, where the table has a tensor for each expert.
+  The published Qwen3-VL checkpoints have the transposed matrices.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,24 @@ from grpo_jax.model.huggingface.folders import TensorFiles
 
 Index = tuple[slice, ...]
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_BLOCK, _BIAS = 32, 127  # numbers with one exponent, and what is subtracted from it
+_BLOCK, _BIAS = 32, 127  # numbers that share an exponent, and the bias of the stored exponent
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 class UnpackedExperts:
-  """Tensor files whose experts have the form that a table wants. See `TensorFiles`."""
+  """Wraps `TensorFiles` so that expert tensors have the names and shapes of the family's table."""
 
   config = TensorFiles.config
 
   def __init__(self, files: TensorFiles, apart_of: int) -> None:
-    """Finds the experts.
+    """Finds the packed experts in `files`.
 
     Args:
-      files: The files.
-      apart_of: D, where the table has a tensor for each expert, and else 0.
+      files: The tensors of the checkpoint.
+      apart_of: D if the table has a tensor for each expert, or 0 if it has one for all experts.
     """
     self._files, self._embed_dim = files, apart_of
+    # For each unpacked tensor, a function that reads the part at an index.
     self._reads: dict[str, Callable[[Index], np.ndarray]] = {}
     self.shapes, self.dtypes = dict(files.shapes), dict(files.dtypes)
     for name, shape in files.shapes.items():
@@ -42,13 +43,13 @@ class UnpackedExperts:
         self._add_each(name, shape)
 
   def read(self, name: str, index: Index) -> np.ndarray:
-    """As `TensorFiles.read`."""
+    """Reads a part of a tensor, as `TensorFiles.read` does. MXFP4 becomes float32."""
     if name in self._reads:
       return self._reads[name](index)
     return self._files.read(name, index)
 
   def _add_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
-    """A tensor [X, rows, columns / 32, 16] of bytes as one of float32 [X, columns, rows]."""
+    """Lists bytes [X, rows, columns / 32, 16] in MXFP4 as float32 [X, columns, rows]."""
     X, rows, blocks, _ = shape
 
     def read(index: Index) -> np.ndarray:
@@ -64,7 +65,7 @@ class UnpackedExperts:
     self._reads[name] = read
 
   def _add_each(self, name: str, shape: tuple[int, ...]) -> None:
-    """A tensor [X, rows, columns] as one for each expert, or as two of half the rows."""
+    """Lists down_proj [X, rows, columns] as one matrix per expert, and gate_up_proj as two."""
     X, rows, columns = shape
     del self.shapes[name], self.dtypes[name]
     beginning, is_down = name.rsplit(".", 1)[0], name.endswith(_DOWN)
@@ -74,6 +75,7 @@ class UnpackedExperts:
       rows, columns = columns, rows
     height = rows // len(parts)
 
+    # `first` is the row at which the matrix begins within gate_up_proj.
     def read(expert: int, first: int, index: Index) -> np.ndarray:
       of_rows, of_columns = index
       of_rows = slice(of_rows.start + first, of_rows.stop + first)
@@ -89,14 +91,14 @@ class UnpackedExperts:
 
 
 def dequantised(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
-  """Numbers in MXFP4 as float32.
+  """Dequantises numbers in MXFP4.
 
   Args:
-    packed: uint8 [..., blocks, 16]. The first of two numbers is in the lower bits of a byte.
-    scales: uint8 [..., blocks].
+    packed: uint8 [..., blocks, 16]. The lower 4 bits of a byte are the first of two numbers.
+    scales: uint8 [..., blocks]: the exponent of each block, plus 127.
 
   Returns:
-    [..., 32 * blocks].
+    float32 [..., 32 * blocks].
   """
   of_byte = np.stack([packed & 15, packed >> 4], axis=-1)
   values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)[of_byte]

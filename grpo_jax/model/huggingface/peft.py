@@ -61,10 +61,10 @@ ALLOWED_VALUES = {
 
 
 def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
-  """Reads the shape of the adapters from adapter_config.json.
+  """Reads the shape of the adapters in a folder of PEFT from adapter_config.json.
 
   Raises:
-    ConfigError: A file is missing, or the adapters are of a kind that is not supported here.
+    ConfigError: A file is missing, or the adapters need something that is not supported here.
   """
   folder = Path(path).expanduser()
   file = folder / "adapter_config.json"
@@ -91,6 +91,8 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
   modules, problem = _adapted_modules(folder, values.get("target_modules"))
   require(not problem, "target_modules", problem)
   lora = AdapterShape(rank, float(alpha), bool(values.get("use_rslora")), kernels_of(modules))
+  # The only supported patterns are those that `save_adapters` writes: an adapter in blocks for a
+  # module of several projections.
   ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
   own_rank = "only modules of several projections may have a rank of their own, in blocks"
   require(_has_blocks(ranks) and ranks == _ranks(lora, ranks), "rank_pattern", own_rank)
@@ -106,10 +108,11 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
 
 
 def _adapted_modules(folder: Path, targets: Any) -> tuple[list[str], str]:
-  """(the keys of ADAPTABLE that a folder adapts, what is wrong with `target_modules`).
+  """Finds the modules that a folder adapts by `targets`, its field `target_modules`.
 
-  PEFT writes what its user gave, or names of single modules, or their shortest endings. A module
-  is meant if its name is a target or ends in one. A text is a regular expression of whole names.
+  A list has names of modules or their last parts. A string is a regular expression that matches
+  whole names, or "all-linear". Returns the keys of ADAPTABLE that are adapted, such as "q_proj",
+  and the problem with `targets`, or "".
   """
   names = TensorFiles([folder / "adapter_model.safetensors"]).shapes
   a = ".lora_A.weight"
@@ -122,7 +125,8 @@ def _adapted_modules(folder: Path, targets: Any) -> tuple[list[str], str]:
     meant = {targets: [module for module in all_modules if pattern.fullmatch(module)]}
   elif isinstance(targets, list) and targets and all(type(target) is str for target in targets):
     meant = {
-      # `_open_adapters` says which tensors of a kind of module are missing.
+      # A key of ADAPTABLE is accepted even if the file has no such module: `_open_adapters` then
+      # says which tensors are missing.
       target: [module for module in all_modules if f".{module}".endswith(f".{target}")]
       or [target] * (target in ADAPTABLE)
       for target in targets
@@ -140,19 +144,19 @@ def _adapted_modules(folder: Path, targets: Any) -> tuple[list[str], str]:
 
 
 def _has_blocks(pattern: Any) -> bool:
-  """Whether a pattern of adapter_config.json has a number for each of some modules."""
+  """Whether `rank_pattern` or `alpha_pattern` is an object of numbers by keys of ADAPTABLE."""
   return isinstance(pattern, dict) and all(
     key in ADAPTABLE and type(value) in (int, float) for key, value in pattern.items()
   )
 
 
 def _ranks(lora: AdapterShape, modules: Iterable[str]) -> dict[str, int]:
-  """The ranks of modules whose kernels have blocks of their own (see `peft_tensors.py`)."""
+  """`rank_pattern` for modules whose adapters have a block for each kernel (peft_tensors.py)."""
   return {module: lora.rank * len(ADAPTABLE[module]) for module in modules}
 
 
 def _alphas(lora: AdapterShape, modules: Iterable[str]) -> dict[str, float]:
-  """The alphas of modules of `_ranks`, with which PEFT's scale of them is that of `lora`."""
+  """`alpha_pattern` for these modules, so that PEFT scales their adapters by `lora.scale`."""
   ratios = {module: len(ADAPTABLE[module]) for module in modules}
   return {
     module: lora.alpha * (math.sqrt(ratio) if lora.rslora else ratio)
@@ -161,27 +165,27 @@ def _alphas(lora: AdapterShape, modules: Iterable[str]) -> dict[str, float]:
 
 
 def base_of_adapters(path: str | os.PathLike) -> str:
-  """The name or the folder of the model that the adapters were trained on. "" if it is not said."""
+  """The name or folder of the model that adapters were trained on, or "" if the file has none."""
   base = read_json(Path(path).expanduser() / "adapter_config.json").get("base_model_name_or_path")
   return base if isinstance(base, str) else ""
 
 
 def check_adapters(path: str | os.PathLike, config: ModelConfig) -> None:
-  """Checks the names and the shapes of adapters, and reads none of them. See `load_adapters`."""
+  """Checks adapters as `load_adapters` does, but only the names and shapes of their tensors."""
   _open_adapters(Path(path).expanduser(), config)
 
 
 def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
-  """Reads the adapters that `config.lora` describes, as float32 numpy arrays.
+  """Reads the adapters that `config.lora` describes, as a tree of float32 arrays on the host.
 
   Raises:
-    ConfigError: A tensor is missing, has another shape, belongs to no adapter of the model, or has
-      a value that is not finite.
+    ConfigError: A tensor is missing, has the wrong shape, belongs to no adapter of the model, or
+      has a value that is not finite.
   """
   folder = Path(path).expanduser()
   files, sizes = _open_adapters(folder, config), _sizes(config)
 
-  def read(name: str) -> np.ndarray:
+  def read(name: str) -> np.ndarray:  # a whole tensor as float32
     tensor = files.read(name, tuple(slice(0, length) for length in files.shapes[name]))
     tensor = tensor.astype(np.float32)
     if not np.isfinite(tensor).all():
@@ -204,14 +208,14 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
 
 
 def _open_adapters(folder: Path, config: ModelConfig) -> TensorFiles:
-  """The file of the adapters, which has those that `config.lora` describes and no others."""
+  """Opens the adapters, or raises ConfigError if they are not exactly those of `config.lora`."""
   files = TensorFiles([folder / "adapter_model.safetensors"])
   values = read_json(folder / "adapter_config.json")
   wanted: dict[str, tuple[int, ...]] = {}
   for adapter in module_adapters(config):
     _check_parts(folder, config, adapter)
-    # Adapters of the n kernels of one module may lie in blocks of one adapter of rank n r, which
-    # rank_pattern then says (see peft_tensors.py).
+    # The adapters of a module's n kernels may be the blocks of one adapter of rank n r. Then
+    # rank_pattern names the module (see peft_tensors.py).
     is_in_blocks = adapter.module in (values.get("rank_pattern") or {})
     wanted |= adapter.shapes(_sizes(config), len(adapter.parts) if is_in_blocks else 1)
   for name in sorted(files.shapes.keys() ^ wanted.keys()):
@@ -232,7 +236,7 @@ def _open_adapters(folder: Path, config: ModelConfig) -> TensorFiles:
 
 
 def _check_parts(folder: Path, config: ModelConfig, adapter: ModuleAdapter) -> None:
-  """Refuses to read an adapter for some of its kernels only."""
+  """Raises ConfigError if `config.lora` has only some of the kernels of an adapter's module."""
   if not {part.kernel for part in adapter.parts} <= {*config.lora.targets}:
     raise ConfigError(
       f"{folder}: target_modules of adapter_config.json must name {adapter.module}, of which PEFT"
@@ -251,12 +255,13 @@ def save_adapters(
   """Writes a folder that PEFT loads onto the base model, completely or not at all.
 
   Args:
-    path: The folder. It must be empty or not exist. None writes nothing, as in `save`.
+    path: The folder, which must be empty or not exist. None fetches but writes nothing, as in
+      `save`.
     config: The model, with `config.lora`.
-    adapters: The tree of adapters.
+    adapters: The tree of adapters, with stacked layers.
     base: The folder of the base model, or its name on huggingface.co.
-    revision: The revision of the base model.
-    fetch: Brings an array to the host, as in `save`.
+    revision: The revision of the base model on huggingface.co.
+    fetch: fetch(array) -> a copy of it on the host, as in `save`.
 
   Raises:
     ConfigError: The folder is not empty.
@@ -273,7 +278,7 @@ def save_adapters(
   assert leaves.keys() == {places.find(name)[0] for name in trained}
 
   def leaf(spec: TensorSpec) -> np.ndarray:
-    # A module's other projections get zeros, which would remain zeros if they were trained.
+    # A module's other projections get zeros for A and B, so that the adapter changes nothing there.
     if spec.leaf_name not in trained:
       return np.zeros(spec.leaf_shape(sizes), np.float32)
     return fetch(jnp.array(places.take(leaves, spec.leaf_name), jnp.float32))
@@ -290,7 +295,7 @@ def save_adapters(
 
 
 def _shape_to_json(lora: AdapterShape, of_modules: Iterable[ModuleAdapter]) -> dict[str, Any]:
-  """The fields of adapter_config.json that say what the adapters compute."""
+  """The fields of adapter_config.json that define what the adapters compute."""
   numbers = {adapter.module: len(adapter.parts) for adapter in of_modules}  # of projections
   in_blocks = sorted(module for module, number in numbers.items() if number > 1)
   return {
@@ -310,4 +315,5 @@ def _shape_to_json(lora: AdapterShape, of_modules: Iterable[ModuleAdapter]) -> d
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
+  """The length of each axis letter, including the rank of the adapters."""
   return families.sizes(config) | {RANK: config.lora.rank}

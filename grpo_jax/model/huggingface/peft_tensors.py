@@ -1,10 +1,11 @@
 """The tensors of PEFT's adapters: A [r, inputs] and B [outputs, r] of each module.
 
-A module of Hugging Face may hold several kernels, as Phi-3's qkv_proj does. PEFT has one adapter
-for it, and the model here has one for each kernel. From PEFT's adapter, each kernel gets A and its
-own rows of B. In the other direction, the A of the n kernels lie one below the other, and B has r
-columns for each kernel, which are 0 in the rows of the others. This adapter of rank n r computes
-the same, and its blocks are read as what they were.
+A module of Hugging Face may hold several kernels, such as Phi-3's qkv_proj. PEFT has one adapter
+for the module, while grpo_jax has one for each kernel. When PEFT's adapter is read, each kernel
+gets A and the kernel's rows of B. When the adapters of n kernels are saved, their A are
+concatenated to [n r, inputs], and B [outputs, n r] has a block of r columns for each kernel, which
+is 0 in the rows of the other kernels. This adapter of rank n r computes the same. When it is read
+again, each kernel gets back its block of A and B.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +26,9 @@ class Part(NamedTuple):
   """The adapter of one kernel.
 
   Attributes:
-    kernel: Its name, such as "q".
+    kernel: The name of the kernel, such as "q".
     a: The spec of lora_a.
-    b: The spec of lora_b. Its tensor holds the rows of the other kernels, too.
+    b: The spec of lora_b. Its tensor also holds the rows of the module's other kernels.
   """
 
   kernel: str
@@ -56,19 +57,25 @@ class ModuleAdapter(NamedTuple):
     return self.parts[0].b.hf_name
 
   def shapes(self, sizes: Sizes, blocks: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the two tensors by their names.
+    """The shapes of the tensors A and B, by their names.
 
     Args:
-      sizes: The length of each axis letter, that of RANK included.
-      blocks: The rank is so many times as large.
+      sizes: The length of each axis letter, including RANK.
+      blocks: How many blocks of that rank the adapter has: 1, or one for each kernel.
     """
     sizes = _widened(sizes, blocks)
     return {spec.hf_name: spec.tensor_shape(sizes) for spec in self.parts[0][1:]}
 
   def split(self, a: np.ndarray, b: np.ndarray, sizes: Sizes) -> dict[str, np.ndarray] | None:
-    """The leaves of all parts by their names, or None where B has numbers outside of its blocks.
+    """Splits the tensors A and B into the leaves of all kernels.
 
-    The adapter has blocks unless its rank is that of `sizes`.
+    Args:
+      a: The tensor A, [rank, inputs].
+      b: The tensor B, [outputs, rank]. The adapter has blocks if the rank exceeds that in `sizes`.
+      sizes: The length of each axis letter, including RANK.
+
+    Returns:
+      The leaves by their names, or None if B is not zero outside of the blocks.
     """
     r, leaves = sizes[RANK], {}
     for number, part in enumerate(self.parts):
@@ -82,9 +89,9 @@ class ModuleAdapter(NamedTuple):
     return leaves
 
   def joined(self, leaf: Callable[[TensorSpec], np.ndarray], sizes: Sizes) -> dict[str, np.ndarray]:
-    """The two tensors by their names, with a block for each part. `leaf` brings the leaf of a spec.
+    """Joins the leaves of all kernels into the tensors A and B, with a block for each kernel.
 
-    The inverse of `split`.
+    The inverse of `split`. `leaf(spec)` returns the leaf of a spec as an array on the host.
     """
     r, n = sizes[RANK], len(self.parts)
     a = [part.a.to_hf(leaf(part.a), sizes) for part in self.parts]
@@ -97,9 +104,9 @@ class ModuleAdapter(NamedTuple):
 
 
 def module_adapters(config: ModelConfig) -> Iterator[ModuleAdapter]:
-  """The adapters of the modules that hold one or several of the kernels of `config.lora`.
+  """Yields an adapter for each module with at least one of the kernels in `config.lora`.
 
-  The other kernels of such a module are parts, too.
+  Its `parts` also include the module's other kernels, which have no adapter in the model.
   """
   modules: dict[str, list[Part]] = {}
   for spec in saved_tensors(config):
@@ -111,20 +118,22 @@ def module_adapters(config: ModelConfig) -> Iterator[ModuleAdapter]:
 
 
 def _part(spec: TensorSpec) -> Part:
+  """The adapter of the kernel that `spec` describes."""
   *_, kernel, _ = spec.leaf_name.split("/")
   outputs, inputs = spec.hf_axes.split()
-  of_a = "".join(letter for letter in spec.leaf_axes if letter in inputs) + RANK
-  of_b = RANK + "".join(letter for letter in spec.leaf_axes if letter not in inputs)
+  a_axes = "".join(letter for letter in spec.leaf_axes if letter in inputs) + RANK
+  b_axes = RANK + "".join(letter for letter in spec.leaf_axes if letter not in inputs)
   hf_name = PREFIX + spec.hf_name.removesuffix("weight")
   leaf_name = spec.leaf_name.removesuffix("kernel")
   return Part(
     kernel,
-    TensorSpec(f"{hf_name}lora_A.weight", f"{leaf_name}lora_a", f"{RANK} {inputs}", of_a),
+    TensorSpec(f"{hf_name}lora_A.weight", f"{leaf_name}lora_a", f"{RANK} {inputs}", a_axes),
     TensorSpec(
-      f"{hf_name}lora_B.weight", f"{leaf_name}lora_b", f"{outputs} {RANK}", of_b, part=spec.part
+      f"{hf_name}lora_B.weight", f"{leaf_name}lora_b", f"{outputs} {RANK}", b_axes, part=spec.part
     ),
   )
 
 
 def _widened(sizes: Sizes, blocks: int) -> Mapping[str, int]:
+  """`sizes` with a rank that is `blocks` times as large."""
   return {**sizes, RANK: blocks * sizes[RANK]}

@@ -14,7 +14,7 @@ from grpo_jax.model.huggingface.families import Family
 from grpo_jax.model.rope import SCALINGS, RopeScaling
 from grpo_jax.settings import shown
 
-_GROWTH = "llama_4_scaling_beta"
+_GROWTH = "llama_4_scaling_beta"  # ModelConfig.query_growth
 _COMMON_KEYS = {
   "rope_type",
   "type",
@@ -22,7 +22,7 @@ _COMMON_KEYS = {
   "factor",
   "partial_rotary_factor",
   "original_max_position_embeddings",
-  "mrope_section",  # positions of images, which differ from those of text alone
+  "mrope_section",  # for the positions of images, which the vision family reads
   "mrope_interleaved",
 }
 _KEYS_OF_KIND: dict[str, set[str]] = {
@@ -39,20 +39,21 @@ _KEYS_OF_KIND: dict[str, set[str]] = {
     "mscale_all_dim",
     "truncate",
     _GROWTH,
-    "max_position_embeddings",  # which config.json has as well
+    "max_position_embeddings",  # repeats the field of config.json
   },
 }
 
 
 def read_rope(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-  """The rotary fields of a ModelConfig.
+  """Reads the rotary fields of a ModelConfig, by their names.
 
   Args:
-    family: The family.
-    values: config.json, in the form of transformers 4 or 5.
+    family: The family of the model.
+    values: The object in config.json, in the format of transformers 4 or 5.
     refuse: refuse(field, reason) raises ConfigError.
   """
   rope, local = _rope_parameters(values, refuse)
+  # A file may state the base and the scaling in the fields of both versions. They must agree.
   thetas = [values.get("rope_theta"), rope.get("rope_theta")]
   scalings = []
   for key, found in (("rope_scaling", values.get("rope_scaling")), ("rope_parameters", rope)):
@@ -91,7 +92,7 @@ def read_rope(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict
 def _read_growth(
   family: Family, rope: Mapping[str, Any], scaling: RopeScaling | None, refuse: Refuse
 ) -> float:
-  """How much queries grow with the position."""
+  """Reads `ModelConfig.query_growth`. 0 means that queries do not grow with their position."""
   if rope.get(_GROWTH) is None:
     return 0.0
   has_growth = "query_growth" in family.varies
@@ -104,12 +105,15 @@ def _read_growth(
 def _read_rotary_dim(
   family: Family, places: Iterable[Mapping[str, Any]], head_dim: Any, refuse: Refuse
 ) -> int:
-  """How many numbers of a head are rotated, or 0 for all of them."""
+  """Returns how many numbers of a head are rotated, or 0 for all of them.
+
+  `places` are the objects in which the share of rotated numbers may be stated. They must agree.
+  """
   key = "partial_rotary_factor"
   if any(place.get("rope_type") == "proportional" for place in places):
     if family.rotated is not None:
       refuse(key, "belongs to a scaling that models of this family do not have here")
-    return 0  # the factor belongs to the scaling
+    return 0  # here the factor is a part of the scaling
   factors = [place[key] for place in places if place.get(key) is not None]
   if not factors and family.rotated is not None:
     factors = [family.rotated]
@@ -128,10 +132,7 @@ def _read_rotary_dim(
 def _rope_parameters(
   values: Mapping[str, Any], refuse: Refuse
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The `rope_parameters` of the layers without a window, and of those with one.
-
-  The file has one object for all layers, or one for each kind of layer.
-  """
+  """The `rope_parameters` of layers without a window, and of layers with one, if these differ."""
   rope = _object(values, "rope_parameters", "rope_parameters", refuse)
   if "full_attention" not in rope and "sliding_attention" not in rope:
     return rope, {"rope_theta": values.get("rope_local_base_freq")}
@@ -140,7 +141,7 @@ def _rope_parameters(
 
 
 def _object(values: Mapping[str, Any], name: str, key: str, refuse: Refuse) -> dict[str, Any]:
-  """The object that `values` has under a name, or an empty one. `key` is named in the error."""
+  """The object `values[name]`, or {} if it is absent. Errors name the field `key`."""
   found = values.get(name) or {}
   if not isinstance(found, dict):
     refuse(key, f"must be an object, got {shown(found)}")
@@ -150,7 +151,10 @@ def _object(values: Mapping[str, Any], name: str, key: str, refuse: Refuse) -> d
 def _read_scaling(
   key: str, rope: Any, values: Mapping[str, Any], refuse: Refuse
 ) -> RopeScaling | None:
-  """The scaling that the object at `key` describes."""
+  """Reads the scaling from `rope`, the object under `key`. Returns None if nothing is scaled.
+
+  `values` are all fields of config.json, which supply the lengths that `rope` leaves out.
+  """
   if not isinstance(rope, dict):
     refuse(key, f"must be an object, got {shown(rope)}")
   kind = rope.get("rope_type", rope.get("type", "default"))
@@ -190,17 +194,17 @@ def _read_scaling(
 def _read_longrope(
   rope: Mapping[str, Any], values: Mapping[str, Any], original: int, refuse: Refuse
 ) -> RopeScaling:
-  """The scaling of longrope, whose factor is a quotient of lengths unless it is given.
+  """Reads a scaling of type longrope. `factor` defaults to longest length / `original`.
 
   Args:
-    rope: The fields of `rope_scaling` in config.json.
+    rope: The object that describes the scaling.
     values: All fields of config.json.
-    original: The most positions of pretraining.
-    refuse: Raises ConfigError for a field.
+    original: The number of positions before the scaling.
+    refuse: refuse(field, reason) raises ConfigError.
   """
   longest = values["max_position_embeddings"]
   given = {"factor": rope.get("factor") or longest / original}
-  factor = read_field(given, "factor", float, refuse)  # checks both
+  factor = read_field(given, "factor", float, refuse)  # a stated factor is checked, too
   attention_factor = longrope_attention_factor(factor, original)
   if rope.get("attention_factor") is not None:
     attention_factor = read_field(rope, "attention_factor", float, refuse)
@@ -225,12 +229,12 @@ def _read_longrope(
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:
-  """The factor by which longrope scales cos and sin, unless a checkpoint says otherwise."""
+  """The default factor by which longrope multiplies cos and sin."""
   return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) -> RopeScaling:
-  """Adds the fields of yarn, with the defaults of transformers."""
+  """Returns `scaling` with the fields of yarn in `rope`, or the defaults of transformers."""
 
   def number(key: str, default: float) -> float:
     return read_field({key: rope.get(key) or default}, key, float, refuse)
@@ -256,7 +260,7 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
 
 
 def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any]:
-  """The fields of a scaling, apart from those of longrope, which have a form of their own."""
+  """The fields of a scaling in config.json, except those that only longrope has."""
   s = scaling
   if s is None:
     return {"rope_type": "default"}
@@ -282,7 +286,7 @@ def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any]:
 def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
   """The rotary fields of config.json, in the forms of transformers 4 and 5."""
   s, scaling = config.rope_scaling, _scaling_to_json(config.rope_scaling)
-  if config.query_growth:  # how much queries grow with the position, in ministral3
+  if config.query_growth:  # in ministral3
     scaling[_GROWTH] = config.query_growth
   full = {"rope_theta": config.rope_theta, **scaling}
   values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
@@ -294,12 +298,13 @@ def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
       "original_max_position_embeddings": s.original_positions,
       "attention_factor": s.attention_factor,
     }
-    # transformers 4 accepts these three fields alone, and reads the length beside them.
+    # transformers 4 accepts no other fields in this object. It reads the original length from the
+    # field of config.json below.
     values["rope_scaling"] = {"type": "longrope", **factors}
     if s.attention_factor != longrope_attention_factor(s.factor, s.original_positions):
       values["rope_scaling"]["attention_factor"] = s.attention_factor
     values["original_max_position_embeddings"] = s.original_positions
-  if family.rotated is not None:  # models of the family may rotate only a part of each head
+  if family.rotated is not None:  # this family has models that rotate only a part of each head
     share = (config.rotary_dim or config.head_dim) / config.head_dim
     values["partial_rotary_factor"] = full["partial_rotary_factor"] = share
   if config.local_rope_theta:

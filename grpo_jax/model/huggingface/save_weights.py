@@ -20,25 +20,25 @@ from grpo_jax.model.lora import merged
 from grpo_jax.model.stacks import Places
 from grpo_jax.settings import ConfigError
 
-FILE_BYTES = 4 << 30  # of one safetensors file, which is what the host holds at a time
-Fetch = Callable[[jax.Array], np.ndarray]
-Specs = dict[str, list[TensorSpec]]  # tensor -> the leaves that it holds, in their order
+FILE_BYTES = 4 << 30  # of a safetensors file. The host holds the tensors of one file at a time.
+Fetch = Callable[[jax.Array], np.ndarray]  # fetch(array) -> a copy of it on the host
+Specs = dict[str, list[TensorSpec]]  # name of a tensor -> its leaves, in their order
 
 
 def save(
   path: str | os.PathLike | None, config: ModelConfig, params: Any, fetch: Fetch = jax.device_get
 ) -> None:
-  """Writes a folder of float32 weights, which transformers 4 and 5 read, completely or not at all.
+  """Writes a folder of float32 weights for transformers 4 and 5, completely or not at all.
 
   Args:
-    path: The folder. It must be empty or not exist. None writes nothing: of several processes, one
-      writes, and the others call this to help fetching.
+    path: The folder, which must be empty or not exist. None fetches but writes nothing: if there
+      are several processes, one writes, and the others pass None to take part in fetching.
     config: The model.
-    params: Its parameters. Adapters are merged into the weights.
-    fetch: Brings an array to the host. Several processes call it together.
+    params: The tree of parameters. Adapters are merged into the weights.
+    fetch: fetch(array) -> a copy of it on the host. All processes call it together.
 
   Raises:
-    ConfigError: The folder is not empty, or `params` are not those of `config`.
+    ConfigError: The folder is not empty, or `params` do not fit `config`.
   """
   leaves = flatten_dict(params, sep="/")
   _check_leaves(path, config, leaves)
@@ -59,7 +59,7 @@ def save(
 def _check_leaves(
   path: str | os.PathLike | None, config: ModelConfig, leaves: Mapping[str, Any]
 ) -> None:
-  """Raises ConfigError unless the leaves are those of the config and have its shapes."""
+  """Raises ConfigError unless the names and shapes of the leaves are those of the config."""
   sizes, places = families.sizes(config), Places(config)
   wanted = {}
   for spec in config_json.all_tensors(config):
@@ -90,7 +90,7 @@ def _write_weights(
     if count > 1:
       name = f"model-{number:05}-of-{count:05}.safetensors"
     write_tensors(folder / name, tensors)
-    # safetensors writes files that only their owner can read.
+    # safetensors makes files that only their owner can read, so copy the usual mode.
     shutil.copymode(folder / "config.json", folder / name)
     weight_map |= dict.fromkeys(tensors, name)
     total += sum(tensor.nbytes for tensor in tensors.values())
@@ -120,7 +120,7 @@ def _assign_to_files(config: ModelConfig) -> list[Specs]:
 def _tensor(
   config: ModelConfig, specs: list[TensorSpec], leaves: Mapping[str, Any], fetch: Fetch
 ) -> np.ndarray:
-  """The tensor of one or several leaves."""
+  """Fetches the leaves of `specs` and joins them into the tensor that holds them."""
   parts = [_part_of_leaf(config, spec, leaves, fetch) for spec in specs]
   return specs[0].joined(parts, families.sizes(config))
 
@@ -128,8 +128,7 @@ def _tensor(
 def _part_of_leaf(
   config: ModelConfig, spec: TensorSpec, leaves: Mapping[str, Any], fetch: Fetch
 ) -> np.ndarray:
-  """The part of a tensor that one leaf holds, with its adapter merged."""
-  # Tables name the leaf of a single layer. The parameters hold stacks of layers.
+  """Fetches a leaf, with its adapter merged, in the layout of its part of the tensor."""
   places = Places(config)
   leaf = places.take(leaves, spec.leaf_name)
   if spec.expert is not None:
@@ -139,6 +138,6 @@ def _part_of_leaf(
   has_adapter = adapter in leaves
   a, b = (places.take(leaves, module + x) if has_adapter else None for x in ("lora_a", "lora_b"))
   scale = config.lora.scale if config.lora else 0.0
-  # `merged` makes a new array. JAX keeps the host copy of an array for as long as the array lives,
-  # so fetching the parameters themselves would fill the host's memory.
+  # JAX keeps an array's host copy for as long as the array lives, so fetching the parameters
+  # themselves would fill the host's memory. `merged` makes a new array.
   return spec.to_hf(fetch(merged(leaf, a, b, scale)), families.sizes(config))

@@ -1,8 +1,8 @@
-"""How the tokens of a layer learn of those before them. Each mixer has a file of its own.
+"""The mixers of layers, through which tokens read earlier tokens. Each mixer has its own file.
 
-A mixer is a module that is called with the tokens and with what it may use of the pass (`Seen`). It
-says what it keeps of a token or of a row (`kept`), where its parameters lie on a mesh (`RULES`),
-and which of its projections can have an adapter (`TARGETS`).
+A mixer is a Flax module that is called with the tokens and `Seen`, which gives access to earlier
+tokens. Its file also says what it keeps of a token or of a row (`kept`), how a mesh splits its
+parameters (`RULES`), and which of its projections can have an adapter (`TARGETS`).
 """
 
 from typing import Any
@@ -26,6 +26,6 @@ _KEPT = {"attention": attention.kept, "delta": delta.kept, "latent": latent.kept
 
 
 def kept_by_layers(config: ModelConfig) -> list[Kept]:
-  """The heads and the sizes of what each layer of a model keeps."""
+  """For each layer, the heads and the sizes of the vectors and states that it keeps."""
   kinds = map(config.kind, range(config.num_layers))
   return [_KEPT[kind.mixer](config, kind) for kind in kinds]

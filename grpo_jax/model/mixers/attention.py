@@ -36,22 +36,22 @@ TARGETS = {
 
 
 def kept(config: ModelConfig, kind: LayerKind) -> Kept:
-  """A key and a value of each token, unless they are another layer's."""
+  """The layer keeps a key and a value of each token, unless it borrows another layer's."""
   del config
   heads = kind.num_kv_heads, kind.head_dim
   return Kept() if kind.keys == "borrowed" else Kept(of_token=(heads, heads))
 
 
 class Attention(nn.Module):
-  """The projections of grouped-query attention. `Seen.attend` computes what lies between them."""
+  """The projections of grouped-query attention. `Seen.attend` computes the attention itself."""
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
-    """Returns the output [B, T, D], and what `attend` returns beside its output."""
+    """Returns the output [B, T, D], and the keys and values to keep (see `seen.Attend`), if any."""
     c, rope = self.config, seen.rope
-    # Once, so that the backward pass keeps one array for all projections.
+    # Reshaped once, so that the backward pass keeps one array for all projections.
     rows = merged(c, x_BTD)
 
     def project(name: str, heads: int, head_dim: int = c.head_dim) -> jax.Array:
@@ -91,7 +91,7 @@ class Attention(nn.Module):
       sinks_H = self.param("sinks", nn.initializers.zeros, (c.num_heads,))
     out_BTHE, kept = seen.attend(q_BTHE, k_BTKE, v_BTKE, sinks_H)
     if seen.keys == "lent" and kept is None:
-      kept = k_BTKE, v_BTKE
+      kept = k_BTKE, v_BTKE  # for the layers that borrow them
     if gate_BTHE is not None:
       out_BTHE = out_BTHE * nn.sigmoid(gate_BTHE)
     return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out_BTHE), kept

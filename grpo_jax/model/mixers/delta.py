@@ -2,7 +2,7 @@
 
 Each head has a matrix S that maps keys to values. A token with query q, key k, value v, decay a and
 strength b changes it to S <- a S + b k (v - k^T a S)^T, and reads q^T S from it. Queries and keys
-are normalised. As Qwen3.5 has it in transformers, with a short convolution before.
+are normalised. The layer follows Qwen3.5 in transformers: a short convolution comes first.
 """
 
 from typing import Any
@@ -19,8 +19,9 @@ from grpo_jax.model.mixers.seen import Kept, Seen
 
 CHUNK = 64  # tokens that are computed together
 _EPSILON = 1e-6  # of the norm of queries and keys
-# The memory adds up what all earlier tokens wrote, so that a TPU's products of bfloat16 are not
-# enough. Those of two halves are. HIGHEST takes three, and four times as long to compile.
+# The state sums what all earlier tokens wrote, so one bfloat16 product of a TPU is too inexact.
+# HIGH splits each number into two bfloat16 parts, which is enough. HIGHEST takes three parts, and
+# four times as long to compile.
 _EXACT = jax.lax.Precision.HIGH
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
@@ -51,7 +52,7 @@ TARGETS = {
 
 
 def kept(config: ModelConfig, kind: LayerKind) -> Kept:
-  """The `Memory` of each row."""
+  """The layer keeps a `Memory` of each row."""
   del kind
   shape, item = config.delta, jnp.dtype(config.dtype).itemsize
   state = 4.0 * shape.value_heads * shape.key_dim * shape.value_dim
@@ -74,11 +75,11 @@ class Tails(struct.PyTreeNode):
 
 
 class Memory(struct.PyTreeNode):
-  """The memory that a row has of its earlier tokens. J key heads have R values each.
+  """What a row keeps of its earlier tokens. J key heads have R value heads each.
 
   Attributes:
-    state: float32 [B, J, R, A, N], the matrices of the heads.
-    tails: `Tails` whose J comes first, as a mesh splits it.
+    state: float32 [B, J, R, A, N], the matrices S of the heads.
+    tails: `Tails` with the axis J, which a mesh splits, before that of tokens: [B, J, W - 1, ...].
   """
 
   state: jax.Array
@@ -100,13 +101,13 @@ class Tokens(struct.PyTreeNode):
 
 
 class GatedDelta(nn.Module):
-  """The gated delta rule with its projections. `Seen.recur` says where rows begin."""
+  """The gated delta rule with its projections. `Seen.recur` runs `scan_tokens` over the rows."""
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
-    """Returns the output [B, T, D], and what `recur` returns beside its output."""
+    """Returns the output [B, T, D], and the memory to keep (see `seen.Recur`), if any."""
     c = self.config
     heads = _heads(c.delta)
     tokens, z = self._projected(x_BTD)
@@ -124,7 +125,7 @@ class GatedDelta(nn.Module):
     return Dense(c, (c.embed_dim,), axes=3, name="out")(out), kept
 
   def _projected(self, x_BTD: jax.Array) -> tuple[Tokens, jax.Array]:
-    """The tokens, and the gate z [B, T, J, R, N] of the output."""
+    """The inputs of the delta rule, and the gate z [B, T, J, R, N] of the output."""
     c, heads = self.config, _heads(self.config.delta)
     J, R, _ = heads["v"]
 
@@ -149,11 +150,11 @@ def _heads(shape: DeltaShape) -> dict[str, tuple[int, ...]]:
 def scan_tokens(
   weights: Tails, tokens: Tokens, memory: Memory, is_token_BT: jax.Array | None
 ) -> tuple[jax.Array, Memory]:
-  """The convolution and the delta rule over the tokens of rows.
+  """Applies the convolution and the delta rule to the tokens of rows (a `seen.Scan`).
 
   Args:
-    weights: float32, the weights of the convolution, the newest token last.
-    tokens: The tokens.
+    weights: float32, the weights of the convolution. The newest token's are last.
+    tokens: The inputs of the T tokens.
     memory: The memory of the rows' earlier tokens.
     is_token_BT: As in `seen.Scan`.
 
@@ -177,6 +178,7 @@ def scan_tokens(
     # With a decay of exp(0) and a strength of 0, padding leaves the state as it is.
     is_token = is_token_BT[..., None, None]
     log_decay, strength = jnp.where(is_token, log_decay, 0), jnp.where(is_token, strength, 0)
+    # `with_tails` has W - 1 earlier tokens in front, so the last W - 1 of n tokens begin at n.
     from_BW = is_token_BT.sum(1)[:, None] + jnp.arange(W - 1)
 
     def last(x: jax.Array) -> jax.Array:
@@ -203,10 +205,10 @@ def one_token(
   strength: jax.Array,
   state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """The rule as its definition has it, for T = 1. See `in_chunks`."""
+  """The rule by its definition, for T = 1. Arguments and results are those of `in_chunks`."""
   q, k, v, b = q[:, 0, :, None, :, None], k[:, 0, :, None, :, None], v[:, 0], strength[:, 0]
-  # Both sums read the state before it is written, and writing waits for them. So a TPU reads it
-  # once for both and writes it in place. Where q read what was written, all states were copied.
+  # Both sums read the old state, so a TPU reads it once and updates it in place. If q read the new
+  # state, XLA would copy all states.
   decay = jnp.exp(log_decay[:, 0])[..., None]
   new = (v - decay * (state * k).sum(-2)) * b[..., None]
   out = decay * (state * q).sum(-2) + (k * q).sum(-2) * new
@@ -221,7 +223,7 @@ def in_chunks(
   strength: jax.Array,
   state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """The rule for many tokens, whose chunks are products of matrices (section 3.3 of the paper).
+  """The rule for many tokens, a chunk at a time by matrix products (section 3.3 of the paper).
 
   Args:
     q: float32 [B, T, J, A], normalised and divided by sqrt(A).
@@ -232,7 +234,7 @@ def in_chunks(
     state: float32 [B, J, R, A, N], before the tokens.
 
   Returns:
-    [B, T, J, R, N], and the state after the tokens.
+    The vectors that the queries read, [B, T, J, R, N], and the state after the tokens.
   """
   T = q.shape[1]
   C = min(CHUNK, 1 << (T - 1).bit_length())
@@ -246,12 +248,13 @@ def in_chunks(
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
   # Few products, and each of one chunk: a compiler may take seconds for each, and more for many
-  # matrices at once.
-  def chunk(state: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:
+  # matrices at once. Token c of a chunk writes k_c u_c^T. As it reads the earlier writes, u is the
+  # solution of a triangular system: (1 + L) u = b (v - exp(decay) k^T S), with S before the chunk.
+  def chunk(state: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:  # -> state after it, outputs
     k_and_q, v, decay, b = x
     k = k_and_q[..., :C, :]
     decay = jnp.cumsum(decay, -2)  # log of the product of all decays in the chunk so far
-    between = decay - jnp.swapaxes(decay, -1, -2)
+    between = decay - jnp.swapaxes(decay, -1, -2)  # log of the decay from token d to token c
     between = jnp.exp(jnp.where(back >= 0, between, -jnp.inf))
     products = jnp.einsum("bjca,bjda->bjcd", k_and_q, k, precision=_EXACT)[:, :, None]
     products, reads = products[..., :C, :] * between, products[..., C:, :] * between
@@ -275,22 +278,22 @@ def in_chunks(
 def inverse(lower: jax.Array) -> jax.Array:
   """(1 + L)^-1 of strictly lower triangular matrices L [..., C, C], C a power of two.
 
-  Two neighbouring blocks of the diagonal that are inverted make one of twice the size. A series of
-  powers of L would be shorter, and lose all digits where keys are alike. The products are of whole
-  matrices, because compilers handle blocks of a few numbers badly.
+  Each step joins pairs of neighbouring inverted blocks on the diagonal to blocks of twice the size.
+  A series of powers of L would be shorter code, but loses all digits where keys are similar. The
+  products are of whole matrices, because compilers handle blocks of a few numbers badly.
   """
   C = lower.shape[-1]
   number = jnp.arange(C)
 
   def joined(level: int, inverted: jax.Array) -> jax.Array:
     block = number >> level
-    # The block below the diagonal, between the two.
+    # The block below the diagonal that couples the two blocks of a pair.
     joins = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
     between = jnp.matmul(inverted, jnp.where(joins, lower, 0), precision=_EXACT)
     return inverted - jnp.matmul(between, inverted, precision=_EXACT)
 
   alone = jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape)
-  # A loop, so that one level is compiled.
+  # A loop, so that only one level is compiled.
   return jax.lax.fori_loop(0, C.bit_length() - 1, joined, alone)
 
 
@@ -300,8 +303,8 @@ def _inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _inverse_backward(inverted: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-  across = jnp.swapaxes(inverted, -1, -2)
-  return (-jnp.matmul(jnp.matmul(across, dy, precision=_EXACT), across, precision=_EXACT),)
+  transposed = jnp.swapaxes(inverted, -1, -2)
+  return (-jnp.matmul(jnp.matmul(transposed, dy, precision=_EXACT), transposed, precision=_EXACT),)
 
 
 inverse.defvjp(_inverse_forward, _inverse_backward)

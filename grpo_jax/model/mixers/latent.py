@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2 2405.04434, section 2.1): keys and values from a vector.
 
 A token has a latent of a few hundred numbers, from which each head's key and value are computed,
-and a short key that is rotated and that all heads share. Only these two are kept of a token. A pass
-over whole texts computes the keys and values of every token, as that costs less for many queries. A
-token that meets a cache multiplies its queries with the matrix of the keys instead, and what it
-reads with that of the values: then latents are the keys and the values of a single head.
+and a short rotated key that all heads share. The cache keeps only these two. A pass without a cache
+computes the keys and values of every token, which is cheaper for many queries. A pass with a cache
+multiplies the queries with the key matrix instead, lets them attend to the latents as the keys and
+values of a single head, and multiplies the result with the value matrix.
 """
 
 import math
@@ -48,7 +48,7 @@ _EPSILON = 1e-6  # of the norms of latents, whatever `norm_eps` is
 
 
 def kept(config: ModelConfig, kind: LayerKind) -> Kept:
-  """The latent and the rotated key of each token, as one vector."""
+  """The layer keeps the latent and the rotated key of each token, as one vector."""
   del kind
   return Kept(of_token=((1, config.latent.rank + config.latent.rope_dim),))
 
@@ -60,7 +60,7 @@ class LatentAttention(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
-    """Returns the output [B, T, D], and what `attend` returns beside its output."""
+    """Returns the output [B, T, D], and the keys and values to keep (see `seen.Attend`), if any."""
     c, shape = self.config, self.config.latent
     q_BTHE = self._queries(x_BTD, seen.rope)
     latent_BTN, key_BT1E = self._latents(x_BTD, seen.rope)
@@ -85,7 +85,7 @@ class LatentAttention(nn.Module):
     return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out), kept
 
   def _queries(self, x_BTD: jax.Array, rope: Rotation) -> jax.Array:
-    """[B, T, H, E], the last numbers rotated, all scaled."""
+    """The scaled queries [B, T, H, E], of which the last `rope_dim` numbers are rotated."""
     c, shape = self.config, self.config.latent
     heads = c.num_heads, c.head_dim
     if shape.query_rank:
@@ -99,7 +99,7 @@ class LatentAttention(nn.Module):
     return q_BTHE * _query_scale(c)
 
   def _latents(self, x_BTD: jax.Array, rope: Rotation) -> tuple[jax.Array, jax.Array]:
-    """The latent [B, T, N] of each token, and the rotated key [B, T, 1, E] that the heads share."""
+    """The latents [B, T, N], and the rotated keys [B, T, 1, rope_dim] that all heads share."""
     c, shape = self.config, self.config.latent
     size = shape.rank + shape.rope_dim
     down = Dense(c, (size,), use_bias=c.qkv_bias, name="kv_a")(x_BTD)
@@ -107,15 +107,16 @@ class LatentAttention(nn.Module):
     return latent, self._rotate(down[:, :, None, shape.rank :], rope)
 
   def _rotate(self, x_BTHE: jax.Array, rope: Rotation) -> jax.Array:
-    """Rotates pairs of numbers: neighbours, or those half a head apart. Both keep the products."""
+    """Rotates pairs of numbers: neighbours if `interleaved`, or else numbers half a head apart."""
     if self.config.latent.interleaved:
+      # Reorders queries and keys alike, so that their products stay the same.
       pairs = x_BTHE.reshape(*x_BTHE.shape[:-1], -1, 2)
       x_BTHE = jnp.swapaxes(pairs, -1, -2).reshape(x_BTHE.shape)
     return rotate(x_BTHE, rope)
 
 
 class _Up(nn.Module):
-  """The matrix [rank, H, keys and values] of the heads, with its adapter."""
+  """The matrix [rank, H, key_dim + value_dim] from latents to keys and values, with its adapter."""
 
   config: ModelConfig
 
@@ -133,7 +134,7 @@ class _Up(nn.Module):
 
 
 def _query_scale(config: ModelConfig) -> float:
-  """1 / sqrt(E), times what YaRN adds for texts that are longer than the original ones."""
+  """The factor of queries: 1 / sqrt(E), times YaRN's factor where the model scales positions."""
   scaling, scale = config.rope_scaling, 1 / math.sqrt(config.head_dim)
   if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
     return scale

@@ -1,7 +1,7 @@
-"""The arguments of a mixer besides the tokens: their angles, and the tokens before them.
+"""The arguments of a mixer besides the tokens: rotary angles, and access to earlier tokens.
 
-A mixer of attention keeps keys and values of every token. One that recurs keeps a memory of fixed
-size for each row: a tree of arrays whose first axis are the heads, so that a mesh can split them.
+An attention mixer keeps keys and values of every token. A recurrent mixer keeps a memory of fixed
+size for each row: a tree of arrays whose first axis is that of heads, so that a mesh can split it.
 """
 
 from collections.abc import Callable
@@ -12,27 +12,26 @@ import jax
 from grpo_jax.model.rope import Rotation
 
 KeysAndValues = tuple[jax.Array, jax.Array]
-# attend(q_BTHE, k_BTKE, v_BTKE, sinks_H, kept) -> (out_BTHE, what the caller keeps). The queries
-# are rotated and scaled. Without keys and values, they meet those that are borrowed. `sinks_H` is
-# as in `View`. The caller keeps keys and values, or else other ones, `kept`, whose values may be
-# None where the keys are the values, too.
+# attend(q_BTHE, k_BTKE, v_BTKE, sinks_H, kept) -> (out_BTHE, the keys and values to keep or None).
+# The queries are rotated and scaled. If keys and values are None, the queries attend to borrowed
+# ones. `sinks_H` is as in `View`. The caller keeps `kept` if it is given, and otherwise the keys
+# and values. In a kept pair, values of None mean that the keys are the values, too.
 Attend = Callable[..., tuple[jax.Array, Any]]
 # scan(weights, inputs_BT, memory_B, is_token_BT) -> (outputs_BT, memory_B): trees of arrays
 # [W, J, ...] for J heads, [B, T, J, ...] and [B, J, ...]. Heads do not read each other. Where
-# is_token_BT is False, a row has ended: what follows does not change its memory. None means that no
-# token is padding.
+# is_token_BT is False there is padding, which does not change the memory. None means no padding.
 Scan = Callable[[Any, Any, Any, jax.Array | None], tuple[Any, Any]]
-# recur(scan, weights, inputs_BT, empty) -> (outputs_BT, what the caller keeps). `empty` is the
+# recur(scan, weights, inputs_BT, empty) -> (outputs_BT, the memory to keep or None). `empty` is the
 # memory [J, ...] of one row that has no token yet.
 Recur = Callable[[Scan, Any, Any, Any], tuple[Any, Any]]
 
 
 class Kept(NamedTuple):
-  """The numbers that a layer keeps of earlier tokens. A mesh splits them by heads.
+  """The sizes of what a layer keeps of earlier tokens. A mesh splits it by heads.
 
   Attributes:
-    of_token: The heads and the numbers of each vector that is kept of a token, keys first.
-    of_row: The heads and the bytes of what is kept of a row, however long it is.
+    of_token: (heads, size of a head) of each vector that is kept for every token, keys first.
+    of_row: (heads, bytes) of each state that is kept for a row, whatever its length.
   """
 
   of_token: tuple[tuple[int, int], ...] = ()
@@ -44,9 +43,9 @@ class Seen(NamedTuple):
 
   Attributes:
     rope: The rotary angles of the tokens, or None where nothing is rotated.
-    attend: Attention of the tokens to themselves and to those before them.
-    recur: Scans the tokens of each row, from the memory of those before them.
-    is_cached: The tokens before these are in a cache, from which `attend` reads what was kept.
+    attend: Attention of the tokens to themselves and to earlier tokens.
+    recur: Scans the tokens of each row, starting from the memory of earlier tokens.
+    is_cached: Earlier tokens are in a cache, so `attend` also reads the keys and values kept there.
     keys: `LayerKind.keys`.
   """
 

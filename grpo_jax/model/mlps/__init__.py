@@ -1,9 +1,8 @@
-"""The part of a layer that computes each token by itself. Each kind has a file of its own.
+"""The MLPs of layers, which compute each token by itself. Each kind has its own file.
 
-A kind is a module that is called with the tokens, with the instructions to its router (`Routes`),
-and with the residual stream. It returns its output, and its router's choices (`Routed`) or None.
-`RULES` say where its parameters lie on a mesh, and `TARGETS` which of its projections can have an
-adapter.
+An MLP is a Flax module that is called with the tokens, the instructions to its router (`Routes`)
+and the residual stream. It returns its output, and the router's results (`Routed`) or None.
+`RULES` say how a mesh splits the parameters, and `TARGETS` which projections can have an adapter.
 """
 
 from typing import Any

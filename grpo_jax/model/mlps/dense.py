@@ -35,7 +35,7 @@ TARGETS = {
 class MLP(nn.Module):
   """The gated MLP: down(activation(gate x) * up x) (Shazeer 2002.05202).
 
-  It has `width` hidden units. 0 stands for those of the config.
+  It has `width` hidden units. 0 stands for `config.mlp_dim`.
   """
 
   config: ModelConfig
@@ -48,20 +48,20 @@ class MLP(nn.Module):
     routes: Routes | None = None,
     residual_BTD: jax.Array | None = None,
   ) -> tuple[jax.Array, None]:
-    """Returns the output [B, T, D]. There is no router, so the other arguments are not read."""
+    """Returns the output [B, T, D], and None. Without a router, the other arguments are ignored."""
     del routes, residual_BTD
     c, width = self.config, self.width or self.config.mlp_dim
 
     def project(mlp: nn.Module, name: str, features: int, x: jax.Array) -> jax.Array:
       return Dense(c, (features,), use_bias=c.mlp_bias, name=name, parent=mlp)(x)
 
-    # The backward pass computes the hidden units again. To save them and the derivative of the
+    # The backward pass recomputes the hidden units. Saving them and the derivative of the
     # activation would take longer on a CPU, and more memory everywhere.
     @nn.remat
     def down(mlp: nn.Module, gate: jax.Array, up: jax.Array) -> jax.Array:
       return project(mlp, "down", c.embed_dim, ACTIVATIONS[c.activation](gate, up))
 
-    # Once, so that the backward pass keeps one array for both projections.
+    # Reshaped once, so that the backward pass keeps one array for both projections.
     rows = merged(c, x_BTD)
     gate, up = project(self, "gate", width, rows), project(self, "up", width, rows)
     return down(self, gate, up).reshape(x_BTD.shape), None

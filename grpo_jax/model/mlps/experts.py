@@ -16,7 +16,7 @@ from grpo_jax.model.mlps.dense import MLP
 from grpo_jax.model.mlps.router import Choice, Routed, Routes, route, statistics
 
 _LANES = 128  # of a TPU
-_MOST_INPUTS = 2048  # of a matrix, that a kernel holds at a time
+_MOST_INPUTS = 2048  # how many inputs of a matrix a kernel holds at a time
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
@@ -62,17 +62,21 @@ class InStacks(struct.PyTreeNode):
 
 
 def in_stacks(config: ModelConfig, layer: Any, stacks: Any, place: jax.Array) -> Any:
-  """The parameters of a layer, with its experts in their stacks where a TPU's kernel reads them.
+  """Replaces a layer's experts by their whole stacks, if a TPU's kernel can read those in place.
 
-  lax.ragged_dot takes an array of its own. For each token that is decoded, XLA would copy the
-  layer's experts out of their stack first. Where they are kept in another dtype than that of the
-  computation, a layer is converted as it is copied. To read the stack, all of it would have to be.
+  lax.ragged_dot reads a separate array, so XLA would copy the layer's experts out of the stack for
+  each decoded token. If the weights are kept in another dtype than that of the computation, the
+  copy converts just this layer, while reading in place would need the whole stack converted: then
+  the layer stays as it is.
 
   Args:
     config: The model.
     layer: The parameters of one layer.
     stacks: The parameters of all layers, stacked.
-    place: int32 scalar, the number of the layer in its stack.
+    place: int32 scalar, the index of the layer in its stack.
+
+  Returns:
+    The parameters of the layer. With stacks, its experts also have the entry `place`.
   """
   if "experts" not in layer or not reads_stacks(config):
     return layer
@@ -83,7 +87,7 @@ def in_stacks(config: ModelConfig, layer: Any, stacks: Any, place: jax.Array) ->
 
 
 def reads_stacks(config: ModelConfig) -> bool:
-  """Whether the kernel can read the model's experts: on a TPU, whose lanes they fill."""
+  """Whether the kernel can read the model's experts: on a TPU, if their sizes fill its lanes."""
   return config.platform == "tpu" and config.embed_dim % _LANES == _width(config) % _LANES == 0
 
 
@@ -96,8 +100,8 @@ def _width(config: ModelConfig) -> int:
 class Experts(nn.Module):
   """The sum over a token's U experts x of p_x MLP_x(token), and the MLP that all tokens share.
 
-  p are the shares that `route` gives. As Qwen3 (2505.09388) and DeepSeek-V3 (2412.19437, section
-  2.1.2) have it in transformers.
+  p are the shares that `route` returns. This follows Qwen3 (2505.09388) and DeepSeek-V3
+  (2412.19437, section 2.1.2) in transformers.
   """
 
   config: ModelConfig
@@ -106,19 +110,19 @@ class Experts(nn.Module):
   def __call__(
     self, x_BTD: jax.Array, routes: Routes, residual_BTD: jax.Array
   ) -> tuple[jax.Array, Routed]:
-    """Applies the experts and adds up what the router did.
+    """Applies the experts and computes the router's statistics.
 
     Args:
       x_BTD: The tokens. All of them go through experts, whether counted or not.
-      routes: The tokens that this layer's router counts, and the experts given to it.
+      routes: The tokens that this layer's router counts, and the experts that replace its choice.
       residual_BTD: The tokens before their norm. With `config.expert_norms`, router and experts
-        read them instead, through norms of their own.
+        read these instead, each through its own norm.
 
     Returns:
-      The output [B, T, D], and what the router did. Its arrays lack the axis L.
+      The output [B, T, D], and the router's results, whose arrays lack the axis L.
     """
     c = self.config
-    # First, because the order of parameters decides what a seed draws.
+    # Weights are created first, because the order of parameters decides what a seed draws.
     weights, biases = self._weights(), self._biases()
     to_experts_BTD, to_router_BTD = x_BTD, x_BTD
     if c.expert_norms:
@@ -142,7 +146,7 @@ class Experts(nn.Module):
     return out_BTD, Routed(sums, choice.used_BTU if c.keeps_experts else None)
 
   def _shared(self, x_BTD: jax.Array) -> jax.Array:
-    """The output of the MLP that all tokens share, which is added to that of the experts."""
+    """The output of the MLP that all tokens share, which is added to the experts' output."""
     c = self.config
     shared_BTD, _ = MLP(c, c.shared_dim, name="shared")(x_BTD)
     if c.shared_gate:
@@ -152,13 +156,13 @@ class Experts(nn.Module):
     return self._norm("shared_post_norm", shared_BTD) if c.expert_norms else shared_BTD
 
   def _norm(self, name: str, x_BTD: jax.Array) -> jax.Array:
-    """Without a name, it has no scale."""
+    """An RMS norm. With the name "", it has no scale."""
     c = self.config
     norm = RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, use_scale=bool(name), name=name or None)
     return norm(x_BTD)
 
   def _router(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The router's logits, and what is added to a token's scores to choose, or None."""
+    """The router's logits, and the biases [X] of scores when experts are chosen, or None."""
     c = self.config
     D, X = c.embed_dim, c.num_experts
     router_DX = self.param("router", nn.initializers.lecun_normal(), (D, X)).astype(c.dtype)
@@ -170,6 +174,7 @@ class Experts(nn.Module):
     return logits_BTX, self.param("balance", nn.initializers.zeros, (X,))
 
   def _weights(self) -> ExpertWeights | InStacks:
+    """The experts' weights of this layer, or the stacks of all layers (see `in_stacks`)."""
     c = self.config
     X, D, M = c.num_experts, c.embed_dim, c.expert_dim
     per_expert = nn.initializers.lecun_normal(batch_axis=0)
@@ -194,7 +199,7 @@ class Experts(nn.Module):
 
 
 def _route_on_mesh(config: ModelConfig) -> Callable[..., Choice]:
-  """Returns `route` for tokens that are split over a mesh: each device chooses for its own.
+  """Returns `route` for tokens that are split over a mesh: each device routes its own tokens.
 
   Otherwise XLA's CPU compiler gathers the scores of all tokens, because it cannot split `top_k`.
   """
@@ -231,10 +236,11 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
     weights: ExpertWeights | InStacks,
     biases: ExpertBiases | None,
   ) -> jax.Array:
-    if biases and inner_axis:  # each device along it adds its part
+    """`mix` on one device: adds up the results of the devices that have other experts or units."""
+    if biases and inner_axis:  # the psum below adds this bias once for each device
       size = jax.lax.axis_size(inner_axis)
       biases = biases._replace(down_XD=biases.down_XD / size)
-    if inner_axis and not isinstance(weights, InStacks):  # which have no gradient
+    if inner_axis and not isinstance(weights, InStacks):  # decoding with stacks has no gradient
       # Each device along the inner axis holds some of the hidden units of its experts, and computes
       # their part of the gradients of x and mixture. The gradient of this pcast adds up the parts.
       x_BTD, mixture_BTU = jax.lax.pcast((x_BTD, mixture_BTU), inner_axis, to="varying")
@@ -269,11 +275,11 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
 def _specs(
   config: ModelConfig, weights: ExpertWeights | InStacks, biases: ExpertBiases | None
 ) -> tuple[Any, Any]:
-  """How the weights and the biases of experts lie on the mesh.
+  """The partition specs of the experts' weights and biases on the mesh.
 
-  M, the hidden units of an expert, are split in both of its matrices, so that a hidden unit's way
-  in and out lies on one device. `InStacks` holds the weights of all layers, with an axis of layers
-  in front, and the number of this layer (`place`), which every device has.
+  All matrices of an expert are split along M, so that one device computes both the inputs and the
+  outputs of a hidden unit. `InStacks` holds the weights of all layers, with an axis of layers in
+  front, and the index of this layer (`place`), which every device has.
   """
   expert_axis, _, inner_axis = config.experts.spec
 
@@ -308,7 +314,7 @@ def mix(
     x_BTD: The tokens.
     chosen_BTU: int32, the experts of each token, counted from the first one in `weights`. Experts
       outside of 0 to X - 1 are not in `weights` and contribute 0.
-    mixture_BTU: The weights of these experts in the sum.
+    mixture_BTU: The factors of these experts' outputs in the sum.
     weights: The MLPs of X experts.
     biases: The biases of these MLPs, or None.
 
@@ -322,15 +328,15 @@ def mix(
   order_N = jnp.argsort(experts_N)
   inverse_N = jnp.argsort(order_N)
   sizes_X = jnp.bincount(experts_N, length=X).astype(jnp.int32)
-  # ragged_dot computes nothing for the rows after its last group, here those of other experts. What
-  # it leaves in these rows depends on the platform, so they are set to 0.
+  # ragged_dot computes nothing for the rows after its last group, here those of other experts.
+  # Their contents depend on the platform, so they are set to 0.
   is_here_N = jnp.arange(len(experts_N)) < sizes_X.sum()
   repeated_ND = jnp.repeat(x_BTD.reshape(-1, D), U, axis=0)
   tokens_ND = _where(is_here_N, _permuted(repeated_ND, order_N, inverse_N))
   product, (gate, up, down) = _product_with(weights)
   gate_NM, up_NM = product(tokens_ND, gate, sizes_X), product(tokens_ND, up, sizes_X)
   if biases:
-    sorted_experts_N = experts_N[order_N]  # X, of other devices' experts, reads the last bias
+    sorted_experts_N = experts_N[order_N]  # X, for other devices' experts, reads the last bias
     gate_NM = gate_NM + biases.gate_XM[sorted_experts_N]
     up_NM = up_NM + biases.up_XM[sorted_experts_N]
   out_ND = product(activation(gate_NM, up_NM), down, sizes_X)
@@ -348,7 +354,7 @@ def _experts_of(weights: ExpertWeights | InStacks) -> int:
 
 
 def _product_with(weights: ExpertWeights | InStacks) -> tuple[Callable[..., Any], ExpertWeights]:
-  """product(x_NI, matrices, sizes_X) -> [N, O], and the matrices."""
+  """A function product(x_NI, matrices, sizes_X) -> [N, O], and the matrices that it takes."""
   if isinstance(weights, InStacks):
     interpret = weights.platform != "tpu"
     return functools.partial(product_in_stack, weights.place, interpret=interpret), weights.weights
@@ -362,13 +368,13 @@ def product_in_stack(
   sizes_X: jax.Array,
   interpret: bool = False,
 ) -> jax.Array:
-  """lax.ragged_dot(x, stack[place], sizes), by a kernel of JAX for TPUs that reads it in place.
+  """lax.ragged_dot(x, stack[place], sizes), by JAX's TPU kernel, which reads the stack in place.
 
   Args:
-    place: int32 scalar.
+    place: int32 scalar, the index of the layer.
     x_NI: Rows, sorted by expert.
     stack_LXIO: The experts' matrices of all layers.
-    sizes_X: int32, the rows of each expert. What the others become is not defined.
+    sizes_X: int32, the number of rows of each expert. The results of further rows are undefined.
     interpret: Emulate the kernel, so that it runs on any platform.
   """
   from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # here, because only TPUs need it
@@ -382,7 +388,7 @@ def product_in_stack(
     sizes_X,
     preferred_element_type=x_NI.dtype,
     tiling=(_LANES, min(I, _MOST_INPUTS), outputs),
-    # The kernel takes matrix number (expert - offset).
+    # The kernel reads matrix number (expert - offset).
     group_offset=-place * X,
     interpret=interpret,
   )
@@ -410,7 +416,7 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 @jax.custom_vjp
 def _where(is_kept_N: jax.Array, x_ND: jax.Array) -> jax.Array:
-  """0 in the rows that are not kept. The backward pass of jnp.where would hold a mask [N, D]."""
+  """Zeros the rows that are not kept. The backward pass of jnp.where would hold a mask [N, D]."""
   return jnp.where(is_kept_N[:, None], x_ND, 0)
 
 

@@ -15,12 +15,12 @@ class Routes(struct.PyTreeNode):
 
   Attributes:
     counted_BT: The statistics count a token where this is not 0. None skips the statistics.
-    given: The experts that tokens go through instead of those that the router chooses: integers
-      [B, T, U] for one layer, and [B, T, Y] for a pass, those of all its sparse layers. A router
-      chooses where they are -1, or everywhere without them.
-    compared_BT: The statistics compare the experts given to a token with those that the router
-      would choose where this is not 0. Read where there are `given` ones.
-    replays: False compares the given experts only.
+    given: The experts that replace the router's choice: integers [B, T, U] for one layer, or
+      [B, T, Y] for all sparse layers of a pass. The router chooses where they are -1, or everywhere
+      if this is None.
+    compared_BT: Where this is not 0, the statistics compare a token's given experts with those that
+      the router would choose. Read only beside `given`.
+    replays: False: tokens go through the router's choice, and `given` is only compared with it.
   """
 
   counted_BT: jax.Array | None = None
@@ -33,7 +33,7 @@ class Routed(NamedTuple):
   """The results of routers: their statistics, and the experts that they chose.
 
   Attributes:
-    sums: The statistics, or None where none were asked for.
+    sums: The statistics, or None where `Routes.counted_BT` is None.
     experts_BTU: int32, the experts of each token with `config.keeps_experts`, otherwise None.
   """
 
@@ -42,13 +42,13 @@ class Routed(NamedTuple):
 
 
 class Choice(NamedTuple):
-  """Where the tokens of a layer go.
+  """The experts of a layer's tokens.
 
   Attributes:
     probs_BTX: float32, the router's probabilities, whose sum is 1.
     own_BTU: int32, the experts that the router chooses.
-    used_BTU: int32, those that the tokens go through.
-    shares_BTU: float32, their shares of a token's output.
+    used_BTU: int32, the experts that the tokens go through.
+    shares_BTU: float32, the factors of these experts' outputs.
   """
 
   probs_BTX: jax.Array
@@ -63,18 +63,18 @@ def route(
   balance_X: jax.Array | None,
   given_BTU: jax.Array | None = None,
 ) -> Choice:
-  """The experts of each token, and their shares of its output.
+  """Chooses the experts of each token, and computes their shares of the token's output.
 
-  The scores are the softmax of the logits, or with "sigmoid" each logit's own. The experts with the
-  largest scores are chosen, where "sigmoid" adds a number of each expert that keeps loads even, and
-  looks only at the groups of experts whose two best have the largest sum (2412.19437, eq. 13-16).
+  The scores are the softmax or, with "sigmoid", the sigmoids of the logits. The experts with the
+  largest scores are chosen. "sigmoid" first adds each expert's bias, which keeps loads even, and
+  considers only the groups whose two best experts have the largest sum (2412.19437, eq. 13-16).
 
   Args:
     config: The model.
     logits_BTX: float32.
-    balance_X: The numbers of the experts. They change which experts are chosen, not their shares.
-    given_BTU: Experts in place of the chosen ones, and -1 where there are none. Their shares are of
-      the scores here, with their gradient (R3, 2510.11370).
+    balance_X: The biases of the experts. They change which experts are chosen, not their shares.
+    given_BTU: Experts that replace the chosen ones, or -1 to keep those. Their shares come from the
+      scores of this pass, with the gradient (R3, 2510.11370).
   """
   c = config
   if c.router == "softmax":
@@ -99,7 +99,7 @@ def route(
 
 
 def _in_best_groups(wanted_BTX: jax.Array, groups: int, used: int) -> jax.Array:
-  """`wanted_BTX` with -inf outside of each token's best groups."""
+  """`wanted_BTX` with -inf for experts outside of each token's `used` best groups."""
   of_group = wanted_BTX.reshape(*wanted_BTX.shape[:-1], groups, -1)
   best_two, _ = jax.lax.top_k(of_group, 2)
   _, best_groups = jax.lax.top_k(best_two.sum(-1), used)
@@ -108,12 +108,12 @@ def _in_best_groups(wanted_BTX: jax.Array, groups: int, used: int) -> jax.Array:
 
 
 def statistics(choice: Choice, routes: Routes) -> Routing:
-  """Sums of what the router did over the counted tokens of each row, for one layer."""
+  """The router's statistics of one layer: sums over the counted tokens of each row."""
   counted_BT1, probs_BTX = (routes.counted_BT != 0)[..., None], choice.probs_BTX
   assigned_BTX = (choice.used_BTU[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
   compared_BL, differs_BL = _differences(choice, routes)
   fixed_probs_BTX = jax.lax.stop_gradient(probs_BTX)
-  # p log p is 0 at p = 0, and the bound keeps it from being 0 * -inf.
+  # p log p is 0 at p = 0. Without the bound it would be 0 * -inf.
   logprobs_BTX = jnp.log(jnp.maximum(fixed_probs_BTX, 1e-30))
   entropy_BTX = jnp.where(counted_BT1, -fixed_probs_BTX * logprobs_BTX, 0)
   return Routing(
@@ -127,7 +127,7 @@ def statistics(choice: Choice, routes: Routes) -> Routing:
 
 
 def _differences(choice: Choice, routes: Routes) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
-  """How many compared tokens of each row have given experts, and for how many these are others."""
+  """Counts each row's compared tokens, and those whose experts the router would not choose."""
   if routes.given is None or routes.compared_BT is None:
     return None, None
   compared_BT = (routes.compared_BT != 0) & (routes.given[..., 0] >= 0)

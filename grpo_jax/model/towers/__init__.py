@@ -1,6 +1,6 @@
-"""Vision towers: what makes visual tokens of the patches of pictures. Each has a file of its own.
+"""Vision towers, which turn the patches of pictures into visual tokens. Each has its own file.
 
-A tower is a record (`tower.py`) of its parts, which are modules. `model/vision.py` connects them.
+A tower is a record (`tower.py`) of Flax modules, which `model/vision.py` connects.
 """
 
 from grpo_jax.model.towers import gemma4, layers, qwen2_5_vl, qwen3_vl, siglip

@@ -8,21 +8,21 @@ from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import einsum
 
 MAX_SCORES = 2**25  # the scores that exist at a time: 128 MiB in float32
-MAX_CHUNK = 512  # queries, where a picture's do not fit at a time
+MAX_CHUNK = 512  # queries, where those of a picture do not fit at once
 
 
 def attend(
   config: ModelConfig, q_BNAE: jax.Array, k_BNAE: jax.Array, v_BNAE: jax.Array, seen_BN: jax.Array
 ) -> jax.Array:
-  """Softmax attention [B, N, A, E] of patches to those that have the same number.
+  """Softmax attention [B, N, A, E] of patches to the patches that have the same number.
 
   Args:
     config: The model, of which only the mesh is read.
     q_BNAE: The queries, scaled and rotated.
     k_BNAE: The keys.
     v_BNAE: The values.
-    seen_BN: int32, the number of the window or picture that each patch belongs to. -1 at padding,
-      which sees padding.
+    seen_BN: int32, the number of the window or picture that each patch belongs to. Padding has -1
+      and sees only padding.
   """
   if config.rows is None:
     return _attend_pictures(q_BNAE, k_BNAE, v_BNAE, seen_BN)
@@ -40,7 +40,7 @@ def attend(
 def _attend_pictures(
   q_BNAE: jax.Array, k_BNAE: jax.Array, v_BNAE: jax.Array, seen_BN: jax.Array
 ) -> jax.Array:
-  """Attention within pictures, for as many pictures and queries at a time as fit."""
+  """Attention within pictures, for as many pictures and queries at a time as MAX_SCORES allows."""
   B, N, A, _ = q_BNAE.shape
   chunk = N if A * N * N <= MAX_SCORES else min(MAX_CHUNK, N, max(8, MAX_SCORES // (A * N)))
   fitting = max(1, MAX_SCORES // (A * N * chunk))
@@ -57,7 +57,7 @@ def _attend_pictures(
 def _attend_picture(
   q_NAE: jax.Array, k_NAE: jax.Array, v_NAE: jax.Array, seen_N: jax.Array, chunk: int
 ) -> jax.Array:
-  """Attention of one picture, in chunks of queries. The backward pass computes scores again."""
+  """Attention of one picture, in chunks of queries. The backward pass recomputes the scores."""
   N = len(seen_N)
   chunks = -(-N // chunk)
   padding = chunks * chunk - N
@@ -79,7 +79,7 @@ def _attend_picture(
 def _attend(
   q_QAE: jax.Array, k_NAE: jax.Array, v_NAE: jax.Array, sees_Q: jax.Array, seen_N: jax.Array
 ) -> jax.Array:
-  """The definition: attention of queries to the keys with the same number."""
+  """The definition of attention: queries see the keys with the same number."""
   # The keys come first: XLA's CPU compiler cannot run the gradient of the other order in bfloat16.
   scores_AQN = einsum("nae,qae->aqn", k_NAE, q_QAE)
   scores_AQN = jnp.where(sees_Q[:, None] == seen_N, scores_AQN, -jnp.inf)

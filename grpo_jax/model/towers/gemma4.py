@@ -1,7 +1,7 @@
 """The tower of Gemma 4: pictures of any shape, whose blocks of patches become visual tokens.
 
-Rows and columns have learned positions and rotate queries and keys: columns the first half of a
-head, rows the second. Norms lie before and after attention and MLP.
+Rows and columns have learned positions and rotate queries and keys: the column rotates the first
+half of a head, the row the second. Norms come before and after attention and MLP.
 """
 
 from flax import linen as nn
@@ -17,7 +17,7 @@ from grpo_jax.model.towers.layers import ACTIVATIONS, in_blocks, projected_patch
 from grpo_jax.model.towers.tower import Tower
 
 _NO_LIMIT = float(np.finfo(np.float32).max)
-_LIMITS = {  # of inputs and outputs, by which they are clipped
+_LIMITS = {  # the initial limits of inputs and outputs, to which they are clipped
   "input_min": -_NO_LIMIT,
   "input_max": _NO_LIMIT,
   "output_min": -_NO_LIMIT,
@@ -31,7 +31,7 @@ RULES = (
 
 
 class Gemma4Embed(nn.Module):
-  """A product of the patch, and the learned positions of its column and of its row."""
+  """A projection of each patch, plus the learned positions of its column and of its row."""
 
   config: ModelConfig
 
@@ -48,9 +48,9 @@ class Gemma4Embed(nn.Module):
 
 
 class Clipped(nn.Module):
-  """A product with a kernel, whose inputs and outputs are clipped if the tower does that.
+  """A linear projection, whose inputs and outputs are clipped if `VisionShape.clipped`.
 
-  The limits are not trained.
+  The limits are not trained. `features` and `axes` are as in `Dense`.
   """
 
   config: ModelConfig
@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
 
 class Gemma4Attention(nn.Module):
-  """Softmax attention whose queries, keys and values are normalised. Scores are not divided."""
+  """Softmax attention whose queries, keys and values are normalised. Scores are not scaled."""
 
   config: ModelConfig
 
@@ -105,7 +105,7 @@ class Gemma4Attention(nn.Module):
 
 
 def _rotated(x_BNAE: jax.Array, rope: Rotation) -> jax.Array:
-  """The first half of each head rotated by the column, and the second by the row."""
+  """Rotates the first half of each head by the column, and the second half by the row."""
   by_row, by_column = (Rotation(*parts) for parts in zip(*(jnp.split(x, 2, -1) for x in rope[:2])))
   first, second = jnp.split(x_BNAE, 2, axis=-1)
   return jnp.concatenate([rotate(first, by_column), rotate(second, by_row)], -1)
@@ -131,7 +131,7 @@ class Gemma4Pool(nn.Module):
   @nn.compact
   def __call__(self, x_BNW: jax.Array, places_BN2: jax.Array) -> jax.Array:
     c, v = self.config, self.config.vision
-    # In float32, because the square root of W makes large numbers of them.
+    # In float32, because the factor sqrt(W) makes the numbers large.
     blocks = in_blocks(x_BNW, places_BN2, v.merge).astype(jnp.float32)
     x_BMW = blocks.mean(2) * v.dim**0.5
     if v.standardised:

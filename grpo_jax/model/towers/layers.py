@@ -1,4 +1,4 @@
-"""The layers of vision towers as Flax Linen modules. vision_shape.py describes what differs.
+"""The layers of vision towers as Flax Linen modules. vision_shape.py describes the differences.
 
 In this folder, B counts pictures, N their patches, W is the width of the tower, A its heads and E
 the size of a head. grpo_jax/types.py has the other letters.
@@ -29,7 +29,7 @@ RULES = (
   (r"embed/patch/kernel", (None, None, None, None, "fsdp")),
   (r"embed/patch/bias", (None,)),
   (r"embed/positions", (None, "fsdp")),
-  (r"embed/positions", (None, None, "fsdp")),  # of rows, and of columns
+  (r"embed/positions", (None, None, "fsdp")),  # one table for rows, and one for columns
   (r"embed/patch/kernel", (None, "fsdp")),
   (r".*norm\d?/(scale|bias)", (None,)),
   (r"layers_\d+/attention/qkv/kernel", ("fsdp", None, "tensor", None)),
@@ -55,7 +55,7 @@ RULES = (
   (r"(merge|levels_\d+)/down/bias", (None,)),
   (r"merge/projection/kernel", ("fsdp", None)),
 )
-# Path in a layer of the tower -> the projection, which can have an adapter where it is trained.
+# Path in a layer of the tower -> the projection, which can have an adapter if the tower is trained.
 TARGETS = {
   "attention/qkv": Target(("qkv",)),
   "attention/proj": Target(("proj",), inputs=2),
@@ -67,25 +67,25 @@ TARGETS = {
 
 
 def layer_norm(config: ModelConfig, name: str) -> nn.Module:
-  """A norm of the tower with mean and bias. Its statistics are float32."""
+  """A layer norm of the tower, with mean and bias. Its statistics are float32."""
   epsilon = config.vision.norm_eps
   return nn.LayerNorm(epsilon=epsilon, dtype=config.dtype, use_fast_variance=False, name=name)
 
 
 def rms_norm(config: ModelConfig, name: str) -> nn.Module:
-  """A norm of the tower without them."""
+  """An RMS norm of the tower, without mean and bias."""
   return RMSNorm(epsilon=config.vision.norm_eps, dtype=config.dtype, name=name)
 
 
 def projected_patches(config: ModelConfig, patches_BNC: jax.Array, use_bias: bool) -> jax.Array:
-  """[B, N, W]: the product of each patch with a kernel, as a convolution has it."""
+  """[B, N, W]: a linear projection of each patch, whose kernel has the axes of a convolution's."""
   v = config.vision
   patches = patches_BNC.reshape(*patches_BNC.shape[:2], *v.patch)
   return Dense(config, (v.dim,), axes=len(v.patch), use_bias=use_bias, name="patch")(patches)
 
 
 def position_table(module: nn.Module, config: ModelConfig) -> jax.Array:
-  """The learned positions [places, W] of an embedding, row by row, float32."""
+  """The learned positions of the module `module`, float32 [positions, W], row by row."""
   v = config.vision
   return module.param("positions", nn.initializers.normal(0.02), (v.positions, v.dim))
 
@@ -98,7 +98,7 @@ def sizes_of(places_BN2: jax.Array) -> jax.Array:
 class TowerAttention(nn.Module):
   """Softmax attention of patches that see each other in both directions, with biases.
 
-  With `joined`, queries, keys and values come from one product.
+  With `joined`, one projection computes queries, keys and values.
   """
 
   config: ModelConfig
@@ -106,7 +106,7 @@ class TowerAttention(nn.Module):
 
   @nn.compact
   def __call__(self, x_BNW: jax.Array, rope: Rotation | None, seen_BN: jax.Array) -> jax.Array:
-    """Attention of the patches of each image to each other, [B, N, W]."""
+    """Returns [B, N, W]. A patch attends to the patches with the same number in `seen_BN`."""
     c, v = self.config, self.config.vision
     heads = v.num_heads, v.head_dim
     if self.joined:
@@ -144,7 +144,7 @@ class TowerMLP(nn.Module):
 
 
 def place_rotation(config: ModelConfig, places_BN2: jax.Array) -> Rotation:
-  """The rotation of patches: half of the frequencies by the row, the others by the column."""
+  """The rotation of patches: half of the pairs rotate by the row, the others by the column."""
   v = config.vision
   half = v.head_dim // 2
   frequencies = v.rope_theta ** -(np.arange(0, half, 2, dtype=np.float32) / half)
@@ -154,7 +154,7 @@ def place_rotation(config: ModelConfig, places_BN2: jax.Array) -> Rotation:
 
 
 class TowerLayer(nn.Module):
-  """Attention, then an MLP, each of a normalised input and added to the residual stream.
+  """Attention, then an MLP, each with a normalised input and added to the residual stream.
 
   Attributes:
     norm: `layer_norm` or `rms_norm`.
@@ -176,9 +176,10 @@ class TowerLayer(nn.Module):
 
 
 def in_blocks(x_BNW: jax.Array, places_BN2: jax.Array, side: int) -> jax.Array:
-  """[B, N / side^2, side^2, W]: the patches of each block of side^2, of patches that lie in rows.
+  """Groups patches into blocks of side * side: [B, N / side^2, side^2, W].
 
-  Blocks lie in rows, too, and the patches of a block, as far as the picture has blocks.
+  Patches are ordered row by row. So are the blocks, and the patches of a block. The entries after a
+  picture's last block are meaningless.
   """
   B, N, W = x_BNW.shape
   block_M1, inner = jnp.arange(N // side**2)[:, None], jnp.arange(side**2)
@@ -196,7 +197,7 @@ class Merger(nn.Module):
 
   Attributes:
     norm: `layer_norm` or `rms_norm`.
-    norm_after: The patches are normalised after they are joined.
+    norm_after: The merge^2 patches are normalised after they are joined to one vector.
   """
 
   config: ModelConfig
@@ -205,7 +206,7 @@ class Merger(nn.Module):
 
   @nn.compact
   def __call__(self, x_BNW: jax.Array, places_BN2: jax.Array) -> jax.Array:
-    """Returns [B, N / merge^2, D]. The patches of a visual token follow each other."""
+    """Returns [B, N / merge^2, D]. The patches of a visual token are neighbours on the axis N."""
     del places_BN2
     c, v = self.config, self.config.vision
     joined = x_BNW.shape[0], -1, v.merged_dim

@@ -1,7 +1,7 @@
 """The tower of Qwen2.5-VL (2502.13923).
 
-In most layers, a patch sees those of its window alone. Rows and columns rotate queries and keys.
-Neighbouring patches become one visual token.
+In most layers, a patch sees only the patches of its window. Rows and columns rotate queries and
+keys. Neighbouring patches become one visual token.
 """
 
 import functools
@@ -15,7 +15,7 @@ from grpo_jax.model.towers.tower import Tower
 
 
 class Qwen25VLEmbed(nn.Module):
-  """A product of the patch."""
+  """A linear projection of each patch."""
 
   config: ModelConfig
 

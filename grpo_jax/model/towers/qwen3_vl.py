@@ -1,7 +1,8 @@
 """The tower of Qwen3-VL (2511.21631) and Qwen3.5.
 
 Learned positions are resampled to each picture's grid. Rows and columns rotate queries and keys.
-Neighbouring patches become one visual token. In Qwen3-VL, some layers give further levels of them.
+Neighbouring patches become one visual token. In Qwen3-VL, the outputs of some layers become further
+levels of visual tokens.
 """
 
 import functools
@@ -23,7 +24,7 @@ from grpo_jax.model.towers.tower import Tower
 
 
 class Qwen3VLEmbed(nn.Module):
-  """A product of the patch, and its position in the learned grid."""
+  """A linear projection of each patch, plus the resampled learned position."""
 
   config: ModelConfig
 
@@ -36,9 +37,9 @@ class Qwen3VLEmbed(nn.Module):
 
 
 def resampled(table_PW: jax.Array, side: int, places_BN2: jax.Array) -> jax.Array:
-  """Bilinear interpolation [B, N, W] of a square of side^2 positions.
+  """Interpolates a side x side grid of positions bilinearly at each patch: [B, N, W].
 
-  The corners of the square are the corners of each picture.
+  The corner patches of each picture get the corners of the grid.
   """
   steps_B12 = (side - 1) / jnp.maximum(sizes_of(places_BN2) - 1, 1).astype(jnp.float32)
   source_BN2 = jnp.maximum(places_BN2, 0) * steps_B12
@@ -48,7 +49,7 @@ def resampled(table_PW: jax.Array, side: int, places_BN2: jax.Array) -> jax.Arra
   second_BN2 = jnp.minimum(first_BN2 + 1, side - 1)
 
   def row(rows_BN: jax.Array) -> jax.Array:
-    """The positions in these rows, between the two nearest columns."""
+    """Interpolates between the two nearest columns, in the given rows of the grid."""
     left, right = (table_PW[rows_BN * side + x[..., 1]] for x in (first_BN2, second_BN2))
     return left + share_BN2[..., 1:] * (right - left)
 

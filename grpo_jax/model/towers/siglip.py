@@ -1,7 +1,8 @@
 """SigLIP (2303.15343), the tower of Gemma 3 and, with other positions, of Idefics3 and SmolVLM.
 
-Patches lie in rows, and each place has a learned position. Gemma 3 takes the mean of the patches of
-a block. Idefics3 (2408.12637) takes all their numbers.
+Patches are ordered row by row, and each cell of a grid has a learned position. A visual token of
+Gemma 3 is a projection of the mean of a block's patches. In Idefics3 (2408.12637), it is a
+projection of all numbers of these patches.
 """
 
 import functools
@@ -26,9 +27,9 @@ from grpo_jax.model.towers.tower import Tower
 
 
 class SiglipEmbed(nn.Module):
-  """A product of the patch, and the learned position of its place.
+  """A linear projection of each patch, plus the learned position at its row and column.
 
-  With `scaled`, pictures of any size share the grid of positions.
+  With `scaled`, the grid of positions covers each picture, whatever its size.
   """
 
   config: ModelConfig
@@ -38,7 +39,7 @@ class SiglipEmbed(nn.Module):
   def __call__(self, patches_BNC: jax.Array, places_BN2: jax.Array) -> jax.Array:
     c, side = self.config, self.config.vision.grid
     x_BNW = projected_patches(c, patches_BNC, use_bias=True)
-    places_BN2 = jnp.maximum(places_BN2, 0)  # padding has the place -1, and reads any row
+    places_BN2 = jnp.maximum(places_BN2, 0)  # padding, at -1, may read any position
     if self.scaled:
       places_BN2 = _scaled_places(places_BN2, side)
     table_PW = position_table(self, c)
@@ -47,9 +48,9 @@ class SiglipEmbed(nn.Module):
 
 
 def _scaled_places(places_BN2: jax.Array, side: int) -> jax.Array:
-  """The row and the column of the grid in which a patch lies if the picture covers the grid.
+  """The row and column in the grid of positions of each patch, if the picture covers the grid.
 
-  The numbers of float32 are those of transformers, since a patch may lie on a boundary.
+  The float32 arithmetic is that of transformers, because a patch may be exactly on a boundary.
   """
   step = 1 / side
   count = int(np.ceil((1 - step) / step))
@@ -75,7 +76,7 @@ class SiglipPool(nn.Module):
 
 
 class Shuffle(nn.Module):
-  """All numbers of the patches of each block, projected."""
+  """A projection of all numbers of the patches of each block."""
 
   config: ModelConfig
 

@@ -1,4 +1,5 @@
-"""The built-in reward functions, a subject a file. `names.py` gives them their names.
+"""The built-in reward functions, by subject. `names.py` sets their names.
 
-They may import sandbox/ and how a function is marked and called (marks, call, answer), never jax.
+These modules may import sandbox/, and the modules that mark and call functions (marks, call,
+answer), but not jax.
 """

@@ -8,7 +8,7 @@ from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import answers_by, checked_by, in_process, reads
 from grpo_jax.settings import ConfigError
 
-# What may stand between the marker and the letter: emphasis, brackets, the opening of a formula.
+# Allowed between the marker and the letter: emphasis, brackets, the opening of a formula.
 _OPENING = r"(?:[\s*_`:=(\[{$\"']|\\(?:boxed|text|textbf|mathbf|mathrm)(?![a-zA-Z]))*"
 _ANSWER = re.compile(_OPENING + r"([A-Z])(?![\w'’-])([^\n]{0,200})")
 _GOLD = re.compile(r"\(?([A-Z])[).]?")
@@ -16,13 +16,13 @@ _GOLD = re.compile(r"\(?([A-Z])[).]?")
 _ANOTHER = re.compile(r"[\s*)\]}.$]*(?:[,/&]|\bor\b|\band\b)[\s*(\[{$]*([A-Z])(?![\w'’-])")
 
 _MARKER = "Answer:"
-# What stands before the letter where no other marker is given.
-_SAID = re.compile(
+# The forms before a letter that count with the default marker. `denied` is "is not" or "isn't".
+_STATES = re.compile(
   r"(?P<colon>answer\**:)|(?P<box>\\boxed\s*\{)"
   r"|\banswer is(?:(?P<denied>\s+not\b|n['’]t\b)|\b(?:\s+(?:option|choice)\b)?)",
   re.I,
 )
-# Behind a letter that is a word of a sentence, such as "A gas", or a part of a formula.
+# What follows a letter that is a word of a sentence, such as "A gas", or part of a formula.
 _WORD = re.compile(r"\s+(?!(?:because|since|as|and|or|which|with|for|by)\b)[a-z]")
 _OPERATOR = re.compile(r"\s*[-+=^/<>|\\_]")
 
@@ -44,21 +44,21 @@ def _letters(completions: list[str], *, marker: str = _MARKER, **columns: Any) -
 def choice(
   completions: list[str], answer: list[Any], *, marker: str = _MARKER, **columns: Any
 ) -> list[float | None]:
-  r"""1.0 if the letter that the completion states is that of the gold answer, else 0.0.
+  r"""1.0 if the completion states the letter of the gold answer, else 0.0.
 
-  The letter is a capital and stands alone, as in `Answer: B`, `Answer: **(B)** because ...`,
-  `ANSWER: B`, `The answer is (B)` and `\boxed{B}`, of which the last one counts. What stands in
-  <answer> tags counts before them. A completion that gives two letters, such as `Answer: A or B`,
-  has not decided on either.
+  The letter is a capital and not part of a word, as in `Answer: B`, `Answer: **(B)** because ...`,
+  `ANSWER: B`, `The answer is (B)` and `\boxed{B}`. The last of these forms counts, but a letter in
+  <answer> tags takes precedence. If a completion states two letters, as in `Answer: A or B`, the
+  score is 0.0.
 
   Args:
     completions: The texts.
-    answer: The gold answers: a capital letter, as `B`, `(B)` or `B.`.
-    marker: The text before the answer. Where it is another than `Answer:`, nothing else is read.
-    columns: Not read.
+    answer: The gold answers: a capital letter, written as `B`, `(B)` or `B.`.
+    marker: The text before the letter. With any marker but `Answer:`, no other form counts.
+    columns: Ignored.
 
   Returns:
-    The scores. None where the gold answer is not a letter.
+    The scores. None if the gold answer is not a letter.
   """
   golds = [_GOLD.fullmatch((gold_text(gold) or "").strip()) for gold in answer]
   return [
@@ -68,34 +68,34 @@ def choice(
 
 
 def _letter(text: str, marker: str) -> str | None:
-  """The letter that a text decides on, or None."""
+  """The letter that a text states, or None if it states none, denies it or states two."""
   if marker != _MARKER:
     _, found, tail = text.rpartition(marker)
     return (_read(tail, 0) or None) if found else None
   inside = in_tags(text)
   if inside is not None:
     letter = _read(inside, 0, _WORD)
-    letter = _said(inside) if letter is None else letter
+    letter = _stated(inside) if letter is None else letter
     if letter is not None:
       return letter or None
-  return _said(text) or None
+  return _stated(text) or None
 
 
-def _said(text: str) -> str | None:
-  """The last letter that a text states. "" where it is denied, or is one of two. None without one.
+def _stated(text: str) -> str | None:
+  """The last letter that a text states. None if it states none.
 
-  `Answer:` decides, whatever follows. The other forms are skipped where no letter follows, because
-  a sentence such as "This answer is supported by ..." states none.
+  "" if the last statement denies an answer or gives two letters, or if it is `Answer:` without a
+  letter. Other forms without a letter are skipped, as in "This answer is supported by ...".
   """
-  box_is_open = True
-  for match in reversed([*_SAID.finditer(text)]):
+  no_box_seen = True  # whether no box has been seen yet, from the end
+  for match in reversed([*_STATES.finditer(text)]):
     if match["denied"]:
       return ""
     if match["colon"]:
       return _read(text, match.end()) or ""
-    if match["box"] and not box_is_open:  # only the last box counts
+    if match["box"] and not no_box_seen:  # only the last box counts
       continue
-    box_is_open = box_is_open and not match["box"]
+    no_box_seen = no_box_seen and not match["box"]
     letter = _read(text, match.end(), _OPERATOR if match["box"] else _WORD)
     if letter is not None:
       return letter
@@ -103,12 +103,12 @@ def _said(text: str) -> str | None:
 
 
 def _read(text: str, start: int, no_answer: re.Pattern[str] | None = None) -> str | None:
-  """The letter at a place of a text. "" for two letters, such as "A or B". None without a letter.
+  """The letter at a position of a text. "" for two letters, such as "A or B". None for no letter.
 
   Args:
     text: The text.
-    start: The place.
-    no_answer: A pattern. Where it follows the letter, the letter is a word or a part of a formula.
+    start: The position, before any emphasis or brackets.
+    no_answer: A pattern that matches after a letter which is a word or part of a formula.
   """
   match = _ANSWER.match(text, start)
   if match is None:

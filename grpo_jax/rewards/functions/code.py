@@ -1,35 +1,35 @@
 """A reward for programs that pass tests.
 
-The code of a completion runs in a sandbox. Its tests run in another one, which sends calls to the
-code and compares what comes back (see `sandbox/tests.py`). So the code
+The code of a completion runs in a sandbox. The tests run in a second sandbox, which sends calls to
+the code and compares the results (see `sandbox/tests.py`). So the code
 
-* never sees a test or an expected value, only the arguments of calls, as a program would,
+* sees the arguments of calls, but no test and no expected value,
 * cannot pass by ending early, by printing, by changing builtins or modules, or by returning objects
-  that equal everything: they exist only in its own process,
-* cannot reach its tests, which run in another process in another sandbox.
+  that equal everything, because all of these stay in the process of the code,
+* cannot access the tests, which run in another process in another sandbox.
 
-It can still pass tests that it could know from its prompt, remember its earlier calls, and guess
-where the possible answers are few. Keep tests that no prompt shows, and more than one.
+The code can still pass tests that the prompt shows, remember earlier calls, and guess if there are
+few possible answers. So use several tests that no prompt shows.
 
-**What a test compares.** A test can call functions and classes of the code with plain data, set
-attributes of their objects, compare plain data, and expect exceptions, those of the code's own
-classes included. Plain data are numbers, texts, bytes, lists, tuples, named tuples, sets, dicts,
-Counter, OrderedDict, deque, range, iterators, Decimal, Fraction, arrays of numpy, and the types
-int, str and so on. Of a value of a subclass, a test sees what the base class holds. Changes of an
-argument in place are not seen, and objects of the code's own classes equal nothing but themselves.
+**Values in tests.** A test can call functions and classes of the code with plain data, set
+attributes of their objects, compare plain data, and expect exceptions, also of classes that the
+code defines. Plain data are numbers, texts, bytes, lists, tuples, named tuples, sets, dicts,
+Counter, OrderedDict, deque, range, iterators, Decimal, Fraction, numpy arrays, and types such as
+int and str. A value of a subclass is converted to the base class. A test does not see in-place
+changes of arguments, and an object of a class that the code defines equals only itself.
 
-**Whose names a test reads.** A name is the test's own if the test or `test_setup_code` defines or
-imports it. It is the code's if it is no builtin. Where the tests and the setup of a row read no
-such name, one name of Python is the code's: the only one that the row's solution (`code`) defines,
-or, in a row without a solution, the only builtin that the tests read. So `assert sum(10, 15) == 6`
-asks the code for `sum`. In all other tests `sum`, `all` and `len` are Python's, whatever the code
-defines: otherwise a program could win by defining a helper of the tests. For the same reason a test
-gets what the solution imports, and modules of which it only reads attributes, such as
-`math.isclose`, from Python and not from the code. Other helpers of tests belong into the tests or
-their setup: what a test asks the code for, the code decides.
+**Names in tests.** A name that the test or `test_setup_code` defines or imports belongs to the
+test. Any other name that is not a builtin belongs to the code. If the tests and the setup of a row
+read no such name, one builtin belongs to the code: the only one that the row's solution (`code`)
+defines, or, without a solution, the only builtin that the tests read. So `assert sum(10, 15) == 6`
+calls the code's `sum`. In all other tests `sum`, `all` and `len` are Python's, whatever the code
+defines: otherwise a program could cheat by defining a helper of the tests. For the same reason
+Python, not the code, provides imports of the solution, and modules of which a test only reads
+attributes, such as `math.isclose`. Define other helpers in the tests or the setup: the code
+controls all names that belong to it.
 
-A test that reads no name of the code does not count, and where none is left there is no reward. One
-that reads names and calls nothing, such as a function for pytest that nobody calls, fails.
+A test that reads no name of the code does not count. If no test counts, there is no reward. A test
+that reads names but calls nothing, such as a pytest function that nobody calls, fails.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -50,9 +50,9 @@ from grpo_jax.rewards.sandbox.cases import TimeLimits, run_cases
 from grpo_jax.rewards.sandbox.tests import run_tests
 from grpo_jax.settings import ConfigError, at_least
 
-_THREADS = 32  # of a program
-_TRIED, _TRIED_AT_ONCE, _SECONDS = 32, 8, 10.0  # rows at the start, and for how long
-_NAMED = 3  # of the rows that pay nothing
+_THREADS = 32  # the maximum number of threads of a program
+_TRIED, _TRIED_AT_ONCE, _SECONDS = 32, 8, 10.0  # `_check_rows`: rows, rows per call, time limit
+_NAMED = 3  # how many rows without a reward a message lists
 
 
 def _check_sandbox(where: str, options: dict[str, Any]) -> None:
@@ -69,13 +69,13 @@ def _check_sandbox(where: str, options: dict[str, Any]) -> None:
 def _check_rows(
   where: str, score: Callable[..., Any], rows: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> str:
-  """Remarks about the first rows that have tests. "" if there is nothing to say.
+  """Tries the first rows that have tests. Returns a warning, or "": see `marks.rows_checked_by`.
 
-  A row is tried with its own solution. One without a solution is tried with an empty program, which
-  shows whether its tests can be read, and read anything of a program.
+  It scores the solution of a row, which must pass. Without a solution it scores an empty program,
+  which shows whether the tests can be parsed, and whether they read a name of the program.
 
   Raises:
-    ConfigError: None of the rows can pay a program, or the columns of one cannot be used.
+    ConfigError: No program can earn a reward in any of the rows, or a row has invalid columns.
   """
   deadline = time.monotonic() + _SECONDS
   tried, problems = 0, list[str]()
@@ -86,27 +86,27 @@ def _check_rows(
       f"{where}: the examples have no tests, which are in one of the columns"
       f" {', '.join(MAIN_COLUMNS)}"
     )
-  all_of_them = itertools.chain([first], rows)
-  with_tests = itertools.islice((one for one in all_of_them if layout_of(one[1])), _TRIED)
+  all_rows = itertools.chain([first], rows)
+  with_tests = itertools.islice((one for one in all_rows if layout_of(one[1])), _TRIED)
   while time.monotonic() < deadline:
-    some = list(itertools.islice(with_tests, _TRIED_AT_ONCE))
-    if not some:
+    batch = list(itertools.islice(with_tests, _TRIED_AT_ONCE))
+    if not batch:
       break
-    fields = {name: [row.get(name) for _, row in some] for name in TEST_COLUMNS}
-    solutions = [_solution(row) for _, row in some]
-    places = [place for place, _ in some]
+    fields = {name: [row.get(name) for _, row in batch] for name in TEST_COLUMNS}
+    solutions = [_solution(row) for _, row in batch]
+    places = [place for place, _ in batch]
     try:
       scores = score(completions=solutions, place=places, code=solutions, **fields)
     except RewardError as error:
       raise ConfigError(f"{where}: {error}") from None
-    for place, solution, given in zip(places, solutions, scores, strict=True):
-      if given is None:
+    for place, solution, row_score in zip(places, solutions, scores, strict=True):
+      if row_score is None:
         problems.append(f"{place}: its tests read nothing of a program")
-      elif isinstance(given, NoReward):
-        raise ConfigError(f"{where}: {given.reason}")
-      elif solution.strip() and given < 1:
+      elif isinstance(row_score, NoReward):
+        raise ConfigError(f"{where}: {row_score.reason}")
+      elif solution.strip() and row_score < 1:
         problems.append(f"{place}: its own solution fails its tests")
-    tried += len(some)
+    tried += len(batch)
   if not tried and time.monotonic() < deadline:
     return f"{where}: none of the rows that were looked at has tests"
   if not problems:
@@ -115,13 +115,15 @@ def _check_rows(
   named = "; ".join(problems[:_NAMED]) + more
   if len(problems) == tried:
     raise ConfigError(f"{where}: no program can earn a reward in any of {tried} rows: {named}")
-  return f"{where}: {len(problems)} of {tried} rows that were tried can pay no program: {named}"
+  return (
+    f"{where}: {len(problems)} of {tried} rows that were tried cannot reward any program: {named}"
+  )
 
 
 def _solution(row: Mapping[str, Any]) -> str:
-  """A program of the row's own that is right, or ""."""
-  own = row.get("code")
-  return own if isinstance(own, str) else layout_of(row).solution(row)
+  """The solution in a row, or ""."""
+  solution = row.get("code")
+  return solution if isinstance(solution, str) else layout_of(row).solution(row)
 
 
 @checked_by(_check_sandbox)
@@ -151,27 +153,27 @@ def code(
   Args:
     completions: The texts.
     test_list: In the layout of MBPP: the tests of each completion. A text is one test.
-    test_setup_code: Code that these tests need first, such as imports: a text, or a list of lines.
-    code: A solution of each problem, if there is one. It says which names tests read of a program.
-    place: The names of the rows in messages, such as a file and its line.
-    partial: Give the share of the tests that pass instead.
-    fraction: The earlier name of `partial`.
-    seconds: The time limit for a completion with its tests, wall clock and CPU. Tests that have not
+    test_setup_code: Code that runs before these tests, such as imports: a text, or a list of lines.
+    code: A solution of each problem, if there is one. It decides which names belong to the program.
+    place: The names of the rows in messages, such as a file and a line.
+    partial: Whether to score the fraction of tests that pass instead.
+    fraction: The old name of `partial`.
+    seconds: The time limit for a completion with all tests, wall clock and CPU. Tests that have not
       passed by then have failed.
-    case_seconds: The time limit for each case, where tests are inputs with their outputs.
+    case_seconds: The time limit for each case, if the tests are inputs with outputs.
     memory: The memory limit in GiB, for the code and for the tests. numpy needs 0.25.
-    at_once: How many completions run at once. At most their number times `seconds` / at_once goes
-      by, so reward.timeout should be longer.
-    sandboxed: False runs the code without a sandbox, with limits of resources alone. It can then
-      read and delete all that the user can, and forge its reward.
-    columns: The columns of the other layouts are read.
+    at_once: How many completions run at once. A call may take completions * seconds / at_once, so
+      set reward.timeout to more than that.
+    sandboxed: False runs the code without a sandbox, only with resource limits. It can then read
+      and delete all files of the user, and forge its reward.
+    columns: The columns of the other layouts.
 
   Returns:
-    The scores. None where a row has no test, or none that reads something of a program. No reward
-    where tests cannot be read.
+    The scores. None if a row has no test, or none that reads a name of the program. NoReward if
+    tests cannot be parsed.
 
   Raises:
-    ConfigError: There is no sandbox on this machine.
+    ConfigError: No sandbox works on this machine.
     RewardError: A sandbox did not start, or a setup fails.
   """
   judge = _ProgramScorer(
@@ -181,27 +183,27 @@ def code(
     case_seconds=case_seconds,
     partial=partial or fraction,
   )
-  own = {"test_list": test_list, "test_setup_code": test_setup_code, "code": code, "place": place}
-  problems = _problems(len(completions), {**columns, **own})
+  named = {"test_list": test_list, "test_setup_code": test_setup_code, "code": code, "place": place}
+  problems = _problems(len(completions), {**columns, **named})
   with ThreadPoolExecutor(at_once) as pool:
     return list(pool.map(judge, completions, problems))
 
 
 class _Problem(NamedTuple):
-  """The tests of a row, with the row's name in messages and its own solution, or ""."""
+  """The tests of a row, the name of the row in messages, and the solution in the row, or ""."""
 
   place: str
   tests: ProgramTests
   solution: str
 
 
-# A row's problem, why its tests cannot be read, or None if it has none.
+# The problem of a row, or why its tests cannot be parsed, or None if the row has no tests.
 _Readable = _Problem | NoReward | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _ProgramScorer:
-  """Scores completions. The attributes are parameters of `code`, and what follows from them."""
+  """Scores completions. The attributes are parameters of `code`, or derived from them."""
 
   sandbox: str
   limits: runner.SandboxLimits
@@ -210,7 +212,7 @@ class _ProgramScorer:
   partial: bool
 
   def __call__(self, completion: str, problem: _Readable) -> float | NoReward | None:
-    """The score of a program by the tests of its problem, or None if no test counts."""
+    """Runs the tests of a problem on the program of a completion. None if no test counts."""
     if not isinstance(problem, _Problem):
       return problem
     place, tests, solution = problem
@@ -237,7 +239,7 @@ class _ProgramScorer:
 
 
 def _problems(count: int, columns: Mapping[str, Any]) -> list[_Readable]:
-  """The problems of the rows, from the columns of `code`."""
+  """Parses the problem of each of `count` completions from the columns of `code`."""
   names = [name for name in (*TEST_COLUMNS, "code", "place") if columns.get(name) is not None]
   for name in names:
     if isinstance(columns[name], str) or len(columns[name]) != count:
@@ -245,7 +247,7 @@ def _problems(count: int, columns: Mapping[str, Any]) -> list[_Readable]:
   rows = [{name: columns[name][number] for name in names} for number in range(count)]
   found: list[_Readable] = []
   for number, row in enumerate(rows):
-    is_as_before = number and row == rows[number - 1]  # the completions of a prompt
+    is_as_before = number and row == rows[number - 1]  # another completion of the same prompt
     found.append(found[-1] if is_as_before else _problem(number, row))
   return found
 
@@ -263,7 +265,11 @@ def _problem(number: int, row: Mapping[str, Any]) -> _Readable:
 
 
 def _whole(program: str, tests: ProgramTests) -> str:
-  """The program with what the prompt began. Where that is a function, it may only be its end."""
+  """Puts `tests.header`, which the prompt shows, before the program.
+
+  If the program does not define the function of the header, it continues that function. Then only
+  the lines up to the first one without indentation belong to it.
+  """
   if not tests.entry or re.search(rf"^(async\s+)?def\s+{re.escape(tests.entry)}\b", program, re.M):
     return f"{tests.header}\n{program}" if tests.header else program
   lines = itertools.takewhile(lambda line: not line[:1].strip(), program.split("\n"))
@@ -271,12 +277,12 @@ def _whole(program: str, tests: ProgramTests) -> str:
 
 
 def program_of(text: str) -> str:
-  """The last block of code between ``` lines, which may be unfinished, or else the whole text."""
+  """The last code block between ``` lines, which may lack an end, or the whole text if none."""
   lines = text.split("\n")
   fences = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")]
   if not fences:
     return text
-  # The fences open and close in turn; one that is left over opens a block without an end.
+  # Fences alternately open and close blocks. The last of an odd number opens one without an end.
   start = fences[(len(fences) - 1) // 2 * 2]
   end = next((i for i in fences if i > start), len(lines))
   return "\n".join(lines[start + 1 : end])

@@ -11,14 +11,12 @@ from grpo_jax.rewards.marks import answers_by, in_process, reads
 from grpo_jax.settings import at_least
 
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
-_LONGEST = (
-  300  # characters of an expression; it bounds the depth of the tree and the size of numbers
-)
+_LONGEST = 300  # characters of an expression, which limits the tree's depth and the size of numbers
 _LARGEST_INT = 10**12
 
 
 def _expressions(completions: list[str], **columns: Any) -> list[str | None]:
-  """Without spaces, so that two that are written alike are equal."""
+  """The expressions of completions, for maj@k, without spaces, which do not matter."""
   del columns
   found = map(_expression, completions)
   return [None if one is None else one.replace(" ", "") for one in found]
@@ -37,18 +35,18 @@ def countdown(
 ) -> list[float | None]:
   """1.0 if the answer is an expression that uses each number exactly once and has the target value.
 
-  The answer is the text of the last <answer>...</answer>, else what follows the last `####` on its
-  line. It may hold numbers, + - * / between two values, and parentheses. It is computed in exact
-  fractions, and never by `eval`. The game and format_score are those of TinyZero.
+  The answer is the text in the last <answer> tags, else the rest of the line after the last `####`.
+  It may contain numbers, binary + - * / and parentheses. It is computed in exact fractions, without
+  `eval`. The game and format_score are as in TinyZero.
 
-  Worked with numbers 3, 4, 2 and target 10: `3*4-2` is right; `3*4-4+2` uses 4 twice.
+  For example, with numbers 3, 4, 2 and target 10: `3*4-2` is right; `3*4-4+2` uses 4 twice.
 
   Args:
     completions: The texts.
-    numbers: The numbers that each problem gives.
-    target: The value to reach.
-    format_score: The reward of a completion that has an answer, but a wrong one. (In TinyZero 0.1.)
-    columns: Not read.
+    numbers: The numbers of each problem.
+    target: The target value of each problem.
+    format_score: The reward of a completion with a wrong answer. (0.1 in TinyZero.)
+    columns: Ignored.
 
   Returns:
     The scores. None for a problem of another task, which has no numbers and no target.
@@ -69,10 +67,9 @@ def _is_problem(numbers: Any, target: Any) -> bool:
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-  """The value of an expression and the numbers in it, or None if it is not one.
+  """Returns the value of an expression and the numbers in it.
 
-  Only + - * / between two values, parentheses and whole numbers are known. A division by zero has
-  no value.
+  None if it has anything but whole numbers, binary + - * / and parentheses, or divides by zero.
   """
   if len(expression) > _LONGEST or not _ALLOWED.fullmatch(expression):
     return None
@@ -107,7 +104,7 @@ def _expression(text: str) -> str | None:
 
 
 def _value(node: ast.expr, found: list[int]) -> Fraction | None:
-  """The value of a tree, whose numbers are added to `found`."""
+  """The value of a tree. Appends its numbers to `found`. None if it is invalid: see `evaluate`."""
   if isinstance(node, ast.Constant):
     if type(node.value) is not int or node.value > _LARGEST_INT:
       return None

@@ -1,13 +1,12 @@
 """Rewards for answers that are a number: 1.0 if the completion's answer equals the gold `answer`.
 
-The functions differ in where they look for the completion's answer: `strict` after the last `####`,
-`flexible` at the last number, `boxed` in the last `\\boxed{...}`. Another answer, or no answer,
-scores 0.0. The score is None where the gold answer is missing or not a number, so that the function
-does not apply.
+The answer of a completion is the number after the last `####` for `strict`, the last number for
+`flexible`, and the number in the last `\\boxed{...}` for `boxed`. A wrong or missing answer scores
+0.0. If the gold answer is missing or not a number, the score is None.
 
-Numbers are compared exactly, so 72 = 72.0 = 0072 = $72 = 144/2. They are never converted to floats,
-and a number with an exponent is not an answer. `strict` and `boxed` read x = 72 and quotients, too.
-The time is linear in the length of the text, for any text.
+Numbers are compared exactly, not as floats, so 72 = 72.0 = 0072 = $72 = 144/2. A number with an
+exponent is not an answer. `strict` and `boxed` also accept x = 72 and quotients. The time is linear
+in the length of the text, for any text.
 """
 
 import collections
@@ -20,11 +19,11 @@ import unicodedata
 from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import answers_by, in_process, reads
 
-# What may stand between the marker and the number: emphasis, currency, the opening of a formula.
-# Words may not, but for the name in x = 72.
+# Allowed between the marker and the number: emphasis, currency, the opening of a formula. No words,
+# except for the name in x = 72, see `_BEFORE`.
 _OPENING = r"(?:[\s*_`:=(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)(?![a-zA-Z]))*"
-# A run of digits, commas and dots is matched as a whole, so that "1,0,0" is one malformed number,
-# not three good ones.
+# A run of digits, commas and dots is one match, so that "1,0,0" is an invalid number and not three
+# valid ones.
 _RUN = r"(?P<sign>[-+−–]?)(?:\\?[$€£¥])?(?P<run>(?:(?<![\w.)])\.)?[0-9][0-9.,]*)"
 _BEFORE = rf"{_OPENING}(?:[A-Za-z]\w{{0,19}}\s?={_OPENING})?"
 _ANSWER = re.compile(_BEFORE + _RUN)
@@ -43,7 +42,7 @@ _CHANGES_THE_VALUE = re.compile(
 )
 _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|[\xa0\u2009\u202f])(?=[0-9]{3})")
 _LONGEST_PART = 30  # digits of a numerator or denominator
-_MOST_PLACES = 200  # after the decimal point, more than any quotient of such parts has
+_MOST_PLACES = 200  # decimal places, more than a finite quotient of such numbers can have
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MINUS = ("-", "−", "–")
 
@@ -64,12 +63,12 @@ class Number(NamedTuple):
   fraction: str
 
 
-# A quotient that is no decimal, such as 1/3, is a Fraction.
+# A quotient without a finite decimal form, such as 1/3, is a Fraction.
 Value = Number | Fraction
 
 
 def _answers_by(find_answer: Callable[[str], Value | None]) -> Callable[..., Any]:
-  """The mark `answer_of` for what a function finds in a text. Equal numbers are equal answers."""
+  """Sets the mark `answer_of`, for maj@k. find_answer(text) returns the number in a text."""
 
   def answer_of(completions: list[str], **columns: Any) -> list[Value | None]:
     del columns
@@ -108,6 +107,7 @@ def _score(
   answers: list[Any],
   quotients: bool = True,
 ) -> list[float | None]:
+  """Compares answers with gold answers, which may be quotients such as 1/2 if `quotients`."""
   golds = [_leading_number(gold_text(answer) or "", quotients) for answer in answers]
   return [
     None if gold is None else float(find_answer(text) == gold)
@@ -121,19 +121,19 @@ def _after_anchor(text: str) -> Value | None:
 
 
 def _last_number(text: str) -> Value | None:
-  """The last number of a text, or None if there is none that can be read."""
+  """The last number of a text. None if there is none, or it has an exponent."""
   last_match = collections.deque(_NUMBER.finditer(text), maxlen=1)
   if not last_match or last_match[0]["exponent"]:
     return None
   match = last_match[0]
-  # After a term, the sign is an operator: the last number of "10-5" is 5 and not -5.
+  # A sign after a term is an operator: the last number of "10-5" is 5, not -5.
   before = text[match.start() - 1 : match.start()]
   sign_is_operator = before.isalnum() or before in tuple(")]}")
   sign = "" if sign_is_operator else match["sign"]
   number = _decimal(sign, match["run"])
   if number is not None:
     return number
-  # A run that is not a number is a list without spaces, as in (3,72). Take its last member.
+  # A run that is not a number is a list without spaces, as in (3,72). The last member counts.
   last_member = match["run"].rstrip(".,").rpartition(",")[2]
   return _decimal("", last_member)
 
@@ -152,9 +152,9 @@ def _in_box(text: str) -> Value | None:
 
 
 def _leading_number(text: str, quotients: bool = True) -> Value | None:
-  """The number at the start of `text`. None if the rest of the line has another number.
+  """The number at the start of `text`, after markup. With `quotients`, 1/2 and \\frac12 count.
 
-  A completion that gives two answers has not decided on either.
+  None if there is none, or if the rest of the line has another number or changes the value.
   """
   text = _LATEX_COMMA.sub(",", text)
   fraction = _FRACTION.match(text) if quotients else None
@@ -175,7 +175,7 @@ def _leading_number(text: str, quotients: bool = True) -> Value | None:
 
 
 def _quotient(sign: str, above: str, below: str) -> Value | None:
-  """A quotient of two numbers of few digits."""
+  """The value of above / below. None if one of them is too long or not a number, or below is 0."""
   if max(len(above), len(below)) > _LONGEST_PART:
     return None
   parts = [_decimal(part[: part.startswith("-")], part.lstrip("-")) for part in (above, below)]
@@ -194,6 +194,7 @@ def _quotient(sign: str, above: str, below: str) -> Value | None:
 
 
 def _decimal(sign: str, run: str) -> Number | None:
+  """Parses a run of digits, commas and dots. None if it is not a number, such as 1,0,0."""
   match = _DECIMAL.fullmatch(run.rstrip(".,"))  # "72." may end a sentence
   if match is None or not match[0]:
     return None

@@ -1,6 +1,6 @@
-"""A reward for following instructions that a program can check, as IFEval has them (2311.07911).
+"""A reward for following verifiable instructions, as in IFEval (arXiv 2311.07911).
 
-The checks are those of the package lm-eval.
+The package lm-eval implements the checks.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from grpo_jax.settings import ConfigError
 
 
 def _checks() -> Any:
-  """The module with the checks, whose import takes seconds. Raises ConfigError without it."""
+  """Imports the module with the checks, which takes seconds. Raises ConfigError if it fails."""
   try:
     from lm_eval.tasks.ifeval import utils
   except ImportError as error:
@@ -47,32 +47,32 @@ def ifeval(
   Args:
     completions: The texts.
     instruction_id_list: The names of each prompt's instructions, such as `punctuation:no_comma`.
-    kwargs: The arguments of each instruction.
-    question: The prompts, which some instructions ask to repeat.
-    loose: Accept also what follows them without its first or last line, or without asterisks.
-    partial: Give the share of the instructions that are followed instead.
-    columns: Not read.
+    kwargs: For each prompt, a list with the arguments of each instruction, a dict.
+    question: The prompts, which some instructions require to repeat.
+    loose: Whether to accept a text that passes without its first or last line, or asterisks.
+    partial: Whether to score the fraction of instructions that are followed instead.
+    columns: Ignored.
 
   Returns:
-    The scores. None where a prompt has no instructions, and no reward where one is not known.
+    The scores. None if a prompt has no instructions, and NoReward if one is unknown.
 
   Raises:
-    ConfigError: The package is not installed.
+    ConfigError: The package lm-eval is not installed.
   """
   checks = _checks()
   check = checks.test_instruction_following_loose if loose else None
   check = check or checks.test_instruction_following_strict
   prompts = question or [""] * len(completions)
   scores: list[float | NoReward | None] = []
-  for text, names, given, prompt in zip(
+  for text, names, dicts, prompt in zip(
     completions, instruction_id_list, kwargs, prompts, strict=True
   ):
-    if not isinstance(names, (list, tuple)) or not names or not isinstance(given, (list, tuple)):
+    if not isinstance(names, (list, tuple)) or not names or not isinstance(dicts, (list, tuple)):
       scores.append(None)
       continue
-    asked = checks.InputExample(0, list(names), str(prompt), list(given))
+    example = checks.InputExample(0, list(names), str(prompt), list(dicts))
     try:
-      followed = check(asked, text).follow_instruction_list
+      followed = check(example, text).follow_instruction_list
     except (KeyError, TypeError, IndexError) as error:
       scores.append(NoReward(f"an instruction of {names!r:.80} is not known ({error!r:.80})"))
       continue

@@ -1,6 +1,6 @@
-"""A reward that a language model gives, behind an address that speaks OpenAI's chat completions.
+"""A reward from a language model, behind a server with OpenAI's API for chat completions.
 
-vLLM, SGLang, llama.cpp and OpenAI's own service answer such requests. It needs the package openai:
+Such servers are vLLM, SGLang, llama.cpp and OpenAI's. It needs the package openai:
 pip install -e '.[judge]'.
 """
 
@@ -37,17 +37,17 @@ Answer to judge:
 Is the answer to judge right? End with one line: Score: 1 if it is, Score: 0 if it is not."""
 
 _FIELD = re.compile(r"\{(\w+)\}")
-_TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
-_MOST_IN_MEMORY = 100_000  # replies
+_TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
+_MOST_IN_MEMORY = 100_000  # the maximum size of `_replies`
 _replies: dict[str, str] = {}  # by the hash of the request
-# The semaphores that bound the requests of all calls in an event loop, by address and number.
+# By event loop, then by address and limit: limits the concurrent requests of all calls together.
 _places: weakref.WeakKeyDictionary[
   asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]
 ] = weakref.WeakKeyDictionary()
 
 
 class JudgeError(Exception):
-  """There is no score for a prompt: why, in one line."""
+  """The judge has given no score for a prompt. The text says why, in one line."""
 
 
 def _openai() -> ModuleType:
@@ -59,12 +59,12 @@ def _openai() -> ModuleType:
 
 
 def _prepare() -> None:
-  """Imports the parts of a client. Else the first request does, on the time limit of its call."""
+  """Imports the modules of a client, so that this does not count against a call's time limit."""
   _ = _openai().AsyncOpenAI(base_url="http://localhost", api_key="none").chat.completions
 
 
 def _check_options(where: str, options: dict[str, Any]) -> None:
-  """Raises ConfigError for options with which the judge could not be asked."""
+  """Raises ConfigError for options with which no request could succeed."""
   parts = urllib.parse.urlsplit(options["url"])
   if parts.scheme not in ("http", "https") or not parts.hostname:
     raise ConfigError(
@@ -108,36 +108,36 @@ async def judge(
 ) -> list[float | NoReward | None]:
   """The number in a judge's reply, clipped to [lowest, highest].
 
-  The judge gets `PROMPT`, or the text of prompt_file, with the completion and any columns of the
-  data set in braces. What a policy writes is part of that prompt, so it can address the judge:
-  compare with a checker that cannot be talked to. The same prompt is asked once.
+  The judge gets `PROMPT`, or the text of prompt_file, with {completion} and the names of columns in
+  braces filled in. A policy can learn to address the judge in its completions: compare the scores
+  with a checker that is no language model. Equal prompts are sent once.
 
   Args:
     completions: The texts.
-    log_metric: Gets judge/failed, the number of completions without a score.
+    log_metric: Logs judge/failed, the number of completions without a score.
     url: The address up to and including /v1, such as http://localhost:8000/v1.
-    model: The name of the judge there.
-    prompt_file: A file with the prompt. It must hold {completion}.
+    model: The name of the judge on the server.
+    prompt_file: A file with the prompt, which must contain {completion}.
     pattern: A regular expression whose first group is the score. The last match counts.
-    lowest: The least reward.
-    highest: The greatest reward.
-    max_tokens: The longest reply.
-    at_once: How many requests are under way at once, of all calls of this process of the run.
-    attempts: How often a request is tried, with growing pauses between, or as the server says. A
-      reply that is no chat completion counts as a failure, too.
+    lowest: The lowest reward.
+    highest: The highest reward.
+    max_tokens: The maximum length of a reply.
+    at_once: The maximum number of concurrent requests, over all calls of this process of the run.
+    attempts: The maximum number of attempts for a request, with growing delays, or as the server
+      asks. An invalid chat completion counts as a failed attempt.
     seconds: The time limit for all requests of a call; reward.timeout should be longer.
-    key_variable: The environment variable with the key of the service, if it needs one.
-    cache: A folder that keeps replies for later runs. '' = they are kept in memory only.
+    key_variable: The environment variable with the API key, if the server needs one.
+    cache: A folder that stores replies for later runs. '' = replies are stored in memory only.
     columns: The fields of the prompt.
 
   Returns:
-    The scores. Where the judge gave none in time, the completion has none, and the others keep
-    theirs. None where a row lacks a field of the prompt: the judge is not asked.
+    The scores. NoReward for a completion without a score in time. None if a row lacks a field of
+    the prompt, for which no request is sent.
   """
   template = _template(prompt_file, "reward judge")
   prompts = [_fill(template, text, columns, i) for i, text in enumerate(completions)]
-  asked = _Judge(url, model, os.environ.get(key_variable, ""), max_tokens, attempts, cache)
-  replies = await asked.replies([one for one in prompts if one is not None], at_once, seconds)
+  client = _Judge(url, model, os.environ.get(key_variable, ""), max_tokens, attempts, cache)
+  replies = await client.replies([one for one in prompts if one is not None], at_once, seconds)
   scores = [None if one is None else _score(replies[one], pattern) for one in prompts]
   if log_metric is not None:
     log_metric("judge/failed", sum(isinstance(score, JudgeError) for score in scores))
@@ -155,7 +155,7 @@ def _reward(
 
 
 def _score(reply: str | JudgeError, pattern: str) -> float | JudgeError:
-  """The score in a reply, or why there is none."""
+  """Parses the score in a reply. Returns a JudgeError if there is none."""
   if isinstance(reply, JudgeError):
     return reply
   matches = list(re.finditer(pattern, reply))
@@ -166,9 +166,9 @@ def _score(reply: str | JudgeError, pattern: str) -> float | JudgeError:
 
 
 def _fill(template: str, completion: str, columns: dict[str, Any], row: int) -> str | None:
-  """The template with its fields filled in once, so that braces in a completion stay.
+  """Fills in the fields of a template. Braces in a completion are not fields.
 
-  None if the row has no value for one of them.
+  None if a column has no value in this row.
   """
   named = [name for name in _FIELD.findall(template) if name in columns]
   if any(columns[name][row] is None for name in named):
@@ -181,7 +181,7 @@ def _fill(template: str, completion: str, columns: dict[str, Any], row: int) -> 
       raise ConfigError(f"reward judge: the prompt has {match[0]}, and the data set no such column")
     return str(columns[match[1]][row])
 
-  # What no request can hold becomes "?", such as half of a character.
+  # Characters that a request cannot contain, such as a lone surrogate, become "?".
   return _FIELD.sub(value, template).encode("utf-8", "replace").decode()
 
 
@@ -199,10 +199,10 @@ def _template(file: str, where: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Judge:
-  """A model behind an address, which is asked at temperature 0. The arguments are those of `judge`.
+  """A model on a server, which samples at temperature 0. For most attributes see `judge`.
 
   Attributes:
-    key: The key of the service, or empty.
+    key: The API key, or empty.
   """
 
   url: str
@@ -215,22 +215,22 @@ class _Judge:
   async def replies(
     self, prompts: list[str], at_once: int, seconds: float
   ) -> dict[str, str | JudgeError]:
-    """The reply to each prompt, or why there is none after so many seconds."""
-    # The client wants some key. `_reply` tries again, because it knows the deadline.
+    """The reply to each prompt, or a JudgeError without a reply in `seconds`, by prompt."""
+    # The client requires a key. It does not retry: `_reply` does, because it knows the deadline.
     client = _openai().AsyncOpenAI(
       base_url=self.url, api_key=self.key or "none", max_retries=0, timeout=None
     )
-    # Else what it took from the environment for OpenAI's own service would go to this address.
+    # The client reads these from the environment, for OpenAI's server. Others must not get them.
     client.organization = client.project = None
     client._custom_headers = {}
     loop = asyncio.get_running_loop()
-    places = _places.setdefault(loop, {})
-    free = places.setdefault((self.url, at_once), asyncio.Semaphore(at_once))
+    semaphores = _places.setdefault(loop, {})
+    limit = semaphores.setdefault((self.url, at_once), asyncio.Semaphore(at_once))
     deadline = loop.time() + seconds
 
     async def reply(prompt: str) -> str | JudgeError:
       try:
-        async with asyncio.timeout_at(deadline), free:
+        async with asyncio.timeout_at(deadline), limit:
           return await self._reply(client, prompt, deadline)
       except TimeoutError:
         return JudgeError("no reply in time")
@@ -242,10 +242,14 @@ class _Judge:
       return dict(zip(different, await asyncio.gather(*map(reply, different))))
 
   async def _reply(self, client: Any, prompt: str, deadline: float) -> str:
-    """An earlier reply to this prompt, or a new one. What may be over soon is tried again."""
+    """Returns a stored reply to this prompt, or requests one, with retries.
+
+    Raises:
+      JudgeError: The last attempt failed, or a retry is not possible before the deadline.
+    """
     request = [self.url.rstrip("/") + "/chat/completions", self.model, prompt, self.max_tokens]
-    name = hashlib.sha256(json.dumps(request).encode()).hexdigest()
-    reply = self._kept(name)
+    key = hashlib.sha256(json.dumps(request).encode()).hexdigest()
+    reply = self._kept(key)
     if reply is not None:
       return reply
     openai = _openai()
@@ -268,12 +272,12 @@ class _Judge:
         pause = float(after) if re.fullmatch(r"\d+(\.\d+)?", after) else pause
       except openai.APIConnectionError as error:
         problem = _shown(_first_cause(error))
-      except Exception as error:  # whatever the client raises for a reply that is none
+      except Exception as error:  # the client may raise anything for an invalid reply
         problem = f"it sent no chat completion: {_shown(error)}"
       if attempt == self.attempts or asyncio.get_running_loop().time() + pause >= deadline:
         raise JudgeError(f"{problem}, tried {attempt} times")
       await asyncio.sleep(pause)
-    self._keep(name, reply)
+    self._keep(key, reply)
     return reply
 
   def _kept(self, name: str) -> str | None:
@@ -292,7 +296,7 @@ class _Judge:
     file = self._file(name)
     try:
       file.parent.mkdir(parents=True, exist_ok=True)
-      # Renamed when it is whole, because other processes read and write the same folder.
+      # Written, then renamed, because other processes read and write the same folder.
       part = file.with_suffix(f".{secrets.token_hex(8)}")
       part.write_text(reply, encoding="utf-8", errors="replace")
       part.replace(file)
@@ -304,7 +308,7 @@ class _Judge:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-  """Why there is no connection, which the client's own exception does not say."""
+  """The exception that caused a failed connection, which the client's exception does not name."""
   while error.__cause__ or error.__context__:
     error = error.__cause__ or error.__context__
   return error

@@ -1,4 +1,4 @@
-"""Rewards for how long a completion is, and a penalty for what repeats itself."""
+"""Rewards for the length of a completion, and a penalty for repetition."""
 
 from collections.abc import Sequence
 import math
@@ -32,15 +32,15 @@ def cosine(
 ) -> list[float | None]:
   """Rewards short right completions more than long ones, and long wrong ones more than short ones.
 
-  The reward goes along half a cosine wave from its value `short` at length 0 to its value `long` at
-  max_length, where it stays:
+  The reward follows half a cosine wave from the value `short` at length 0 to the value `long` at
+  max_length, and is constant beyond:
 
     long + (short - long) * (1 + cos(pi * min(1, length / max_length))) / 2
 
   This is the cosine reward of "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373,
   appendix C.1), with the defaults of Open-R1 and with the length in tokens, as in TRL.
 
-  Worked with max_length 100: a right completion of 50 tokens gets 0.75, a wrong one -0.75.
+  With max_length 100, a right completion of 50 tokens gets 0.75, a wrong one -0.75.
 
   Args:
     completions: The texts.
@@ -51,11 +51,11 @@ def cosine(
     right_long: The reward of a right completion of max_length tokens or more.
     wrong_short: The reward of a wrong completion of length 0.
     wrong_long: The reward of a wrong completion of max_length tokens or more.
-    scorer: The reward function that decides what is right: one that compares with the gold answer.
-    columns: Not read.
+    scorer: The reward function that compares a completion with the gold answer: see `SCORERS`.
+    columns: Ignored.
 
   Returns:
-    The rewards. None where the scorer does not apply.
+    The rewards. None if the scorer returns None.
   """
   scores = SCORERS[scorer](completions=completions, answer=answer)
   rewards: list[float | None] = []
@@ -89,13 +89,13 @@ def soft_overlong(
   """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) as a reward function.
 
   It is 0 up to max_length - margin tokens, falls linearly to -1 at max_length, and stays there. The
-  setting algo.overlong adds the same penalty without a reward function of its own.
+  setting algo.overlong adds the same penalty without a reward function.
 
   Args:
     completion_ids: The token ids of the completions.
     max_length: The length limit in tokens.
-    margin: The number of tokens before the limit in which the penalty grows.
-    columns: Not read.
+    margin: The number of tokens before the limit over which the penalty grows.
+    columns: Ignored.
   """
   lengths = np.array([len(ids) for ids in completion_ids])
   return [float(penalty) for penalty in overlong(lengths, max_length, margin)]
@@ -107,17 +107,15 @@ def overlong(lengths: np.ndarray, max_tokens: int, margin: int) -> np.ndarray:
   It is 0 up to max_tokens - margin tokens. From there it falls linearly to -1 at max_tokens, and it
   stays at -1 beyond.
 
-  Worked with max_tokens 20480 and margin 4096: 16384 -> 0, 17408 -> -0.25, 18432 -> -0.5,
-  20481 -> -1.
+  With max_tokens 20480 and margin 4096: 16384 -> 0, 17408 -> -0.25, 18432 -> -0.5, 20481 -> -1.
 
   Args:
-    lengths: Completion lengths in tokens, an array of any shape. The token that ends a completion
-      counts.
+    lengths: Completion lengths in tokens, an array of any shape. The end token counts.
     max_tokens: The length limit.
-    margin: The number of tokens before the limit in which the penalty grows.
+    margin: The number of tokens before the limit over which the penalty grows.
 
   Returns:
-    float32, of the shape of `lengths`.
+    The penalties, float32, with the shape of `lengths`.
   """
   tokens_left = max_tokens - margin - np.asarray(lengths)
   return np.clip(tokens_left / margin, -1, 0).astype(np.float32)
@@ -133,23 +131,23 @@ def repetition(
   unit: Annotated[str, one_of(("words", "tokens"))] = "words",
   **columns: Any,
 ) -> list[float]:
-  """The share of n-grams that are repetitions, times `penalty`.
+  """The fraction of n-grams that are repetitions, times `penalty`.
 
     penalty * (1 - number of different n-grams / number of n-grams)
 
-  It is 0 for a completion of less than `size` words. This is the penalty of "Demystifying Long
-  Chain-of-Thought Reasoning" (arXiv 2502.03373, appendix C.2), over words in lower case as in
-  Open-R1, or over tokens as in TRL.
+  It is 0 for a completion of fewer than `size` units. This is the penalty of "Demystifying Long
+  Chain-of-Thought Reasoning" (arXiv 2502.03373, appendix C.2), over lower-case words as in Open-R1,
+  or over tokens as in TRL.
 
-  Worked with size 2: "a b a b a" has the pairs ab, ba, ab, ba, of which 2 of 4 are different: -0.5.
+  With size 2, "a b a b a" has the pairs ab, ba, ab, ba, of which 2 of 4 are different: -0.5.
 
   Args:
     completions: The texts.
     completion_ids: The token ids of the completions.
     size: The n of the n-grams.
-    penalty: The reward of a completion that only repeats, at most 0.
-    unit: The parts of an n-gram, "words" or "tokens".
-    columns: Not read.
+    penalty: The limit of the reward for a completion that only repeats, at most 0.
+    unit: The unit of n-grams, "words" or "tokens".
+    columns: Ignored.
   """
   if unit == "tokens":
     return [penalty * _repeated(ids, size) for ids in completion_ids]
@@ -157,7 +155,7 @@ def repetition(
 
 
 def _repeated(units: Sequence[Any], size: int) -> float:
-  """The share of n-grams that occurred before."""
+  """The fraction of n-grams that repeat an earlier one. 0 if there are fewer than `size` units."""
   count = len(units) - size + 1
   if count < 1:
     return 0.0

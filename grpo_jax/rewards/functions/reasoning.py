@@ -1,4 +1,4 @@
-"""A reward for the answer that follows the reasoning of a completion."""
+"""A reward for the answer after the reasoning of a completion."""
 
 from collections.abc import Callable
 import importlib.util
@@ -9,7 +9,7 @@ from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import answers_by, checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError, one_of
 
-# The functions that compare a completion with the gold answer, for functions that build on one.
+# Reward functions that compare a completion with the gold answer, for use in other functions.
 SCORERS: dict[str, Callable[..., list[float | None]]] = {
   "math": symbolic.math,
   "strict": final_number.strict,
@@ -19,7 +19,7 @@ SCORERS: dict[str, Callable[..., list[float | None]]] = {
 
 
 def prepare_scorers() -> None:
-  """Prepares a worker for functions that may compare formulas, before it calls them."""
+  """Imports what the scorer `math` needs, if it is installed, before workers are forked."""
   if importlib.util.find_spec("math_verify"):
     symbolic.warm_up()
 
@@ -48,7 +48,7 @@ def _answers(
 
 
 def _same_answer(first: Any, second: Any) -> bool:
-  """Compares answers of the scorer `math`, which are texts. Others' numbers are equal or not."""
+  """Compares answers of the scorer `math`, which are texts. Other answers are compared with ==."""
   return isinstance(first, str) and symbolic.same_formula(first, second)
 
 
@@ -70,16 +70,16 @@ def reasoning_accuracy(
 ) -> list[float | None]:
   """1.0 if the answer after the reasoning is right, else 0.0.
 
-  Only what follows the last delimiter counts. A completion without it did not end its reasoning and
-  gets 0.0, even where the scorer does not apply, as in TRL's `reasoning_accuracy_reward`. Where the
-  gold answer is missing, the score is None.
+  The scorer scores the text after the last delimiter. A completion without a delimiter has not
+  ended the reasoning and gets 0.0, even if the scorer would return None, as in TRL's
+  `reasoning_accuracy_reward`. If the gold answer is missing, the score is None.
 
   Args:
     completions: The texts.
     answer: The gold answers.
-    scorer: The reward function that decides what is right.
+    scorer: The reward function that compares a text with the gold answer: see `SCORERS`.
     delimiter: The text that ends the reasoning.
-    columns: Not read.
+    columns: Ignored.
   """
   tails = [_tail(text, delimiter) for text in completions]
   scores = SCORERS[scorer](completions=tails, answer=answer)

@@ -1,6 +1,6 @@
-"""The reward of problems of the package reasoning_gym, whose tasks have verifiers for answers.
+"""A reward for problems of the package reasoning_gym, which has a verifier for each task.
 
-It is installed with pip install -e '.[reasoning_gym]'.
+Install it with pip install -e '.[reasoning_gym]'.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from grpo_jax.rewards.functions.stated import in_tags
 from grpo_jax.rewards.marks import answers_by, checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError
 
-_RIGHT = 1 - 1e-6  # a score from here on is 1: evaluation counts no other one as right
+_RIGHT = 1 - 1e-6  # scores from here on become 1, because evaluation counts only 1 as right
 
-# Verifiers that evaluate an answer as Python. What they are for needs no call and no attribute.
+# Tasks whose verifiers evaluate an answer as Python. Right answers need no calls or attributes.
 _READ_LISTS = frozenset(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"))
 _READ_FORMULAS = frozenset(
   (
@@ -35,7 +35,7 @@ _FUNCTIONS = frozenset(
   "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh asinh acosh atanh exp log"
   " ln sqrt Abs abs pi erf erfi Si Ci Ei li Rational".split()
 )
-# What only sets an answer off: signs of a formula, emphasis, code, and a command of LaTeX.
+# Markup around an answer: delimiters of a formula, emphasis, code, and a LaTeX command.
 _SET_OFF = re.compile(
   r"\$\$(?P<a>[^$]+)\$\$|\$(?P<b>[^$]+)\$|\\\((?P<c>.+)\\\)|\\\[(?P<d>.+)\\\]"
   r"|\*\*(?P<e>(?:[^*]|\*(?!\*)|(?<=[\w)])\*\*(?=[\w(]))+)\*\*"
@@ -48,7 +48,7 @@ _LONGEST = 10_000  # characters of an answer that is evaluated
 
 
 def _prepare() -> None:
-  """Imports the package, once, in the parent of the workers."""
+  """Imports the package, before workers are forked."""
   gym.names()
 
 
@@ -61,7 +61,7 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
 def _answers(
   completions: list[str], *, tag: str = "answer", tagged: bool = False, **columns: Any
 ) -> list[str | None]:
-  """Without what sets them off."""
+  """The answers of completions, for maj@k, without markup."""
   del columns
   found = [answer_of(text, tag, tagged) for text in completions]
   return [None if one is None else [*readings(one)][-1] for one in found]
@@ -83,43 +83,43 @@ def reasoning_gym(
 ) -> list[float | None]:
   """The score of the answer by the verifier of a problem's task, from 0 to 1.
 
-  Many verifiers give a part of 1 to an answer that is nearly right, or that has the right one in
-  it. No answer gets 0, and so does one that a verifier fails on.
+  Many verifiers return a score between 0 and 1 for an answer that is almost right, or that contains
+  the right answer. A missing answer gets 0, and so does an answer for which the verifier fails.
 
-  Some verifiers evaluate an answer as Python. They get it only if it is a list or a formula: what
-  calls or names anything else gets 0.
+  Some verifiers evaluate an answer as Python. They get only lists or formulas: an answer with other
+  names or calls gets 0.
 
   Args:
     completions: The texts.
-    verifier: The task of each problem with its knobs. None is a problem of another source.
-    entry: The problems, as the package makes them.
-    tag: The answer stands between <tag> and </tag>. See `answer_of`.
+    verifier: The task of each problem, with parameters. None for a problem of another source.
+    entry: The problems, as the package returns them.
+    tag: The answer is between <tag> and </tag>. See `answer_of`.
     tagged: Whether a completion without these tags gets 0.
-    partial: Whether scores between 0 and 1 stay. Otherwise they are 0.
-    columns: Not read.
+    partial: Whether to keep scores between 0 and 1. Otherwise they become 0.
+    columns: Ignored.
 
   Returns:
-    The scores. None where there is no verifier.
+    The scores. None without a verifier.
   """
   return [
     None
-    if not isinstance(call, str) or not isinstance(one, dict)
-    else _best_score(answer_of(text, tag, tagged), call, one, partial)
-    for text, call, one in zip(completions, verifier, entry, strict=True)
+    if not isinstance(task, str) or not isinstance(problem, dict)
+    else _best_score(answer_of(text, tag, tagged), task, problem, partial)
+    for text, task, problem in zip(completions, verifier, entry, strict=True)
   ]
 
 
 def answer_of(text: str, tag: str = "answer", tagged: bool = False) -> str | None:
-  """The answer in a completion.
+  """Finds the answer in a completion, after any `</think>`.
 
-  It is what stands in the last pair of tags. Without tags it is what follows the last `####` on its
-  line, or on the next lines if that is empty, else the content of the last `\\boxed{}`, else the
-  whole text. Nothing before `</think>` counts.
+  It is the text in the last pair of tags. Without tags it is the rest of the line after the last
+  `####`, or all lines after it if that is empty, else the content of the last `\\boxed{}`, else the
+  whole text.
 
   Args:
     text: The completion.
-    tag: The name in the tags.
-    tagged: Whether a text without tags has no answer. It is then None.
+    tag: The name of the tags.
+    tagged: Whether to return None for a text without tags.
   """
   text = text.rpartition("</think>")[2]
   inside = in_tags(text, tag)
@@ -136,9 +136,9 @@ def answer_of(text: str, tag: str = "answer", tagged: bool = False) -> str | Non
 
 
 def readings(answer: str) -> Iterator[str]:
-  r"""An answer as it is written, then without what sets it off, a layer at a time.
+  r"""Yields an answer as it is written, and then without markup, one layer after the other.
 
-  Of `**$62$.**`, these are the answer itself, `$62$.`, `$62$` and `62`.
+  For `**$62$.**` it yields the answer itself, `$62$.`, `$62$` and `62`.
   """
   for _ in range(_MOST_READINGS):
     yield answer
@@ -159,19 +159,19 @@ def _without_a_layer(answer: str) -> str:
 
 
 def _end_of_box(tail: str) -> int:
-  """Where the brace closes that was open at the start of a text. -1 if it does not."""
+  """The index of the brace that closes one which is open at the start of the text, or -1."""
   depth = 1
-  for place, character in enumerate(tail):
+  for index, character in enumerate(tail):
     depth += {"{": 1, "}": -1}.get(character, 0)
     if depth == 0:
-      return place
+      return index
   return -1
 
 
 def _best_score(answer: str | None, call: str, entry: dict[str, Any], partial: bool) -> float:
-  """1 if a reading of an answer is right, else the better score of the first and the last one.
+  """1 if any of the `readings` of an answer is right, else the better score of the first and last.
 
-  Those between hold a part of what sets the answer off, and could be nearly right by chance.
+  Readings between them still contain markup, and could be partly right by chance.
   """
   scores = []
   for reading in readings(answer or ""):
@@ -182,15 +182,15 @@ def _best_score(answer: str | None, call: str, entry: dict[str, Any], partial: b
 
 
 def _score(answer: str, call: str, entry: dict[str, Any], partial: bool) -> float:
-  """The score that a task's verifier gives to an answer, from 0 to 1.
+  """The score of an answer by the verifier of a task, from 0 to 1.
 
   Args:
     answer: The answer.
-    call: The task with its knobs, as the column `verifier` has it.
-    entry: The problem, as the package makes it.
-    partial: Whether scores between 0 and 1 stay. Otherwise they are 0.
+    call: The task with parameters, as in the column `verifier`.
+    entry: The problem, as the package returns it.
+    partial: Whether to keep scores between 0 and 1. Otherwise they become 0.
   """
-  if not answer and entry.get("answer") != "":  # some verifiers give a part of 1 for nothing
+  if not answer and entry.get("answer") != "":  # some verifiers return more than 0 for ""
     return 0.0
   task, dataset = _opened(call)
   if not _can_be_evaluated(task, answer):
@@ -209,7 +209,7 @@ def _score(answer: str, call: str, entry: dict[str, Any], partial: bool) -> floa
 
 
 def _can_be_evaluated(task: str, answer: str) -> bool:
-  """Whether a verifier that evaluates answers may get this one. Others get all."""
+  """Whether the verifier of a task may evaluate an answer: False for long answers and for code."""
   if task in _READ_LISTS:
     return len(answer) <= _LONGEST and not _NO_LIST.search(answer)
   if task in _READ_FORMULAS:
@@ -221,6 +221,6 @@ def _can_be_evaluated(task: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _opened(call: str) -> tuple[str, Any]:
-  """The name of a task, and a dataset of it, whose verifier knows the knobs."""
+  """The name of a task, and a dataset of the task, whose verifier has the task's parameters."""
   task = gym.parse(call, "column verifier")
   return task.name, gym.open_dataset(task, seed=0, size=1, key="column verifier")

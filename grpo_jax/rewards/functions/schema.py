@@ -1,6 +1,6 @@
-"""A reward for completions that are JSON of a given form. It needs jsonschema.
+"""A reward for completions that are JSON and match a schema.
 
-It is installed with pip install -e '.[schema]'.
+It needs jsonschema: pip install -e '.[schema]'.
 """
 
 import json
@@ -25,20 +25,20 @@ def json_schema(
 ) -> list[float | None]:
   """1.0 if the completion is JSON that a JSON Schema accepts, else 0.0.
 
-  The JSON is the whole completion, or what stands in its last block between ``` lines. A schema
-  that refers to another file or address is not followed there.
+  The JSON is the last block between ``` lines, or the whole completion if there is none. References
+  in a schema to other files or addresses are not followed, and score 0.0.
 
   A pattern in a schema can take exponential time.
 
   Args:
     completions: The texts.
-    schema: The schema of each completion: an object, or its text. It is read if `file` is empty.
-      None is no schema.
+    schema: The schema of each completion: an object, or the text of one, or None. Ignored if `file`
+      is not empty.
     file: A file with the schema of all completions.
-    columns: Not read.
+    columns: Ignored.
 
   Returns:
-    The scores. None where there is no schema.
+    The scores. None for a completion without a schema.
 
   Raises:
     ConfigError: jsonschema is not installed, or there is no column `schema` and no file, or a
@@ -68,10 +68,10 @@ def _accepts(validator: Any, text: str) -> bool:
   try:
     value = json.loads(blocks[-1] if blocks else text, parse_constant=_refuse)
     return validator.is_valid(value)
-  except (ValueError, RecursionError):  # a ValueError is also an int of 4,300 digits
+  except (ValueError, RecursionError):  # invalid JSON, or an int of more than 4,300 digits
     return False
   except Exception as error:
-    if type(error).__module__.startswith(("referencing", "jsonschema")):  # a reference to elsewhere
+    if type(error).__module__.startswith(("referencing", "jsonschema")):  # an external reference
       return False
     raise
 
@@ -81,7 +81,7 @@ def _refuse(constant: str) -> None:
 
 
 def _validator(text: str, where: str) -> Any:
-  """The validator of a JSON Schema, given as a text. Raises ConfigError."""
+  """Makes a validator from the text of a JSON Schema. Raises ConfigError if it is not valid."""
   try:
     # Imported here because it is an optional package.
     import jsonschema
@@ -97,8 +97,8 @@ def _validator(text: str, where: str) -> Any:
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{where}: the schema is not JSON: {error}") from None
   except jsonschema.SchemaError as error:
-    raise ConfigError(f"{where}: it is no JSON Schema: {error.message:.200}") from None
-  # With a registry of its own, a reference to an address is an error and not a request.
+    raise ConfigError(f"{where}: it is not a JSON Schema: {error.message:.200}") from None
+  # With an empty registry, a reference to an address is an error instead of a request.
   return kind(schema, registry=referencing.Registry())
 
 

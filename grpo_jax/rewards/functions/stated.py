@@ -1,15 +1,15 @@
-r"""The answer that a completion states, in a form that a parser of formulas understands.
+r"""Finds the answer that a completion states, and rewrites it for a parser of formulas.
 
-`in_tags` finds what stands in <answer> tags, which is then all that is read. `stated_answer` finds
-the place of the answer, and `as_formula` rewrites what stands there. Both refuse what decides on no
-answer: a box that was cut off, a list of numbers, "5 hours 30 minutes".
+`in_tags` finds the text in <answer> tags, `stated_answer` finds the answer in a text, and
+`as_formula` rewrites it. The last two reject text that gives no single answer: a box that was cut
+off, a list of numbers, "5 hours 30 minutes".
 """
 
 import re
 import unicodedata
 
-_LONGEST = 1000  # characters of an answer. A longer one hopes to be right somewhere
-_TAIL = 5000  # characters that are read of a text that marks no answer
+_LONGEST = 1000  # characters of an answer. A longer one may list many guesses
+_TAIL = 5000  # characters at the end that are read if a text marks no answer
 
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\[^\\]|[{}]", re.DOTALL)
 _MARKS = r"(?:\$|\\[()\[\]]|[\s*])*"
@@ -23,7 +23,7 @@ _FORMULA = re.compile(
   r"(?<!\\)(?:\$\$.{1,300}?\$\$|\$[^$\n]{1,300}\$|\\\(.{1,300}?\\\)|\\\[.{1,300}?\\\])", re.DOTALL
 )
 _SENTENCE = re.compile(r"\$\$.*?\$\$|\\\[.*?\\\]|(?:[^.\n]|\.(?=\S))*", re.DOTALL)
-# What a text says that the answer is not, as in "not 42 but 43".
+# A value that a text denies, as in "not 42 but 43".
 _NOT_THIS = re.compile(
   r"(?:\bnot|n['’]t|\bnever|\banything but)\s+(?:[a-z]{1,15}\s+){0,2}"
   r"(?:\$[^$\n]{1,80}\$|[^\s,;a-z]*\d[^\s,;]*)",
@@ -54,7 +54,7 @@ _EXPONENT = re.compile(rf"(?<![\w.])({_DECIMAL})[eE]([-+]?\d{{1,3}})(?![\w.])")
 _MIXED = re.compile(r"(?<![\w.)}/^*] )(?<![\w.)}/^])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\s*[\d/.])")
 _ENUMERATION = re.compile(r"\s*,?\s*(?:\b(?:and|or)\b|\\q?quad(?![a-z])|;)\s*")
 
-# Words that are part of the value. They are left where they are, so that the answer is refused.
+# Words that change the value. They are not removed, so that the answer is rejected.
 _OF_THE_VALUE = re.compile(
   r"\b(?:not|never|less|more|fewer|greater|least|most|below|above|under|over|between|to|half"
   r"|quarter|third|twice|thrice|double|triple|times|hundred|thousand|million|billion|trillion"
@@ -78,11 +78,11 @@ _FUNCTION = re.compile(r"sqrt|sin|cos|tan|cot|sec|csc|log|exp|max|min|mod|gcd|lc
 
 
 def in_tags(text: str, tag: str = "answer") -> str | None:
-  """The text in the last pair of <answer> and </answer>. None where there is no pair.
+  """The text in the last pair of <answer> and </answer>. None if there is no pair.
 
   Args:
     text: A completion.
-    tag: The name in the tags.
+    tag: The name of the tags.
   """
   before, closing, _ = text.rpartition(f"</{tag}>")
   _, opening, inside = before.rpartition(f"<{tag}>")
@@ -97,8 +97,8 @@ def stated_answer(text: str) -> str | None:
   one answer.
 
   Returns:
-    The answer as it is written. "" where the text denies it or is cut off within it. None where the
-    text marks no answer.
+    The answer as it is written. "" if the text denies it, or ends within a box. None if the text
+    marks no answer.
   """
   boxes, open_box = _boxes(text)
   anchor = text.rfind("####")
@@ -111,30 +111,31 @@ def stated_answer(text: str) -> str | None:
   text = without_denied_values(text)
   for match in reversed([*_ANSWER_IS.finditer(text)]):
     sentence = _SENTENCE.match(text, match.end())
-    # "The answer is as follows" gives none: words count only with a digit or a formula among them.
+    # "The answer is as follows" gives none: words need a digit or a formula among them.
     if sentence and (not _WORD.search(sentence[0]) or re.search(r"[\d\\$]", sentence[0])):
       return _REASON.split(sentence[0], maxsplit=1)[0]  # "12 because ..." gives 12
   return None
 
 
 def without_denied_values(text: str) -> str:
-  """The end of a text that marks no answer, without the values that it denies, as in "not 42".
+  """Returns the end of a text, without values that it denies, as in "not 42".
 
-  Quantities in two units, as in "5 hours 30 minutes", are left out too: one number is half of them.
+  Quantities in two units, as in "5 hours 30 minutes", are removed, too, because neither number is
+  the answer alone.
   """
   return _TWO_UNITS.sub(" ", _NOT_THIS.sub(" ", text[-_TAIL:]))
 
 
 def has_formula(text: str) -> bool:
-  """Whether a text has a formula between signs such as $."""
+  """Whether a text has a formula between delimiters such as $."""
   return _FORMULA.search(text) is not None
 
 
 def last_formula(text: str) -> str:
-  """The last formula of a text that marks no answer: between signs such as $, else the last line.
+  """The last formula of a text that marks no answer: between delimiters, else the last line.
 
   Returns:
-    The formula as it is written. "" where it has no number, or other numbers follow it.
+    The formula as it is written. "" if it has no number, or other numbers follow it.
   """
   text = without_denied_values(text).rstrip(" .\n")
   found = [*_FORMULA.finditer(text)]
@@ -144,10 +145,10 @@ def last_formula(text: str) -> str:
 
 
 def as_formula(answer: str) -> str:
-  """An answer in the notation that math-verify reads, without words and units around a number.
+  """Rewrites an answer for math-verify, without words and units around a number.
 
   Returns:
-    The formula, or "" where the answer is none.
+    The formula. "" if the answer is too long, or has words or several numbers.
   """
   if len(answer) > _LONGEST:
     return ""
@@ -172,9 +173,9 @@ def as_formula(answer: str) -> str:
 
 
 def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int]:
-  """The boxes that are in no other box, as (start, start of the content, end of the content).
+  """Finds the outermost boxes, as (start, start of the content, end of the content).
 
-  And where the last box starts that is not closed, or -1.
+  Also returns the start of the last box that is not closed, or -1.
   """
   boxes, braces, depth = [], list[re.Match[str] | None](), 0
   for match in _BRACE.finditer(text):
@@ -205,7 +206,7 @@ def _first_line(text: str) -> str:
 
 
 def _in_latex(answer: str) -> str:
-  """Digits, signs and spaces of other alphabets as LaTeX has them."""
+  """Rewrites an answer in plain LaTeX: Unicode digits, signs and spaces, boxes, delimiters."""
   answer = re.sub(r"[ \t\r\n]+", " ", answer).strip()
   text = "".join(_SIGNS.get(one) or _digit(one) for one in _LONG_DASH.sub("-", answer))
   text = re.sub(r"(?<=\d)\s*[–—]\s*(?=\d)", " to ", text)
@@ -220,7 +221,7 @@ def _in_latex(answer: str) -> str:
 
 
 def _digit(character: str) -> str:
-  """A digit of any alphabet as 0 to 9, a fraction such as ½ as 1/2, and others as they are."""
+  """Converts a digit of any alphabet to 0-9, and ½ to 1/2. Returns other characters unchanged."""
   if unicodedata.category(character) == "Nd":
     return str(unicodedata.decimal(character))
   if unicodedata.decomposition(character).startswith("<fraction>"):
@@ -239,7 +240,7 @@ def _has_number(text: str) -> bool:
 
 
 def _has_words(formula: str) -> bool:
-  """Whether a formula has words, and not only names of functions and products of letters."""
+  """Whether a formula has words other than function names and letters next to an operator."""
   for match in _WORD.finditer(formula):
     beside = formula[: match.start()].rstrip()[-1:] + formula[match.end() :].lstrip()[:1]
     if not _FUNCTION.fullmatch(match[0]) and not set(beside) & set("+-*/^=<>(_"):

@@ -34,21 +34,21 @@ _EQUALS = re.compile(r"(?<![\\<>!])=")
 _NO_EQUATION = re.compile(r"[,<>]|\\(?:le|ge|ne|in|lt|gt)(?:q|qq)?(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _VARIABLE = re.compile(r"[a-zA-Z]")
-_PLACES = 6  # after the decimal point, in which a decimal must agree with a formula
-_SMALL_DIGITS = 3  # of a number that is so small that it has fewer digits in these places
-_FLOAT_DIGITS, _EXACT_DIGITS = 12, 60  # in which formulas with and without decimals must agree
+_PLACES = 6  # decimal places in which a decimal must agree with a formula
+_SMALL_DIGITS = 3  # significant digits that must agree if a small number has fewer in these places
+_FLOAT_DIGITS, _EXACT_DIGITS = 12, 60  # digits that must agree: formulas with and without decimals
 
 
 class _Packages(NamedTuple):
   """The functions of math-verify and sympy that are used here.
 
   Attributes:
-    parse: Makes expressions of a text.
+    parse: Parses a text to expressions.
     verify: Compares two expressions.
-    latex_alone: Makes `parse` read LaTeX alone.
-    limited: Ends a function after `SECONDS`.
-    took_too_long: The exception that it raises then.
-    float: Makes a decimal of a text.
+    latex_alone: A config with which `parse` reads only LaTeX.
+    limited: A decorator that limits a function to `SECONDS`.
+    took_too_long: The exception that such a function raises after that.
+    float: Converts a text to a decimal.
   """
 
   parse: Callable[..., Any]
@@ -60,10 +60,10 @@ class _Packages(NamedTuple):
 
 
 def _import() -> _Packages:
-  """Imports them.
+  """Imports math-verify and sympy.
 
   Raises:
-    ConfigError: They are not installed.
+    ConfigError: math-verify is not installed.
   """
   try:
     # Imported here because it is an optional package, and because sympy is slow to import.
@@ -75,28 +75,28 @@ def _import() -> _Packages:
     raise ConfigError(
       "reward math needs the package math-verify: pip install -e '.[math]'"
     ) from None
-  # Below this level it logs a warning for every answer that reaches the time limit.
+  # By default, math-verify logs a warning for every answer that reaches the time limit.
   logging.getLogger("math_verify").setLevel(logging.ERROR)
   latex_alone = LatexExtractionConfig(boxed_match_priority=0)
   return _Packages(parse, verify, latex_alone, timeout(SECONDS), TimeoutException, sympy.Float)
 
 
 def warm_up() -> None:
-  """Makes a first comparison, which imports what is left and fills caches."""
+  """Makes a first comparison, which imports modules and fills caches."""
   packages = _import()
   packages.verify(packages.parse(r"\boxed{\frac12}"), packages.parse("0.5"))
 
 
 def formulas(completions: list[str], **columns: Any) -> list[str | None]:
-  """The answer of each completion as `math` reads it. None where it reads none."""
+  """The answer that `math` reads in each completion, or None."""
   del columns
   read = _Compare(_import()).answer_of
   return [read(text) or None for text in completions]
 
 
 def same_formula(first: str, second: str) -> bool:
-  """Whether one of two answers is right where the other one is the gold answer."""
-  # An equation answers a value, as x = 72 answers 72. A value does not answer an equation.
+  """Whether two answers are equal: whether one is right if the other is the gold answer."""
+  # x = 72 is right if 72 is the gold answer, but not the other way round.
   gold, formula = (second, first) if "=" in first else (first, second)
   return _Compare(_import()).is_right(gold, formula)
 
@@ -108,11 +108,11 @@ def math(completions: list[str], answer: list[Any], **columns: Any) -> list[floa
   r"""1.0 if the answer of the text equals the gold answer as an expression, else 0.0.
 
   For example, 1/2 equals \frac12 and 0.5. The answer is the content of the last \boxed{}, else what
-  follows ####, else what follows "the answer is", else the last formula or line of the text. Where
-  the text has <answer> tags, only what stands in the last pair is read.
+  follows ####, else what follows "the answer is", else the last formula or line of the text. If the
+  text has <answer> tags, only the text in the last pair is read.
 
   Returns:
-    The scores. None where the gold answer is missing, or no formula that math-verify can parse.
+    The scores. None if the gold answer is missing, or math-verify cannot parse it.
 
   Raises:
     ConfigError: math-verify is not installed.
@@ -128,7 +128,7 @@ def math(completions: list[str], answer: list[Any], **columns: Any) -> list[floa
 
 
 class _Compare:
-  """Whether a completion's answer equals a gold formula, as math-verify says."""
+  """Compares the answer of a completion with a gold formula, with math-verify."""
 
   def __init__(self, packages: _Packages) -> None:
     self._packages = packages
@@ -144,29 +144,29 @@ class _Compare:
     return bool(formula) and all(self._side_is_right(gold, side) for side in _sides(gold, formula))
 
   def answer_of(self, completion: str) -> str:
-    """The formula of a completion. "" where there is none."""
+    """The formula of a completion. "" if there is none."""
     formula, text = self._found(completion)
-    # The last thing that math-verify returns is the text that it has read.
+    # The last value that math-verify returns is the text that it has parsed.
     return str(([*self._read(text)] or [""])[-1]) if text else formula
 
   def _found(self, completion: str) -> tuple[str, str]:
-    """The formula of a completion, or the text in which math-verify has to look for one."""
+    """Returns (formula, "") for a completion, or ("", text) if math-verify must search a text."""
     inside = in_tags(completion)
     completion = completion if inside is None else inside
     stated = stated_answer(completion)
     if stated is None and inside is not None and not ("\n" in inside or has_formula(inside)):
-      stated = inside  # which marks the answer, though it may have no number
+      stated = inside  # one line in tags is the answer, even without a number
     formula = as_formula(last_formula(completion) if stated is None else stated)
     if stated is None and not (formula and self.read_formula(formula)):
       return "", without_denied_values(completion)
     return formula, ""
 
   def read_formula(self, formula: str) -> list[Any]:
-    """The expressions that math-verify parses from a formula. Empty where it can parse none."""
+    """Parses a formula with math-verify to expressions. Empty if it cannot be parsed."""
     decimal = _DECIMAL.fullmatch(formula)
     if decimal and decimal["power"] and "." in formula:
       return [self._packages.float(_without_power(decimal))]
-    # Else it takes the last number of what it cannot parse.
+    # The box and the config keep math-verify from taking a number out of text it cannot parse.
     return self._read(rf"\boxed{{{formula}}}", extraction_config=[self._packages.latex_alone])
 
   def _read(self, text: str, **options: Any) -> list[Any]:
@@ -179,9 +179,9 @@ class _Compare:
     return any(self._pair_is_equal(*pair) for pair in itertools.product(gold, found))
 
   def _pair_is_equal(self, gold: Any, found: Any) -> bool:
-    """Whether math-verify takes two expressions for equal at the size of their numbers, too.
+    """Whether two expressions are equal, also relative to the size of their numbers.
 
-    It lets them differ by 1e-6 or 1e-15, whatever their size, so that all small ones are equal.
+    By itself, math-verify tolerates a difference of 1e-6 or 1e-15, so all small numbers are equal.
     """
     if not self._agrees(gold, found):
       return False
@@ -227,7 +227,7 @@ class _Compare:
 
 
 def _sides(gold: str, formula: str) -> list[str]:
-  """The sides that must equal the gold answer: both of the equation 36 + 36 = 72, one of x = 72.
+  """The sides of a formula that must equal the gold answer: both of 36 + 36 = 72, one of x = 72.
 
   A list such as x = 1, x = 2 is one side, and so is a formula with other relations.
   """
@@ -239,16 +239,15 @@ def _sides(gold: str, formula: str) -> list[str]:
 
 
 def _without_power(decimal: re.Match[str]) -> str:
-  """A match of `_DECIMAL` as programs write it: 1.6e-19."""
+  """Rewrites a match of `_DECIMAL` in e-notation, such as 1.6e-19."""
   exponent = decimal["braced"] or decimal["bare"] or 0
   return f"{decimal['sign']}{decimal['digits'] or 1}e{exponent}"
 
 
 def _lowest_place(expressions: Iterable[Any]) -> int:
-  """The decimal place of the first digit of the smallest number in expressions of sympy.
+  """The decimal exponent of the smallest number in sympy expressions, at most 0: -19 for 1.6e-19.
 
-  It is at most 0, and -19 for 1.6e-19. Numbers are the largest parts without variables, and 0 is
-  left out.
+  A number is a maximal subexpression without variables. 0 is ignored.
   """
   place = 0
   for one in expressions:
@@ -257,7 +256,7 @@ def _lowest_place(expressions: Iterable[Any]) -> int:
       place = min(place, _lowest_place(parts))
       continue
     size = abs(one.doit().evalf())
-    # A number of one bit is what is left of 0 after rounding.
+    # A precision of one bit means that the value is 0, up to rounding.
     if size.is_Float and size and size._prec > 1:
       place = min(place, Decimal(str(size)).adjusted())
   return place

@@ -1,7 +1,7 @@
-"""Rewards for the form of a completion: its tags, or a pattern that it matches.
+"""Rewards for the format of a completion: tags, or a pattern that it matches.
 
-The chat templates of some models end a prompt in <think>, so that no completion holds it. It then
-counts as if the completion began with it.
+The chat templates of some models end a prompt with <think>. A completion then counts as if it began
+with this tag.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,7 @@ from typing import Any
 from grpo_jax.rewards.marks import checked_by, in_process
 from grpo_jax.settings import ConfigError, shown
 
-_LONGEST_END = 100  # characters of a prompt that are looked at
-# The end of a prompt in which the reasoning is open.
+_LONGEST_END = 100  # characters at the end of a prompt that are searched for <think>
 _OPENED = re.compile(r"<think>\s*\Z")
 
 
@@ -24,16 +23,16 @@ def think_format(
   opened: bool = False,
   **columns: Any,
 ) -> list[float]:
-  """1.0 if the completion reasons once between <think> and </think>, and then goes on, else 0.0.
+  """1.0 if the completion has one reasoning block, between <think> and </think>, else 0.0.
 
-  It must begin with <think>, hold no other <think>, and hold </think>, as in TRL's
-  `think_format_reward`. Where the prompt ends in <think>, the completion holds none.
+  It must begin with <think>, contain no other <think>, and contain </think>, as in TRL's
+  `think_format_reward`. If the prompt ends with <think>, the completion must not contain <think>.
 
   Args:
     completions: The texts.
     prompts: The prompts that the completions continue.
-    opened: Whether the reasoning is open before all completions, whatever the prompts end in.
-    columns: Not read.
+    opened: Whether to assume that all prompts end with <think>.
+    columns: Ignored.
   """
   texts = [
     opening + text
@@ -48,7 +47,7 @@ def think_format(
 def _openings(
   completions: list[str], prompts: list[str] | None, opened: bool = False
 ) -> Iterator[str]:
-  """The end of each prompt from a <think> on that nothing follows, else ""."""
+  """Yields the end of each prompt that counts as the start of the completion: <think>, or ""."""
   for prompt in prompts or [""] * len(completions):
     found = _OPENED.search(prompt[-_LONGEST_END:])
     yield "<think>" if opened else found[0] if found else ""
@@ -61,8 +60,8 @@ def tag_count(
   r"""0.25 for each of four tags that occurs exactly once.
 
   They are "<think>\n", "\n</think>\n", "\n<answer>\n" and "\n</answer>", as in Open-R1's
-  `tag_count_reward`. It leads to the form that `regex` may then demand. The end of a prompt that is
-  "<think>\n" counts.
+  `tag_count_reward`. It is a denser reward for a format that `regex` may require. A "<think>\n" at
+  the end of the prompt counts.
   """
   marks = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
   return [
@@ -88,18 +87,17 @@ def regex(
 ) -> list[float]:
   r"""1.0 if the whole completion matches a regular expression, else 0.0.
 
-  For example, the form of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2):
+  For example, the format of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2):
   `regex(pattern=r'<think>.*?</think>\s*<answer>.*?</answer>\s*')`.
 
-  Where the prompt ends in <think>, the completion may match with or without it.
-
-  The time is that of Python's `re`, which can be exponential in the length of the text.
+  If the prompt ends with <think>, the completion may match with or without it. The time of Python's
+  `re` can be exponential in the length of the text.
 
   Args:
     completions: The texts.
     prompts: The prompts that the completions continue.
-    pattern: The expression, as of `re.fullmatch`. A dot matches a line break too.
-    columns: Not read.
+    pattern: The expression, for `re.fullmatch`. A dot also matches a line break.
+    columns: Ignored.
   """
   matches = re.compile(pattern, re.DOTALL).fullmatch
   return [

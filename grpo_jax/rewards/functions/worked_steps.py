@@ -1,8 +1,4 @@
-"""Process rewards: they score the steps of a completion instead of the whole.
-
-They return a list of steps (end, number) for each completion. `end` counts the characters of the
-completion up to the end of the step.
-"""
+"""A process reward, which scores the steps of a completion instead of the whole."""
 
 import re
 from typing import Any
@@ -15,11 +11,14 @@ from grpo_jax.rewards.marks import in_process
 def worked_steps(
   completions: list[str], question: list[Any], answer: list[Any], **columns: Any
 ) -> list[list[tuple[int, float]]]:
-  """Scores the steps of worked sums, such as the question `7+15-6=`.
+  """Scores the steps of worked sums, for questions such as `7+15-6=`.
 
-  Semicolons end the steps of a completion. A step gets 1.0 if it is equal to the step at the same
-  place in the worked solution `7+15=22;22-6=16;#### 16`, else 0.0. The answer after `####` may come
-  at any place, and is not scored where the gold answer is not a number.
+  Each step of a completion ends with a semicolon. Step i gets 1.0 if it equals step i of the worked
+  solution `7+15=22;22-6=16;#### 16`, else 0.0. The answer after `####` may be any step, and is not
+  scored if the gold answer is not a number.
+
+  Returns:
+    For each completion, steps (end, reward): `end` is the number of characters before their end.
   """
   return [
     _score_steps(completion, equations(sum_text), gold)

@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read, and counts the tests that they pass.
+"""Runs untrusted programs, and counts the tests that they pass.
 
-It may import settings, problems/ and, of the room above, RewardError alone.
+Its modules may import settings, problems/ and, from grpo_jax.rewards, only RewardError.
 """

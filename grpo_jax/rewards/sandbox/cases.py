@@ -1,7 +1,7 @@
-"""Runs a program on the cases of a problem, and compares what it gives with what is right.
+"""Runs a program on the cases of a problem, and compares the outputs with the expected outputs.
 
-The program runs in a sandbox, in a new process for each case (`programs/cases.py`). It gets inputs
-only. Outputs are compared here, as plain texts and values.
+The program runs in a sandbox, in a new process for each case (`programs/cases.py`). The sandbox
+gets inputs only. This module compares the outputs, as plain texts and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,30 +21,30 @@ from grpo_jax.rewards.sandbox import runner
 from grpo_jax.rewards.sandbox.programs.values import encode
 from grpo_jax.rewards.sandbox.tests import Verdict
 
-_MOST_OUTPUT = 2**24  # bytes of a case's output, which is also what it may write to a file
+_MOST_OUTPUT = 2**24  # bytes of a case's output, which the program writes to a file of that limit
 _MOST_VALUE = 2**23  # bytes of a value in JSON
-_LONGEST_LINE = 64  # before an output
-_NEAR = 1e-6  # how much a number may differ, where it may
-_SERVER = 3  # processes besides the threads of a program: the sandbox's own, and one that ends
+_LONGEST_LINE = 64  # bytes of a line from the sandbox
+_NEAR = 1e-6  # the relative and absolute tolerance of numbers for which `Case.near` is true
+_SERVER = 3  # processes besides the threads of a program: those of the sandbox, and one that ends
 _LISTS = ("list", "tuple", "deque", "namedtuple")
 _DICTS = ("dict", "Counter", "OrderedDict")
 
 
 class _Gone(Exception):
-  """The sandbox has ended, or what it says is no answer."""
+  """The sandbox has ended, sent something invalid, or missed the deadline."""
 
 
 class _NotStarted(Exception):
-  """There is no sandbox."""
+  """The sandbox did not start."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TimeLimits:
-  """Limits of time, in seconds.
+  """Time limits, in seconds.
 
   Attributes:
-    whole: The limit of all cases. Those that have not passed by then have failed.
-    case: The limit of each case.
+    whole: The limit for all cases together. Cases that have not passed by then have failed.
+    case: The limit for each case.
   """
 
   whole: float
@@ -61,36 +61,38 @@ def run_cases(
   *,
   stops: bool = True,
 ) -> Verdict:
-  """Runs a program on cases.
+  """Runs a program on cases, and counts those that it passes.
 
   Args:
-    program: The program.
-    cases: The inputs of the program, with the right outputs.
-    limits: The limits of each of its processes. `threads` counts for one of them, and `seconds` for
-      the one that starts them.
+    program: The source of the program.
+    cases: The inputs of the program, with the expected outputs.
+    limits: The limits of the process of each case, except that `seconds` limits the server, the
+      process that starts these processes. `clock.case` limits a case.
     sandbox: One of `runner.KINDS`, or `runner.NONE`.
-    clock: The limits of time.
+    clock: The time limits.
     place: The name of the problem in error messages.
-    stops: Whether the first case that fails is the last one.
+    stops: Whether to stop after the first case that fails.
 
   Raises:
     RewardError: The sandbox did not start.
   """
   deadline = time.monotonic() + clock.whole
-  # The first process starts the others, so it counts them and not the threads of one. It writes
-  # their inputs to files, which may be larger than those that a program may write.
-  outer = dataclasses.replace(limits, processes=limits.threads + _SERVER, file_size=limits.memory)
-  of_case = dataclasses.replace(limits, seconds=math.ceil(clock.case))
+  # The server needs a limit for processes rather than threads. It writes inputs to files, which may
+  # be larger than those that a program may write.
+  server_limits = dataclasses.replace(
+    limits, processes=limits.threads + _SERVER, file_size=limits.memory
+  )
+  case_limits = dataclasses.replace(limits, seconds=math.ceil(clock.case))
   job = {
     "code": program,
-    "limits": runner.values_of(of_case, sandbox),
+    "limits": runner.values_of(case_limits, sandbox),
     "threads": limits.threads,
     "in_sandbox": sandbox != runner.NONE,
     "case_seconds": clock.case,
   }
   pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
   process = runner.start(
-    "from cases import run_cases; run_cases()", outer, sandbox, bufsize=0, **pipes
+    "from cases import run_cases; run_cases()", server_limits, sandbox, bufsize=0, **pipes
   )
   talk, passed = _Talk(process, deadline), 0
   try:
@@ -112,7 +114,7 @@ def run_cases(
 
 
 class _Talk:
-  """Lines to a sandbox, and what it answers. Raises _Gone at the deadline."""
+  """Exchanges messages with the server in a sandbox. Its methods raise _Gone at the deadline."""
 
   def __init__(self, process: "subprocess.Popen[bytes]", deadline: float) -> None:
     self._process, self._deadline = process, deadline
@@ -120,7 +122,11 @@ class _Talk:
     os.set_blocking(process.stdin.fileno(), False)
 
   def begin(self, job: Mapping[str, Any]) -> bool:
-    """Sends the job. Returns whether its code is a program."""
+    """Sends the job after the sandbox has started. Returns whether job["code"] compiles.
+
+    Raises:
+      _NotStarted: The sandbox has not started.
+    """
     try:
       has_started = self.line() == "started"
     except _Gone:
@@ -131,7 +137,7 @@ class _Talk:
     return self.line() == "ready"
 
   def say(self, message: Mapping[str, Any]) -> None:
-    """Sends a message as a line."""
+    """Sends a message as a line of JSON."""
     pipe, left = self._process.stdin.fileno(), memoryview(json.dumps(message).encode() + b"\n")
     while left:
       self._wait(pipe, select.POLLOUT)
@@ -141,7 +147,7 @@ class _Talk:
         raise _Gone from None
 
   def line(self) -> str:
-    """The next line."""
+    """Receives the next line."""
     while b"\n" not in self._rest:
       if len(self._rest) > _LONGEST_LINE:
         raise _Gone
@@ -150,7 +156,7 @@ class _Talk:
     return line.decode(errors="replace")
 
   def output(self, size: int) -> bytes:
-    """The next bytes."""
+    """Receives the next `size` bytes."""
     parts, found = [self._rest], len(self._rest)
     while found < size:
       parts.append(self._read())
@@ -181,11 +187,11 @@ class _Talk:
 
 
 def _is_right(case: Case, talk: _Talk) -> bool:
-  """Whether the program passes a case, which is sent to it."""
+  """Sends a case to the sandbox. Returns whether the program passes it."""
   if case.function:
     try:
       arguments = encode(case.input, id)
-    except RecursionError:  # deeper than what a program could get
+    except RecursionError:  # too deeply nested to send
       raise _Gone from None
     talk.say({"function": case.function, "arguments": arguments})
   else:
@@ -200,10 +206,11 @@ def _is_right(case: Case, talk: _Talk) -> bool:
 
 
 def same_output(expected: str, found: bytes, near: bool = False) -> bool:
-  """Whether two outputs have the same lines, as LiveCodeBench compares them.
+  """Whether two outputs have equal lines, as LiveCodeBench compares them.
 
-  Spaces at the ends of lines, and empty lines at the ends of the text, do not count. Two lines are
-  also equal if they are the same numbers, as `1.0 2` and `1 2`. `near` is that of a `Case`.
+  Spaces around lines, and empty lines around the text, do not count. Two lines are also equal if
+  they hold the same numbers, such as `1.0 2` and `1 2`. With `near`, numbers with a decimal point
+  in `expected` may differ by 1e-6.
   """
   given, wanted = (
     [line.strip() for line in text.strip().split("\n")]
@@ -233,10 +240,10 @@ def _same_number(given: str, wanted: str, near: bool) -> bool:
 
 
 def same_value(case: Case, found: bytes) -> bool:
-  """Whether a call returned what it should, as `values.encode` writes it.
+  """Whether a call returned the expected output of the case.
 
-  A tuple equals a list with the same items, and the keys of a dict may be numbers or their texts,
-  because the right value was written in JSON.
+  The expected value comes from JSON. So a tuple equals a list with the same items, and a number as
+  a key of a dict equals its text. `found` is the JSON of `values.encode` for the returned value.
   """
   if len(found) > _MOST_VALUE:
     return False
@@ -244,12 +251,12 @@ def same_value(case: Case, found: bytes) -> bool:
     value, expected = _plain(json.loads(found)), _with_texts_as_keys(case.output)
     is_list = case.boxed and isinstance(expected, list) and len(expected) == 1
     return bool(value == expected or (is_list and value == expected[0]))
-  except (ValueError, TypeError, LookupError, RecursionError):  # no value in JSON
+  except (ValueError, TypeError, LookupError, RecursionError):  # `found` is not an encoded value
     return False
 
 
 def _plain(data: Any) -> Any:
-  """A value without the names of its kinds. What JSON cannot hold equals nothing."""
+  """Converts an encoded value to lists, dicts and scalars. Any other type equals nothing."""
   if not isinstance(data, list):
     return data
   kind, *rest = data
@@ -267,5 +274,5 @@ def _with_texts_as_keys(value: Any) -> Any:
 
 
 def _key(key: Any) -> str:
-  """A key as JSON writes it."""
+  """Converts the key of a dict to text, as JSON does."""
   return key if isinstance(key, str) else json.dumps(key)

@@ -1,23 +1,23 @@
-"""Runs Python programs that nobody has read, such as those that a policy wrote.
+"""Runs untrusted Python programs, such as programs that a policy wrote.
 
-A program runs in a process of its own with these bounds:
+A program runs in a separate process with these limits:
 
-  files      it sees only the Python that runs it, numpy, and the system's libraries, read-only, and
-             an empty /tmp in memory. No home folder, no data, no /proc, no environment variables.
-  network    none: a network namespace of its own, with nothing but an empty loopback.
-  processes  a process namespace of its own. It sees and signals no other process, and all that it
-             started is killed with it, whatever its group or session.
-  resources  CPU time, wall time, memory, file size, number of processes: see `SandboxLimits`.
-  privilege  an ordinary user without capabilities, even if the run is root's. System calls that
-             lead around these bounds are refused (`programs/confine.py`).
+  files      it sees only Python, numpy and the system's libraries, read-only, and an empty /tmp in
+             memory. No home folder, no data, no /proc, no environment variables.
+  network    none: a separate network namespace with only a loopback device.
+  processes  a separate process namespace: the program cannot see or signal other processes, and all
+             processes that it started are killed with it, whatever their group or session.
+  resources  CPU time, memory, file size, number of processes: see `SandboxLimits`.
+  privilege  an ordinary user without capabilities, even if root started the run. System calls that
+             could evade these limits are refused (`programs/confine.py`).
 
-This is done by bubblewrap (`bwrap`) where it is installed, else by `unshare`, `mount`, `pivot_root`
-and `setpriv` of util-linux. Both need Linux with user namespaces, or root. `find` tries them.
-System calls are refused on x86-64 and ARM64 alone.
+This uses bubblewrap (`bwrap`) if it is installed, else `unshare`, `mount`, `pivot_root` and
+`setpriv` of util-linux. Both need Linux with user namespaces, or root. `find` tries them. System
+calls are refused on x86-64 and ARM64 only.
 
-The bounds are those of the kernel: a program that exploits a defect of the kernel gets out. A
-program can measure the time and the load of the machine, read all that everybody may read in /usr,
-and make the kernel hold the names of many empty files while it runs.
+The kernel enforces the limits, so a program that exploits a bug of the kernel can escape. A program
+can measure the time and the load of the machine, read all public files in /usr, and make the kernel
+hold the names of many empty files while it runs.
 """
 
 import contextlib
@@ -38,17 +38,17 @@ import numpy as np
 from grpo_jax.settings import ConfigError
 
 KINDS = ("bwrap", "unshare")
-NONE = "none"  # limits of resources only
-_USERS = range(60_000, 65_000)  # they own no files, and containers have them too
+NONE = "none"  # no sandbox, only resource limits
+_USERS = range(60_000, 65_000)  # user ids that own no files, and that containers have, too
 _READ_ONLY = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
 
 _PROGRAMS = Path(__file__).resolve().parent / "programs"
 _PROGRAMS_INSIDE, _PACKAGES_INSIDE = "/programs", "/packages"
 
-# The shell is process 1 of the namespace. It keeps its privileges, so that the program cannot
-# touch it, and everything ends when it ends. $1 is the size of /tmp, $2 the options of setpriv.
-# Then come pairs of a folder and its name inside up to "--", the folders that keep their names up
-# to "--", and the command. The new root is made at /mnt, which is there on every machine.
+# The shell is process 1 of the namespace: all processes end when it ends. It keeps its privileges,
+# so that the program cannot signal it. $1 is the size of /tmp, $2 the options of setpriv. Then come
+# pairs of a folder and its name inside, "--", the folders that keep their names, "--", and the
+# command. The new root is made at /mnt, which every machine has.
 _MAKE_ROOT = r"""
 set -e
 size=$1 drop=$2
@@ -90,15 +90,15 @@ exit 1
 
 @dataclasses.dataclass(frozen=True)
 class SandboxLimits:
-  """The limits of a program's resources.
+  """The resource limits of a program.
 
   Attributes:
-    seconds: CPU time of each of its processes. Wall time is for the caller to limit.
-    memory: Bytes of address space of each of its processes, and of all files in /tmp.
-    file_size: Bytes of each file that it writes.
-    processes: How many processes and threads it may have, itself included.
-    threads: How many threads it may have if `processes` is 1, on x86-64 and ARM64. They share the
-      memory and the CPU time of their process.
+    seconds: CPU time of each process. The caller must limit the wall time.
+    memory: Bytes of address space of each process. Also the limit for all files in /tmp together.
+    file_size: Bytes of each file that the program writes.
+    processes: How many processes and threads the program may have, the first process included.
+    threads: How many threads the program may have if `processes` is 1, on x86-64 and ARM64. They
+      share the memory and the CPU time of the process.
   """
 
   seconds: int = 10
@@ -111,15 +111,15 @@ class SandboxLimits:
 def start(
   program: str, limits: SandboxLimits, kind: str, **streams: Any
 ) -> subprocess.Popen[bytes]:
-  """Starts a Python program that uses the standard library and numpy alone.
+  """Starts a Python program that can import only the standard library, numpy and `programs/`.
 
-  The caller must end it with `stop`. It ends by itself if the thread that started it ends.
+  The caller must end it with `stop`. It also ends when the thread that started it ends.
 
   Args:
-    program: Its source.
-    limits: Its limits. They are set before its first line.
+    program: The source.
+    limits: The resource limits. They are set before the first line runs.
     kind: One of `KINDS`, or `NONE` for a program that may do what the user may do.
-    streams: stdin, stdout and stderr as of subprocess.Popen.
+    streams: stdin, stdout and stderr, as for subprocess.Popen.
   """
   values = values_of(limits, kind)
   folder, packages = _PROGRAMS_INSIDE, _PACKAGES_INSIDE
@@ -136,7 +136,7 @@ def start(
 
 
 def values_of(limits: SandboxLimits, kind: str) -> dict[str, int]:
-  """The limits as `programs/confine.py` takes them."""
+  """Converts the limits to the argument `limits` of `programs/confine.py`."""
   values = {
     "CPU": limits.seconds,
     "AS": limits.memory,
@@ -145,13 +145,13 @@ def values_of(limits: SandboxLimits, kind: str) -> dict[str, int]:
     "CORE": 0,
     "NOFILE": 64,
   }
-  if kind == NONE:  # there the limit would count all processes of the user
+  if kind == NONE:  # without a sandbox, the limit would count all processes of the user
     del values["NPROC"]
   return values
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-  """Kills a program with all that it started, and waits until it is gone."""
+  """Kills a program and the processes that it started, and waits until it has ended."""
   if process.poll() is None:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
@@ -160,10 +160,10 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 @functools.cache
 def find() -> str:
-  """The first of `KINDS` that works on this machine.
+  """Finds the first of `KINDS` that works on this machine.
 
   Raises:
-    ConfigError: None works.
+    ConfigError: None of them works.
   """
   reasons = []
   for kind in KINDS:
@@ -178,14 +178,14 @@ def find() -> str:
 
 
 def _problem(kind: str) -> str:
-  """Why a kind of sandbox does not work here. Empty if it does."""
+  """Tries a kind of sandbox. Returns why it does not work on this machine, or "" if it does."""
   if not sys.platform.startswith("linux"):
     return "it needs Linux"
   tools = ("bwrap", "setpriv") if kind == "bwrap" else ("unshare", "mount", "pivot_root", "setpriv")
   for tool in tools:
     if not _tool(tool):
       return f"there is no {tool}"
-  # It is empty, shows nothing of other processes, and has this Python and not the system's.
+  # In a sandbox, /tmp is empty, /proc is missing, and Python is the one that runs this process.
   program = (
     "import json, os, sys;"
     " print(os.listdir('/tmp'), os.path.exists('/proc/1'), sys.version.split()[0], end='')"
@@ -206,16 +206,16 @@ def _problem(kind: str) -> str:
 def _bwrap(command: list[str], limits: SandboxLimits) -> list[str]:
   """The command line that runs a command in a sandbox of bubblewrap.
 
-  It sees the folders of Python and the system read-only, those of this package and numpy under
-  other names, and an empty /tmp that it may fill.
+  The sandbox has the folders of Python and the system, read-only, those of `_renamed` under other
+  names, and an empty /tmp of `limits.memory` bytes. Other limits are not set here.
   """
   wrapped = [_tool("bwrap"), "--die-with-parent", "--new-session", "--clearenv"]
   wrapped += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
   if os.geteuid():
     wrapped += ["--unshare-user", "--cap-drop", "ALL"]
   else:
-    # No limit of processes holds for the user root, so the program becomes the user nobody. For
-    # that setpriv needs these capabilities, and gives all of them up.
+    # The limit of processes does not apply to root, so setpriv changes the user. It needs these
+    # capabilities for that, and then drops them all.
     for capability in ("SETUID", "SETGID", "SETPCAP"):
       wrapped += ["--cap-add", f"CAP_{capability}"]
     command = [_tool("setpriv"), *_becomes_nobody(), *_DROPS_ALL, *command]
@@ -223,7 +223,7 @@ def _bwrap(command: list[str], limits: SandboxLimits) -> list[str]:
     if os.path.islink(folder):
       wrapped += ["--symlink", os.readlink(folder), folder]
     else:
-      # bwrap would make the folders above it so that only root may enter them.
+      # Without this, bwrap would create the parent folders so that only root may enter them.
       for above in reversed(Path(folder).parents[:-1]):
         wrapped += ["--perms", "0755", "--dir", str(above)]
       wrapped += ["--ro-bind", folder, folder]
@@ -251,26 +251,26 @@ _DROPS_ALL = ("--no-new-privs", "--inh-caps=-all", "--bounding-set=-all")
 
 
 def _becomes_nobody() -> list[str]:
-  # Another user for each program, because the kernel counts processes by user.
+  # Each program gets a random user id, because the kernel counts processes by user.
   user = _USERS.start + secrets.randbelow(len(_USERS))
   return [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
 
 
 def _folders() -> list[str]:
-  """The folders of the machine that the program sees."""
+  """The folders of the machine that a sandbox has under their own names."""
   system = [folder for folder in _READ_ONLY if os.path.lexists(folder)]
   prefix = Path(sys.base_prefix).resolve()
   return system if prefix.is_relative_to("/usr") else [*system, str(prefix)]
 
 
 def _renamed() -> list[tuple[str, str]]:
-  """The folders that it sees under another name, as pairs (folder, its name inside)."""
+  """The folders that a sandbox has under other names, as pairs (folder, name in the sandbox)."""
   packages = [(folder, f"{_PACKAGES_INSIDE}/{Path(folder).name}") for folder in _packages()]
   return [(str(_PROGRAMS), _PROGRAMS_INSIDE), *packages]
 
 
 def _packages() -> list[str]:
-  """The folders of numpy: its code, and beside it the libraries that a wheel brings."""
+  """The folders of numpy: the code, and the shared libraries of a wheel, if there are any."""
   code = Path(np.__file__).resolve().parent
   return [str(folder) for folder in (code, code.with_name("numpy.libs")) if folder.is_dir()]
 

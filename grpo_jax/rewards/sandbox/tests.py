@@ -1,8 +1,8 @@
 """Runs the tests of a problem on a program.
 
-The program runs in a sandbox (see `runner.py`), as one process, the player. The tests run in
-another one, the checker. The checker sends calls with their arguments to the player, gets plain
-data back, and compares.
+The program runs in a sandbox (see `runner.py`), in a process called the player. The tests run in a
+second sandbox, in a process called the checker. The checker sends calls with arguments to the
+player, gets plain data back, and compares.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ class Verdict:
   """The result of the tests.
 
   Attributes:
-    passed: How many passed.
-    counted: How many there are, without those that read nothing of the program.
+    passed: The number of tests that passed.
+    counted: The number of tests, without those that read no name of the program.
   """
 
   passed: int
@@ -45,13 +45,13 @@ def run_tests(
   """Runs a program, and the asserts of its tests on it.
 
   Args:
-    program: The program.
-    tests: Its tests.
-    limits: The limits of the program and of its tests, each.
+    program: The source of the program.
+    tests: The tests of the program. Only the asserts are run.
+    limits: The limits of each of the two processes.
     sandbox: One of `runner.KINDS`, or `runner.NONE`.
-    seconds: Tests that have not passed by then have failed.
+    seconds: The time limit. Tests that have not passed by then have failed.
     place: The name of the problem in error messages.
-    solution: A program that passes, or "". It says which names are the program's (`names.py`).
+    solution: A program that passes, or "". It decides which names the program defines (`names.py`).
 
   Raises:
     RewardError: A sandbox did not start, or the setup fails.
@@ -72,8 +72,8 @@ def run_tests(
         "from checker import run_tests; run_tests()", to_checker[0], to_player[1], subprocess.PIPE
       )
       start("from player import play; play()", to_player[0], to_checker[1], subprocess.DEVNULL)
-      # The player says nothing before it has its job, and the checker nothing before the player.
-      # So the first line of each pipe is the job, though the pipes have two writers.
+      # Each pipe has two writers, but the job is the first line: the player writes only after it
+      # has read its job, and the checker only after the player.
       job = {"tests": tests.asserts, "setup": tests.setup, "names": tests.names}
       _send(to_checker[1], job | {"solution": solution}, deadline)
       _send(to_player[1], {"code": program, "setup": tests.setup}, deadline)
@@ -90,8 +90,8 @@ def run_tests(
 
 
 def _verdict(found: bytes, tests: ProgramTests, place: str, seconds: float) -> Verdict:
-  """The verdict in the bytes that the checker wrote. Raises RewardError as `run_tests` does."""
-  # Nothing but the verdict counts, such as what the checker's Python says when it fails.
+  """Parses the verdict that the checker wrote. Raises RewardError as `run_tests` does."""
+  # Text after the verdict is ignored, such as a traceback of the checker.
   match = re.match(rb"\+([01-]*)(!?)", found)
   if match is None:
     said = " ".join(found.decode(errors="replace").split())[-200:]
@@ -103,16 +103,16 @@ def _verdict(found: bytes, tests: ProgramTests, place: str, seconds: float) -> V
 
 
 def _send(pipe: int, job: dict[str, Any], deadline: float) -> None:
-  """Writes a line, of which a pipe may hold only a part. Gives up at the deadline."""
-  os.set_blocking(pipe, False)
+  """Writes a job as a line. Gives up at the deadline."""
+  os.set_blocking(pipe, False)  # because the line may be longer than the buffer of the pipe
   left = memoryview(json.dumps(job).encode() + b"\n")
   while left and _wait(pipe, select.POLLOUT, deadline):
     left = left[os.write(pipe, left) :]
-  os.set_blocking(pipe, True)  # the programs share this
+  os.set_blocking(pipe, True)  # the programs share this setting
 
 
 def _read(pipe: int, count: int, deadline: float) -> bytes:
-  """The first `count` bytes, or those that there are when the pipe ends or at the deadline."""
+  """Reads `count` bytes, or fewer if the pipe ends or the deadline comes first."""
   found = b""
   while len(found) < count and _wait(pipe, select.POLLIN, deadline):
     part = os.read(pipe, 4096)
@@ -123,7 +123,7 @@ def _read(pipe: int, count: int, deadline: float) -> bytes:
 
 
 def _wait(pipe: int, event: int, deadline: float) -> bool:
-  """Waits for an event of a pipe. Returns whether it came before the deadline."""
+  """Waits until a pipe is ready for `event`, such as select.POLLIN. False after the deadline."""
   poll = select.poll()
   poll.register(pipe, event)
   left = deadline - time.monotonic()

@@ -1,5 +1,5 @@
 """Worker processes that call reward functions, and that can be killed at any time.
 
-They may import how a function is found and called (names, marks, call, answer), and never jax.
-`pool.py` is the way in.
+These modules may import the modules that find and call functions (names, marks, call, answer), but
+not jax. `pool.py` is the entry point.
 """

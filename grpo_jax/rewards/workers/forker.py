@@ -1,13 +1,14 @@
-"""The forker: a small process that starts workers by fork, and ends them with all they started.
+"""The forker: a small process that forks workers, and kills them with all processes they started.
 
-It has no threads and no JAX, so it can fork safely, which the process of a run cannot. It has
-loaded the reward functions, so a new worker takes milliseconds. The run starts it with `main` and
-sends it requests. It ends, and ends all workers, when the run has ended in whatever way. While it
-imports a file of the user, which may never end, the kernel kills it as soon as the run is gone.
+It has no threads and no JAX, so it can fork safely, unlike the process of a run. It has already
+loaded the reward functions, so a new worker starts within milliseconds. The run starts it with
+`main` and sends it requests. When the run has ended for any reason, the forker kills all workers
+and ends. While it imports a file of the user, which may hang, the kernel kills it as soon as the
+run has ended.
 
-It does the killing, too: it is the parent of the workers, so a process number that it holds cannot
-have been given to another process. On Linux it also becomes the parent of what a worker started and
-left behind.
+The forker kills workers because it is their parent: the kernel does not reuse the process id of a
+child before its parent has waited for it. On Linux the forker also becomes the parent of processes
+that a worker started and left behind.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from grpo_jax.foreign import describe
 from grpo_jax.rewards.workers import messages, worker
 from grpo_jax.settings import ConfigError
 
-_SECONDS_BETWEEN_LOOKS = 1.0  # at whether the process of the run still exists
+_SECONDS_BETWEEN_LOOKS = 1.0  # between checks whether the process of the run still exists
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -37,9 +38,9 @@ def main(channel_number: int, run_process: int) -> None:
 
   Args:
     channel_number: The file descriptor of the socket to the run.
-    run_process: The process of the run.
+    run_process: The id of the process of the run.
   """
-  # The run decides what a signal means, also where Slurm sends it to every process.
+  # Only the run reacts to signals, even if Slurm sends them to every process.
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda *_: None)
   prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -55,7 +56,7 @@ def main(channel_number: int, run_process: int) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-  """Linux's prctl. Does nothing on other systems."""
+  """Calls Linux's prctl. Does nothing on other systems."""
   if sys.platform == "linux":
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
@@ -84,7 +85,11 @@ class Forker:
       self._end(process)
 
   def _load(self, key: str, kind: str, data: bytes) -> dict[str, Any]:
-    """Loads a function, which workers then have under this key."""
+    """Loads a function, which new workers then have under this key.
+
+    `kind` and `data` come from `messages.portable`. Returns {}, or {"error": a message}, or
+    {"threads": True} if loading started a thread.
+    """
     threads = _threads()
     try:
       with self._killed_with_the_run():
@@ -103,33 +108,36 @@ class Forker:
 
   @contextlib.contextmanager
   def _killed_with_the_run(self) -> Iterator[None]:
-    """While the block runs, the end of the run kills this process, whatever it is doing.
+    """Makes the kernel kill this process if the run ends during the block, whatever it is doing.
 
-    The run sends nothing while it waits, so the only event on the channel is that the other side is
-    closed. The kernel answers it with a signal to this process and to what it has started. Not
-    PR_SET_PDEATHSIG, which kills when the thread of the run ends that started this process.
+    The run sends nothing while it waits for an answer, so the only possible event on the channel is
+    that the run has closed it. The kernel then sends SIGKILL to the process group. PR_SET_PDEATHSIG
+    would not do: it kills this process when the thread of the run that started it ends.
     """
-    if not hasattr(fcntl, "F_SETSIG"):  # not Linux: the channel is looked at after the block
+    if not hasattr(fcntl, "F_SETSIG"):  # not Linux: `main` checks the channel after the block
       yield
       return
-    number = self._channel.fileno()
-    flags = fcntl.fcntl(number, fcntl.F_GETFL)
-    fcntl.fcntl(number, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(number, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(number, fcntl.F_SETFL, flags | fcntl.FASYNC)
+    descriptor = self._channel.fileno()
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | fcntl.FASYNC)
     try:
-      if os.getppid() != self._run_process:  # it ended before that
+      if os.getppid() != self._run_process:  # the run ended before the signal was set
         raise EOFError
       yield
     finally:
-      fcntl.fcntl(number, fcntl.F_SETFL, flags)
+      fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
   def _start(self, memory: int, to_load: dict[str, tuple[str, bytes]]) -> dict[str, Any]:
-    """Forks a worker, which loads functions and serves the socket that comes with the request."""
-    _, (number,), _, _ = socket.recv_fds(self._channel, 1, 1)
+    """Forks a worker, which serves the socket that comes with the request. Returns its process id.
+
+    For the arguments see `ForkerProcess.start`.
+    """
+    _, (descriptor,), _, _ = socket.recv_fds(self._channel, 1, 1)
     process = os.fork()
     if process:
-      os.close(number)
+      os.close(descriptor)
       self._workers.add(process)
       return {"process": process}
     try:
@@ -138,14 +146,14 @@ class Forker:
       functions = self._functions
       worker.set_up(memory)
       worker.serve(
-        socket.socket(fileno=number),
+        socket.socket(fileno=descriptor),
         lambda: functions | {key: messages.load(*one) for key, one in to_load.items()},
       )
     finally:
       os._exit(0)
 
   def _end(self, process: int) -> dict[str, Any]:
-    """Kills a worker and all that it started."""
+    """Kills a worker and all processes that it started. Returns its exit code."""
     self._workers.discard(process)
     for kill in (os.killpg, os.kill):
       try:
@@ -157,7 +165,7 @@ class Forker:
     return {"code": os.waitstatus_to_exitcode(status)}
 
   def _end_strays(self) -> None:
-    """Kills processes whose parent, a worker, has ended. Their own children come after them."""
+    """Kills processes that a dead worker left. Their children are then children of this process."""
     while strays := _children() - self._workers:
       for process in strays:
         try:
@@ -168,7 +176,7 @@ class Forker:
 
 
 def _children() -> set[int]:
-  """The processes whose parent this one is. Empty where the system does not say."""
+  """The ids of the child processes. Empty if the system does not tell."""
   try:
     text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
   except OSError:

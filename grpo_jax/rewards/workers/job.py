@@ -1,4 +1,4 @@
-"""A job: the calls that one `Pool.start` was given, and their answers."""
+"""A job: the calls of one `Pool.start`, and their answers."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,13 +11,13 @@ from grpo_jax.rewards.workers.messages import WorkerCall
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CallTask:
-  """Some rows of a call, and how often calls with them have failed.
+  """A task: to call a function with some rows of a call of a job.
 
   Attributes:
-    job: The job of the call.
-    place: Which of the job's calls it is.
-    rows: The completions of the call that are scored.
-    failed: How many calls with these rows have failed.
+    job: The job.
+    place: The index of the call in the job.
+    rows: The indices of the completions of the call that this task scores.
+    failed: How many attempts with these rows have failed.
   """
 
   job: "CallBatch"
@@ -32,58 +32,59 @@ class CallTask:
 
   @property
   def lane(self) -> tuple[str, int]:
-    """The key of tasks that any worker may take in any order: equal for tasks of one lane."""
+    """The key of the task's lane: a queue of tasks that differ only in their completions."""
     return self.call.key, self.failed
 
   def cut(self) -> WorkerCall:
-    """The call with these rows alone."""
+    """The call with only the rows of this task."""
     return dataclasses.replace(self.call, columns=rows_of(self.call.columns, self.rows))
 
 
 class CallBatch:
-  """Calls and their answers so far.
+  """A job: calls, and the answers so far.
 
-  A call that failed is made again, for one completion at a time, each in a new worker. What fails
-  there has no reward. A function that must see whole groups is called again with the whole group.
+  A call that fails is retried with one completion at a time, each in a new worker. A completion for
+  which that fails has no reward. A function that must see whole groups is retried with the group.
 
   Attributes:
     calls: The calls.
-    future: Gets the answers, in the order of the calls, whichever comes first.
+    future: The answers, in the order of the calls.
   """
 
   def __init__(self, calls: Sequence[WorkerCall], stops_on_error: bool) -> None:
-    """`stops_on_error`: whether the first completion for which a function raises ends the job."""
+    """`stops_on_error`: whether an error for a single completion ends the job with RewardError."""
     self.calls, self._stops_on_error = calls, stops_on_error
     self.future: Future[list[Answer]] = Future()
+    # By call: pairs of the rows of a task and the answer for them.
     self._parts: list[list[tuple[Sequence[int], Answer]]] = [[] for _ in calls]
-    self._unanswered = len(calls)  # tasks
+    self._unanswered = len(calls)  # the number of tasks without an answer
     self._end_if_done()
 
   def tasks(self) -> list[CallTask]:
-    """A task for each call."""
+    """A task for each call, with all its rows."""
     sizes = [len(call.columns["completions"]) for call in self.calls]
     return [CallTask(self, place, range(size)) for place, size in enumerate(sizes)]
 
   def answer(self, task: CallTask, answer: Answer) -> None:
-    """Takes the answer for a task."""
+    """Stores the answer of a task. The last one sets the future."""
     self._parts[task.place].append((task.rows, answer))
     self._unanswered -= 1
     self._end_if_done()
 
   def failed(self, task: CallTask, kind: str, text: str, retries: int) -> list[CallTask]:
-    """A call failed.
+    """Handles a failed attempt of a task.
 
     Args:
-      task: Whose call it was.
+      task: The task.
       kind: As in `Failure`.
       text: As in `Failure`.
-      retries: How often a call that fails is made again.
+      retries: How many times a task may be retried.
 
     Returns:
-      The tasks in its place. There are none after so many retries.
+      The tasks that replace it. Empty after the last retry, when its rows have no reward.
 
     Raises:
-      RewardError: It ends the job.
+      RewardError: The error ends the job.
     """
     if task.failed >= retries:
       if kind == "error" and self._stops_on_error:
@@ -99,7 +100,7 @@ class CallBatch:
       return
     self.future.set_result(
       [
-        # Sorted, so that sums over what was logged do not depend on which worker was faster.
+        # Sorted, so that sums over logged values do not depend on the speed of workers.
         joined(len(call.columns["completions"]), sorted(parts, key=_first_row))
         for call, parts in zip(self.calls, self._parts)
       ]

@@ -1,8 +1,7 @@
 """The messages between the process of a run, the forker and the workers, over stream sockets.
 
-The run sends functions and calls. They are pickled, because columns hold any objects. It gets
-answers as JSON, one object a line: a worker that sends something else, by accident or not, can do
-no harm.
+The run sends functions and calls as pickles, because columns may hold any objects. It receives
+answers as lines of JSON, because unpickling what a faulty or malicious worker sends could run code.
 """
 
 from collections.abc import Callable
@@ -20,28 +19,25 @@ from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rewards.names import resolve
 
 _LENGTH = struct.Struct("!Q")
-_LONGEST_LINE = 2**28  # characters of an answer
+_LONGEST_LINE = 2**28  # bytes of an answer
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerCall:
-  """A call of a function with the completions of one prompt.
+  """A call of a reward function with the completions of one prompt.
 
   Attributes:
     key: The key of the function in the pool.
     name: The name of the function in messages.
-    columns: Its arguments.
+    columns: The arguments of the function.
     step: The number of the step.
-    is_async: Whether it is an async function.
-    whole_groups: Whether it must not be called with a part of these completions.
-    one_worker: Whether all calls of this function must be made by the same worker.
-    at_once: With one_worker, about how many completions of the function are under way, 0 for any
-      number.
-    again: Whether a call that failed is made again. It may have changed something outside.
-    asks: Whether the answer is what the function reads, in place of its scores:
-      `asking.asking`.
-    votes: Whether the answer is which completions have equal answers, in place of their scores:
-      `votes.voting`.
+    is_async: Whether the function is async.
+    whole_groups: Whether a retry must have all of these completions.
+    one_worker: Whether one worker must make all calls of this function.
+    at_once: With one_worker: about half the limit of completions in flight. 0 for no limit.
+    again: Whether a call that failed is retried. False if it may have side effects.
+    asks: Whether to find out whether the function reads messages, see `asking.asking`.
+    votes: Whether to return votes instead of scores, see `votes.voting`.
   """
 
   key: str
@@ -62,15 +58,15 @@ class NotPortable(Exception):
 
 
 def portable(source: str, function: Callable[..., Any], is_named: bool) -> tuple[str, bytes]:
-  """A function as (kind, data), of which `load` makes it in another process.
+  """Converts a function to (kind, data), from which `load` makes it in another process.
 
   Args:
     source: The name of the function in the config.
     function: The function.
-    is_named: Whether any process finds it under that name.
+    is_named: Whether other processes can find it by that name. Else it is pickled.
 
   Raises:
-    NotPortable: It is of a notebook or of the program that started the run, and cannot be pickled.
+    NotPortable: The function cannot be pickled, or cloudpickle is not installed.
   """
   if is_named:
     return "name", source.encode()
@@ -79,28 +75,31 @@ def portable(source: str, function: Callable[..., Any], is_named: bool) -> tuple
   except ImportError:
     raise NotPortable("it needs the package cloudpickle: pip install -e '.[workers]'") from None
   module = sys.modules.get(getattr(function, "__module__", None) or "")
-  goes_along = module is not None and not _is_found(module.__name__)
-  if goes_along:
+  pickles_module = module is not None and not _is_found(module.__name__)
+  if pickles_module:
     cloudpickle.register_pickle_by_value(module)
   try:
     return "value", cloudpickle.dumps(function)
   except Exception as error:  # whatever the parts of an object raise
     raise NotPortable(f"{type(error).__name__}: {' '.join(str(error).split()):.100}") from None
   finally:
-    if goes_along:
+    if pickles_module:
       cloudpickle.unregister_pickle_by_value(module)
 
 
 def _is_found(name: str) -> bool:
-  """Whether another process can import a module. The file of a --config is in this one alone."""
+  """Whether the module's functions need no help to be pickled: other processes can import it.
+
+  The file of a --config is a module in this process only.
+  """
   first, *inner = name.split(".")
-  if inner or first == "__main__":  # cloudpickle itself takes what is of __main__ by value
+  if inner or first == "__main__":  # cloudpickle pickles functions of __main__ by value anyway
     return True
   return any(finder.find_spec(first, None) is not None for finder in sys.meta_path)
 
 
 def load(kind: str, data: bytes) -> Any:
-  """A function from what `portable` made of it, ready to be called."""
+  """Loads a function from the result of `portable`, and calls its mark `prepare`."""
   function: Any
   if kind == "name":
     function = resolve(data.decode(), "reward.functions", lambda name: False)
@@ -112,15 +111,15 @@ def load(kind: str, data: bytes) -> Any:
 
 
 def answer_to_json(answer: Answer) -> dict[str, Any]:
-  """An answer as JSON holds it."""
+  """Converts an answer to JSON."""
   return dataclasses.asdict(answer)
 
 
 def answer_from_json(values: Any, count: int) -> Answer:
-  """The inverse of `answer_to_json`.
+  """Converts JSON that a worker sent to an answer, with checks, because a worker may send anything.
 
   Raises:
-    ValueError: `values` is no answer for `count` completions.
+    ValueError: `values` is not an answer for `count` completions.
   """
   try:
     steps = [[(int(end), float(reward)) for end, reward in one] for one in values["steps"]]
@@ -155,7 +154,7 @@ def send_data(channel: socket.socket, data: bytes) -> None:
 
 
 def receive(channel: socket.socket) -> Any:
-  """The next pickled message. Raises EOFError if the other side has ended."""
+  """Receives a pickled message. Raises EOFError if the other process has closed the socket."""
   (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size))
   return pickle.loads(_read(channel, length))
 
@@ -166,18 +165,18 @@ def send_line(channel: socket.socket, values: dict[str, Any]) -> None:
 
 
 class LineReader:
-  """The lines of JSON that come from a socket."""
+  """Reads lines of JSON from a socket."""
 
   def __init__(self, channel: socket.socket) -> None:
     self._channel = channel
     self._buffer = bytearray()
 
   def read(self) -> list[dict[str, Any]]:
-    """Waits for bytes to come, and returns the objects that are complete.
+    """Waits for bytes, and returns the objects whose lines are complete, which may be none.
 
     Raises:
-      EOFError: The other side has ended.
-      ValueError: It sent something else than lines of objects.
+      EOFError: The other process has closed the socket.
+      ValueError: The other process sent something other than lines of JSON objects.
     """
     data = self._channel.recv(2**20)
     if not data:

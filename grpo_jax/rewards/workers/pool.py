@@ -1,8 +1,8 @@
 """The pool: worker processes that call reward functions, and that can be killed at any time.
 
-A call that hangs, crashes or raises something costs no other call its reward. `processes.py` starts
-and ends the workers, `schedule.py` decides which worker makes which call, and `job.py` puts the
-answers together.
+A call that hangs, crashes or raises an exception does not affect the rewards of other calls.
+`processes.py` starts and kills the workers, `schedule.py` assigns calls to workers, and `job.py`
+combines the answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,30 +19,30 @@ _SECONDS_TO_STOP = 5.0
 
 
 class Pool:
-  """Worker processes that make calls in the background, of several jobs at the same time."""
+  """Worker processes that make the calls of any number of jobs in the background."""
 
   def __init__(self, count: int, timeout: float, memory: float = 0) -> None:
-    """Starts nothing yet.
+    """Makes a pool. It starts no process before `add`.
 
     Args:
-      count: How many workers there may be.
-      timeout: Seconds that a call may take.
-      memory: GiB that a worker may have, 0 for no limit.
+      count: The maximum number of workers.
+      timeout: The time limit of a call, in seconds.
+      memory: The memory limit of a worker, in GiB. 0 for no limit.
     """
     self._processes = WorkerProcesses(count, int(memory * 2**30))
     self._schedule = Schedule(self._processes, timeout)
 
   def add(self, source: str, function: Callable[..., Any], is_named: bool) -> None:
-    """Lets the workers call a function, whose key is `source`.
+    """Adds a function that workers can call, with the key `source`. Waits until no job runs.
 
     Args:
-      source: Its name in the config.
+      source: The name of the function in the config.
       function: The function.
-      is_named: Whether any process finds it under that name.
+      is_named: Whether other processes can find it by that name.
 
     Raises:
-      NotPortable: It cannot be sent to another process.
-      ConfigError: It cannot be loaded there.
+      NotPortable: The function cannot be sent to another process.
+      ConfigError: The function cannot be loaded in another process.
     """
     if source not in self._processes.functions:
       sent = portable(source, function, is_named)
@@ -53,11 +53,11 @@ class Pool:
   def start(
     self, calls: Sequence[WorkerCall], stops_on_error: bool = False
   ) -> "Future[list[Answer]]":
-    """Makes calls in the background.
+    """Starts a job, whose calls are made in the background.
 
     Args:
       calls: The calls.
-      stops_on_error: Whether the first completion for which a function raises something ends all.
+      stops_on_error: Whether an error for a single completion ends the job with RewardError.
 
     Returns:
       The future answers, in the order of the calls.
@@ -65,7 +65,7 @@ class Pool:
     return self._schedule.start(CallBatch(calls, stops_on_error))
 
   def close(self) -> None:
-    """Ends all workers, and with them what is running."""
+    """Ends all workers and jobs."""
     self._processes.is_closed.set()
     self._schedule.wake()
     with self._schedule.lock:

@@ -1,4 +1,4 @@
-"""The run's side of the forker and of its workers."""
+"""Starts, kills and talks to the forker and the workers, from the process of the run."""
 
 from collections.abc import Sequence
 import contextlib
@@ -20,12 +20,12 @@ from grpo_jax.rewards.workers import messages
 from grpo_jax.settings import ConfigError
 
 _SECONDS_TO_END = 10.0
-_MOST_RESTARTS = 3  # of the forker, which ends only if something kills it
+_MOST_RESTARTS = 3  # restarts of the forker, which ends early only if something kills it
 _PROGRAM = (
   "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
   " from grpo_jax.rewards.workers.forker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-# One thread for each worker's libraries of numbers, and no worker may take the devices of the run.
+# Numerical libraries use one thread per worker, and workers must not use the devices of the run.
 _ENVIRONMENT = {
   "OMP_NUM_THREADS": "1",
   "OPENBLAS_NUM_THREADS": "1",
@@ -39,33 +39,36 @@ class ForkerEnded(Exception):
 
 
 class ForkerProcess:
-  """The process that starts and ends workers. See `grpo_jax/rewards/workers/forker.py`."""
+  """The process that starts and kills workers. See `grpo_jax/rewards/workers/forker.py`."""
 
   def __init__(self) -> None:
-    """Starts it."""
-    self._channel, theirs = socket.socketpair()
-    number = theirs.fileno()
+    """Starts the process."""
+    self._channel, forker_end = socket.socketpair()
+    fd = forker_end.fileno()
     paths = json.dumps([os.path.abspath(path) for path in sys.path])
-    with theirs:
-      # A process group of its own, so that Ctrl-C reaches only the process of the run.
+    with forker_end:
+      # A new session has a new process group, so that Ctrl-C reaches only the process of the run.
       self._process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, paths, str(number), str(os.getpid())],
+        [sys.executable, "-c", _PROGRAM, paths, str(fd), str(os.getpid())],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # stderr: what functions print must not get between the lines of the run
-        pass_fds=(number,),
+        stdout=2,  # stderr, so that prints of functions do not mix with the lines of the run
+        pass_fds=(fd,),
         env=os.environ | _ENVIRONMENT,
         start_new_session=True,
       )
     self._lines = messages.LineReader(self._channel)
 
   def load(self, source: str, kind: str, data: bytes) -> bool:
-    """Loads a function. Returns False if that started a thread.
+    """Loads a function in the forker, so that new workers have it.
+
+    `source` is the name in the config, and (kind, data) come from `messages.portable`. Returns
+    False if loading started a thread, because the forker can then no longer fork safely.
 
     Raises:
-      ConfigError: It cannot be loaded.
+      ConfigError: The function cannot be loaded, or not in time.
     """
     with doing(f"loading reward function {source} for the workers"):
-      # Longer than the limit in the process itself, which says more.
+      # The forker has a shorter time limit, whose error says more.
       limit = names.SECONDS_TO_LOAD + _SECONDS_TO_END
       self._channel.settimeout(limit)
       try:
@@ -87,16 +90,16 @@ class ForkerProcess:
     """Starts a worker.
 
     Args:
-      memory: Its limit in bytes, 0 for none.
-      to_load: The functions that it loads for itself.
+      memory: The worker's memory limit in bytes, 0 for none.
+      to_load: The functions that the worker loads itself: (kind, data) by key.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
-      result = self._ask("start", memory, to_load, number=theirs.fileno())
-    return WorkerProcess(int(result["process"]), ours)
+    run_end, worker_end = socket.socketpair()
+    with worker_end:
+      result = self._ask("start", memory, to_load, number=worker_end.fileno())
+    return WorkerProcess(int(result["process"]), run_end)
 
   def end(self, worker: "WorkerProcess") -> str:
-    """Kills a worker and what it started. Returns how it had ended, if it had before."""
+    """Kills a worker and the processes that it started. Returns how it ended, for a message."""
     worker.channel.close()
     if worker.is_orphan:
       return "was killed"
@@ -108,7 +111,7 @@ class ForkerProcess:
     return f"ended with exit code {code}"
 
   def close(self) -> None:
-    """Ends it and all workers. Waits until they have ended."""
+    """Ends the forker and all workers, by closing the channel. Waits until they have ended."""
     self._channel.close()
     try:
       self._process.wait(_SECONDS_TO_END)
@@ -129,8 +132,8 @@ class ForkerProcess:
     return results[0]
 
   def _kill(self) -> None:
-    """Kills it, and what a file that it imports has started."""
-    with contextlib.suppress(OSError):  # it has ended
+    """Kills the forker, and processes that a file started while the forker imported it."""
+    with contextlib.suppress(OSError):  # the forker has already ended
       os.killpg(self._process.pid, signal.SIGKILL)
 
 
@@ -138,15 +141,15 @@ class WorkerProcess:
   """A worker process.
 
   Attributes:
-    process: Its number.
-    channel: The socket to it.
-    pending: The numbers of the calls that it has not answered yet.
-    is_ready: Whether it has started.
-    is_new: Whether it has made no call yet.
-    is_orphan: Whether its forker has ended.
-    is_async: Whether its calls run side by side.
-    deadline: When it must have answered something, or started. 0 before that is known.
-    answered_at: When it answered the last call, or got the first one.
+    process: The process id.
+    channel: The socket to the worker.
+    pending: The numbers of the calls that it has not answered yet, in the order of sending.
+    is_ready: Whether it has started and loaded its functions.
+    is_new: Whether no call has been sent to it yet.
+    is_orphan: Whether the forker that started it has ended.
+    is_async: Whether the pending calls run concurrently.
+    deadline: When it must have answered a call, or started, in time.monotonic(). 0 if not set yet.
+    answered_at: When it last answered a call, or got one while idle, in time.monotonic().
   """
 
   def __init__(self, process: int, channel: socket.socket) -> None:
@@ -157,11 +160,11 @@ class WorkerProcess:
     self._lines = messages.LineReader(channel)
 
   def send(self, calls: Sequence[tuple[int, messages.WorkerCall]], timeout: float) -> None:
-    """Sends calls with their numbers.
+    """Sends pairs (number, call). `timeout` is the limit of a call, and of sending, in seconds.
 
     Raises:
-      OSError: It has ended, or does not read.
-      RewardError: The arguments cannot be sent.
+      OSError: The worker has ended, or does not read.
+      RewardError: The arguments cannot be pickled.
     """
     try:
       data = pickle.dumps((calls, timeout))
@@ -176,7 +179,7 @@ class WorkerProcess:
     self.channel.settimeout(None)
 
   def read(self) -> list[dict[str, Any]]:
-    """The answers that it has sent. Raises EOFError, OSError or ValueError if it has failed."""
+    """Reads answers. Raises EOFError, OSError or ValueError if the worker has failed."""
     return self._lines.read()
 
 
@@ -185,26 +188,27 @@ class WorkerProcesses:
 
   Attributes:
     workers: The workers that exist.
-    forkers: The last one serves; the others have ended.
-    functions: The functions that workers can call, as `messages.portable` made them.
-    is_closed: Is set when no call may be made any more.
+    forkers: The last forker is in use; the others have ended.
+    functions: The functions that workers can call, by key, as `messages.portable` returned them.
+    is_closed: Set when no more calls may be made.
   """
 
   def __init__(self, count: int, memory: int) -> None:
-    """Starts nothing yet. There may be `count` workers of `memory` bytes each, 0 for no limit."""
+    """Limits the number of workers and the bytes of memory of each, 0 for no limit."""
     self.workers: list[WorkerProcess] = []
     self.forkers: list[ForkerProcess] = []
     self.functions: dict[str, tuple[str, bytes]] = {}
     self.is_closed = threading.Event()
     self._count, self._memory = count, memory
-    self._loaded_by_workers: set[str] = set()  # those that the forker must not load
-    # Also where nobody calls `close`: at the latest when the interpreter exits.
+    # The keys of functions that start threads when they are loaded, so that no forker may do that.
+    self._loaded_by_workers: set[str] = set()
+    # Ends the forkers even if nobody calls `close`, at the latest when Python exits.
     self._finalizer = weakref.finalize(self, _close, self.forkers)
 
   def add(self, source: str, function: tuple[str, bytes]) -> None:
-    """Lets workers call a function. Raises ConfigError if it cannot be loaded."""
+    """Adds a function, as (kind, data). Raises ConfigError if it cannot be loaded."""
     self.functions[source] = function
-    for worker in list(self.workers):  # they do not have it
+    for worker in list(self.workers):  # existing workers lack the function
       self.end(worker)
     if not self.forkers:
       self._start_forker()
@@ -214,12 +218,12 @@ class WorkerProcesses:
       self._start_forker()
 
   def fill(self, wanted: int) -> None:
-    """Starts workers until there are as many as wanted, or as there may be."""
+    """Starts workers until there are `wanted`, or the maximum number."""
     while len(self.workers) < min(self._count, wanted):
       self.workers.append(self._start_worker())
 
   def end(self, worker: WorkerProcess) -> str:
-    """Kills a worker with all that it started. Returns how it had ended, if it had before."""
+    """Kills a worker and the processes that it started. Returns how it ended, for a message."""
     self.workers.remove(worker)
     try:
       return self.forkers[-1].end(worker)
@@ -240,7 +244,11 @@ class WorkerProcesses:
         self._start_forker()
 
   def _start_forker(self) -> None:
-    """Starts a forker. The workers of the one before have ended with it."""
+    """Starts a forker that has loaded the functions. The workers of the previous one have ended.
+
+    Raises:
+      RewardError: Too many forkers have been killed.
+    """
     if len(self.forkers) > _MOST_RESTARTS:
       raise RewardError("the process that starts workers for reward functions was killed again")
     for worker in self.workers:
@@ -251,7 +259,7 @@ class WorkerProcesses:
       with_threads = [one for one in early if not forker.load(one, *self.functions[one])]
       if not with_threads:
         break
-      # A forker with threads cannot fork. The next one leaves these functions to the workers.
+      # A forker with threads cannot fork safely. The next one leaves these functions to workers.
       self._loaded_by_workers.update(with_threads)
       forker.close()
     self.forkers.append(forker)

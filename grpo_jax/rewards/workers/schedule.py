@@ -1,13 +1,13 @@
-"""The schedule: which worker makes which call.
+"""The schedule: decides which worker makes which call.
 
-All jobs share the workers, so calls of one job run while those of another one wait. A worker makes
-one call after the other. It may get several at once, so that cheap functions do not wait for
-messages. It must answer something within the time limit. If it does not, or if it ends, the call
-that it was in has failed, and the calls behind it go to another worker.
+All jobs share the workers, so calls of one job run while calls of another wait. A worker makes one
+call after the other. It may get several calls in one message, to save round trips for cheap
+functions. It must answer a call within the time limit. If it does not, or if it ends, the call that
+it was making has failed, and its other calls go to another worker.
 
-Calls of async functions run side by side in a worker, whichever job they are of. When a worker has
-as many as it may, the next worker gets some. All calls of a function that is marked `one_worker`
-run in the same worker.
+A worker makes calls of async functions concurrently, even of different jobs. When a worker has the
+maximum number, the next worker gets calls. One worker makes all calls of a function that is marked
+`one_worker`.
 """
 
 import collections
@@ -26,22 +26,22 @@ from grpo_jax.rewards.workers.job import CallBatch, CallTask
 from grpo_jax.rewards.workers.messages import WorkerCall, answer_from_json
 from grpo_jax.rewards.workers.processes import WorkerProcess, WorkerProcesses
 
-CALLS_AT_ONCE = 64  # of async functions in a worker
-_SECONDS_BETWEEN_LOOKS = 1.0  # at whether the pool is closed
-_SECONDS_OF_CALLS = 0.05  # how much work a worker gets at once
-_GRACE = 1.0  # seconds for the loop of an async function to notice that a call is over
+CALLS_AT_ONCE = 64  # the maximum number of concurrent async calls in a worker
+_SECONDS_BETWEEN_LOOKS = 1.0  # between checks whether the pool is closed
+_SECONDS_OF_CALLS = 0.05  # about how much work a worker gets in one message
+_GRACE = 1.0  # seconds that an event loop may take to cancel a call after its time limit
 _MOST_FAILED_STARTS = 3
 
 
 class Schedule:
-  """Makes the calls of jobs with worker processes, in a thread that lives while there are any.
+  """Makes the calls of jobs with worker processes, in a thread that runs while there are jobs.
 
   Attributes:
-    lock: A thread that holds it while `is_idle` may use the processes.
+    lock: Another thread may use the processes only while it holds this lock and `is_idle()`.
   """
 
   def __init__(self, processes: WorkerProcesses, timeout: float) -> None:
-    """`timeout`: seconds that a call may take."""
+    """`timeout`: the time limit of a call, in seconds."""
     self.lock = threading.Condition()
     self._processes, self._timeout = processes, timeout
     self._new: list[CallBatch] = []
@@ -49,10 +49,10 @@ class Schedule:
     self._wakes, self._waker = socket.socketpair()
     self._waker.setblocking(False)
     self._numbers = itertools.count()
-    self._tasks: dict[int, CallTask] = {}  # without an answer, by number
-    # The numbers of those that no worker has. Those of a lane differ only in their completions.
+    self._tasks: dict[int, CallTask] = {}  # the unanswered tasks by number
+    # Queues with the numbers of tasks that no worker has, by `CallTask.lane`.
     self._lanes: dict[tuple[str, int], collections.deque[int]] = {}
-    self._seconds: dict[str, float] = {}  # of a call, by key
+    self._seconds: dict[str, float] = {}  # a moving average of the time of a call, by key
     self._failed_starts = 0
 
   def start(self, job: CallBatch) -> "Future[list[Answer]]":
@@ -61,24 +61,24 @@ class Schedule:
       self._new.append(job)
       if not self._runs:
         self._runs = True
-        # After Ctrl-C nobody waits for it. An executor's would be waited for when Python exits.
+        # A daemon, so that Python can exit after Ctrl-C. It would wait for an executor's thread.
         threading.Thread(target=self._run, name="rewards", daemon=True).start()
     self.wake()
     return job.future
 
   def wake(self) -> None:
-    """Lets the thread look at what is new."""
+    """Makes the thread check for new jobs, and whether the pool is closed."""
     try:
       self._waker.send(b"w")
-    except OSError:  # it has been woken often, or the pool is closed
+    except OSError:  # the buffer is full of earlier wakes, or the socket is closed
       pass
 
   def is_idle(self) -> bool:
-    """Whether no job runs. For those who hold the lock."""
+    """Whether no job runs. The caller must hold the lock."""
     return not self._runs
 
   def close(self) -> None:
-    """Closes what wakes the thread, which has ended."""
+    """Closes the sockets that wake the thread. The thread must have ended."""
     self._wakes.close()
     self._waker.close()
 
@@ -94,7 +94,7 @@ class Schedule:
           return
       try:
         self._step()
-      except BaseException as error:  # no call can be made, whichever job it is of
+      except BaseException as error:  # no call of any job can be made
         self._drop({task.job for task in self._tasks.values()}, error)
 
   def _step(self) -> None:
@@ -115,7 +115,7 @@ class Schedule:
       self._lanes.setdefault(task.lane, collections.deque()).append(number)
 
   def _drop(self, jobs: set[CallBatch], error: BaseException) -> None:
-    """Ends jobs. The workers that are in one of their calls end, too."""
+    """Ends jobs with an error. Workers that have calls of these jobs are killed."""
     dropped = {number for number, task in self._tasks.items() if task.job in jobs}
     for lane, numbers in self._lanes.items():
       self._lanes[lane] = collections.deque(one for one in numbers if one not in dropped)
@@ -126,30 +126,30 @@ class Schedule:
     for number in dropped:
       del self._tasks[number]
     for worker in workers:
-      with contextlib.suppress(Exception):  # the next step finds it again
+      with contextlib.suppress(Exception):  # if the forker is broken, the next step raises it again
         self._processes.end(worker)
     for job in jobs:
       job.future.set_exception(error)
 
   def _give_back(self, numbers: list[int]) -> None:
-    """Tasks whose calls were not made stand first again."""
+    """Puts tasks back at the front of their lanes, because a worker did not make their calls."""
     for number in reversed(numbers):
       self._lanes[self._tasks[number].lane].appendleft(number)
 
-  # Who gets what.
+  # Assigning tasks to workers.
 
   def _waiting(self) -> list[collections.deque[int]]:
-    """The lanes that hold tasks. The one whose first task is the oldest comes first."""
+    """The lanes that hold tasks, sorted by the number of their first task."""
     return sorted((numbers for numbers in self._lanes.values() if numbers), key=lambda one: one[0])
 
   def _hand_out(self) -> None:
-    """Gives tasks to the workers that have room. Those that run async functions come first."""
+    """Sends tasks to workers that have room, first to workers that already run async calls."""
     for worker in sorted(self._processes.workers, key=lambda one: not one.pending):
       while worker in self._processes.workers and (batch := self._batch_for(worker)):
         self._give(worker, batch)
 
   def _batch_for(self, worker: WorkerProcess) -> list[int]:
-    """The next tasks for a worker, all of one function. Empty if it has no room for any."""
+    """Removes the next tasks for a worker from a lane. Empty if the worker has no room for any."""
     if worker.is_ready:
       for numbers in self._waiting():
         room = min(self._room(worker, self._tasks[numbers[0]], len(numbers)), len(numbers))
@@ -158,8 +158,9 @@ class Schedule:
     return []
 
   def _room(self, worker: WorkerProcess, task: CallTask, waiting: int) -> int:
-    """How many tasks like this one, of which so many wait, a worker may get now."""
+    """How many of the `waiting` tasks of a lane, whose first is `task`, a worker may get now."""
     call = task.call
+    # A retry needs a new worker. A worker of sync calls gets more when it has answered them all.
     if (task.failed and not worker.is_new) or (worker.pending and not worker.is_async):
       return 0
     if call.is_async:
@@ -178,18 +179,18 @@ class Schedule:
     return max(1, min(share, fitting))
 
   def _may_begin(self, worker: WorkerProcess, call: WorkerCall) -> bool:
-    """Whether a worker may begin one more call of a function that is marked `one_worker`."""
+    """Whether a worker may start one more call of a function that is marked `one_worker`."""
     under_way = 0
     for other in self._processes.workers:
-      own = [one for one in map(self._tasks.__getitem__, other.pending) if one.call.key == call.key]
-      if own and other is not worker:
+      tasks = [t for t in map(self._tasks.__getitem__, other.pending) if t.call.key == call.key]
+      if tasks and other is not worker:
         return False
-      under_way += sum(len(task.rows) for task in own)
-    # Twice as many, so that one slow request of a call leaves no place empty.
+      under_way += sum(len(task.rows) for task in tasks)
+    # Twice as many, so that a call with one slow request does not leave request slots unused.
     return not under_way or not call.at_once or under_way < 2 * call.at_once
 
   def _retire(self) -> None:
-    """Ends idle workers where calls that failed need new ones."""
+    """Ends idle workers to make room for new ones, which retries need."""
     missing = sum(len(one) for one in self._waiting() if self._tasks[one[0]].failed)
     missing -= sum(worker.is_new for worker in self._processes.workers)
     idle = [one for one in self._processes.workers if not one.is_new and not one.pending]
@@ -197,7 +198,7 @@ class Schedule:
       self._processes.end(worker)
 
   def _wanted(self) -> int:
-    """How many workers there should be."""
+    """How many workers there should be: those that are busy, and those for the waiting tasks."""
     busy = [worker for worker in self._processes.workers if worker.pending]
     wanted = len(busy)
     for numbers in self._waiting():
@@ -228,10 +229,10 @@ class Schedule:
     grace = _GRACE if worker.is_async else 0
     worker.deadline = worker.answered_at + self._timeout + grace
 
-  # What comes back.
+  # Handling messages from workers.
 
   def _wait(self) -> None:
-    """Waits for an answer, for the end of a time limit or for a new job."""
+    """Waits for a message, a deadline or `wake`. Handles messages, and workers that are late."""
     waiting = [one for one in self._processes.workers if one.pending or not one.is_ready]
     first_deadline = min((one.deadline for one in waiting), default=float("inf"))
     seconds = min(first_deadline - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
@@ -255,14 +256,14 @@ class Schedule:
           self._take(worker, message)
     except (EOFError, OSError):
       self._worker_failed(worker, "crash")
-    except (ValueError, KeyError, TypeError):  # it is no answer
+    except (ValueError, KeyError, TypeError):  # the message is not an answer
       self._worker_failed(worker, "crash", "sent something that is no answer")
 
   def _take(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-    """Takes a worker's message: that it is ready, the answer of a call, or why a call failed.
+    """Handles a message from a worker: it is ready, an answer, or the reason why a call failed.
 
     Raises:
-      ValueError, KeyError or TypeError: It is no such message.
+      ValueError, KeyError or TypeError: The message is invalid.
       RewardError: The worker cannot load its functions.
     """
     if not worker.is_ready:
@@ -271,7 +272,7 @@ class Schedule:
       worker.is_ready = bool(message["ready"])
       return
     number = message["number"]
-    # A worker makes async calls side by side, and others in their order.
+    # Async calls may be answered in any order, others only in the order of sending.
     expected = worker.pending if worker.is_async else worker.pending[:1]
     if number not in expected:
       raise ValueError(number)
@@ -293,7 +294,7 @@ class Schedule:
       self._failed(task, kind, text or self._too_late(task.call), retries)
 
   def _ended(self, worker: WorkerProcess, number: int) -> None:
-    """A worker has answered a call."""
+    """Removes a task that a worker has answered, and extends the worker's deadline."""
     worker.pending.remove(number)
     del self._tasks[number]
     self._extend(worker)
@@ -305,7 +306,11 @@ class Schedule:
   def _worker_failed(
     self, worker: WorkerProcess, kind: str, what: str = "", text: str = ""
   ) -> None:
-    """A worker has ended, hangs or sends nonsense. The calls that it was not in are made again."""
+    """Kills a worker that has failed. The calls that it was making count as failed.
+
+    `kind` is "crash" or "timeout". `what` says what the worker did, "" for how it ended. `text` is
+    the whole message, if it is known.
+    """
     pending, worker.pending = worker.pending, []
     how = self._processes.end(worker)
     if not worker.is_ready:
@@ -317,21 +322,21 @@ class Schedule:
     failed = [self._tasks.pop(number) for number in suspects]
     for task in failed:
       name = task.call.name
-      said = text or f"the worker process of reward function {name} {what or how}"
+      message = text or f"the worker process of reward function {name} {what or how}"
       if kind == "timeout":
-        said = self._too_late(task.call)
-      # With an async function, all that ran side by side is suspect. It is called alone at last.
-      self._failed(task, kind, said, 2 if task.call.is_async else 1)
+        message = self._too_late(task.call)
+      # Any of the concurrent async calls may be at fault, so the second retry makes each one alone.
+      self._failed(task, kind, message, 2 if task.call.is_async else 1)
 
   def _too_late(self, call: WorkerCall) -> str:
     limit = f"reward.timeout = {self._timeout:g} s"
     return f"reward function {call.name} has not returned within {limit}"
 
   def _failed(self, task: CallTask, kind: str, text: str, retries: int) -> None:
-    if task.job.future.done():  # another one of its calls has just ended it
+    if task.job.future.done():  # another call of the job has just ended the job
       return
     try:
-      # An async call that failed because of those beside it is made again all the same.
+      # Async calls are always retried, because a concurrent call may have caused the failure.
       is_over = not task.call.again and not task.call.is_async
       self._queue(task.job.failed(task, kind, text, 0 if is_over else retries))
     except RewardError as error:

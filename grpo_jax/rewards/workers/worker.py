@@ -1,10 +1,10 @@
 """A worker: a process that calls reward functions, one call after the other.
 
-Calls of async functions run side by side, and others may come while they run. They share an event
-loop that lives as long as the worker, so what such a function keeps for its loop stays valid.
+Calls of async functions run concurrently, and more calls may come while they run. They share an
+event loop that lives as long as the worker, so a function may keep objects that depend on the loop.
 
-It may hang, crash or be killed at any time. The process of the run then knows which call it was in,
-because the worker answers each call as soon as it has returned.
+A worker may hang, crash or be killed at any time. It answers each call as soon as the function has
+returned, so the process of the run knows which call it was making.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from grpo_jax.rewards.workers import messages
 from grpo_jax.rewards.workers.messages import WorkerCall
 from grpo_jax.settings import ConfigError
 
-# Exceptions that count as the end of a worker, though a function can raise them.
+# If a function raises one of these, that counts as a crash of the worker.
 _ENDINGS = (MemoryError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 # The result of a call, or the error that it raised.
@@ -35,15 +35,15 @@ Outcome = Answer | TimeoutError | RewardError | KeyboardInterrupt
 
 
 def set_up(memory: int) -> None:
-  """Makes this process, which was just forked, one that can be killed with all that it starts.
+  """Sets up this process, which was just forked: process group, signals, limits and random seeds.
 
   Args:
-    memory: The limit in bytes, 0 for none.
+    memory: The memory limit in bytes, 0 for none.
   """
   os.setpgid(0, 0)
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
-  # Of all processes, the kernel takes this one when the machine has no memory left.
+  # If the machine runs out of memory, the kernel kills this process before all others.
   with contextlib.suppress(OSError):
     Path("/proc/self/oom_score_adj").write_text("1000")
   if sys.platform != "win32":
@@ -51,8 +51,7 @@ def set_up(memory: int) -> None:
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory:
-      # Not RLIMIT_AS: it counts addresses that are reserved and never used, of which libraries of
-      # numbers have many times more than memory.
+      # Not RLIMIT_AS: numerical libraries reserve far more address space than they use memory.
       resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
   random.seed()
   if "numpy" in sys.modules:
@@ -64,7 +63,7 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
 
   Args:
     channel: The socket to the process of the run.
-    load: Loads the functions, by key.
+    load: load() returns the functions by key.
   """
   # A process that a function forks and leaves behind must not keep the channel open.
   os.register_at_fork(after_in_child=channel.close)
@@ -92,13 +91,13 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
 
 
 def _function(functions: dict[str, Any], one: WorkerCall) -> Any:
-  """The function that a call is for, or what asks it what it reads, or counts its answers."""
+  """The function of a call, wrapped by `asking` or `voting` if the call asks for that."""
   function = functions[one.key]
   return asking(function) if one.asks else voting(function) if one.votes else function
 
 
 def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> None:
-  """Sends what a call of the function `name` gave or raised. After a "crash" the run kills us."""
+  """Sends the outcome of a call of the function `name`. After a "crash" the run kills us."""
   reply: dict[str, Any]
   if isinstance(outcome, Answer):
     reply = {"answer": messages.answer_to_json(outcome)}
@@ -120,7 +119,10 @@ async def _answer_side_by_side(
   calls: list[tuple[int, WorkerCall]],
   timeout: float,
 ) -> None:
-  """Makes calls of async functions, and those that come meanwhile, until none is left."""
+  """Makes calls of async functions concurrently, and calls that come meanwhile, until all are done.
+
+  `calls` are the first calls, with numbers, and `timeout` is the limit of a call in seconds.
+  """
   loop = asyncio.get_running_loop()
   running: set[asyncio.Task[None]] = set()
 
@@ -129,7 +131,7 @@ async def _answer_side_by_side(
     try:
       if one.is_async:
         outcome: Outcome = await call_async(function, one.name, one.columns, one.step, timeout)
-      else:  # the run sends it as soon as it has all answers, and the loop may not have ended yet
+      else:  # a sync call may come after the last answer, before this loop has ended
         outcome = call(function, one.name, one.columns, one.step)
     except (TimeoutError, RewardError, KeyboardInterrupt) as error:
       outcome = error

@@ -1,6 +1,6 @@
-"""Counts the work of a compiled program on one device from its text: no device is needed.
+"""Counts the work of a compiled program on one device from its text. This needs no device.
 
-`hlo` reads XLA's text of an optimised program, `count` adds up what its instructions do:
+`hlo` parses XLA's text of an optimized program. `count` adds up the work of its instructions:
 floating-point operations (`operations`), traffic with the device's memory (`traffic`) and with
 other devices (`links`).
 """

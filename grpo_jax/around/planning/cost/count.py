@@ -1,4 +1,4 @@
-"""Adds up what a program does, with every loop as often as it runs."""
+"""Adds up the work of a program's instructions. Each loop counts as often as it runs."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -16,7 +16,7 @@ class Cost:
 
   Attributes:
     flops: Floating-point operations of matrix products and kernels.
-    memory_bytes: Bytes read from and written to its main memory.
+    memory_bytes: Bytes read from and written to the device's main memory.
     link_bytes: Bytes sent to other devices.
   """
 
@@ -41,7 +41,7 @@ class Counted:
 
   Attributes:
     whole: The cost of the whole program.
-    open_loops: The part of it in loops whose number of rounds depends on data.
+    open_loops: The cost of the loops whose number of rounds depends on data, part of `whole`.
     notes: Lines about instructions that could not be counted.
   """
 
@@ -62,8 +62,8 @@ def count(text: str, rounds: Mapping[int, float] | None = None) -> Counted:
 
   Args:
     text: The text of the program, as `compiled.as_text()` returns it.
-    rounds: For loops that may end early, the number of rounds by the largest value that the counter
-      can reach: a loop `while time < 33 and not done` is looked up as 33.
+    rounds: How many rounds to count for loops that may end early, by the limit of their counter.
+      The key of a loop `while time < 33 and not done` is 33.
   """
   counter = _Counter(hlo.parse(text), rounds or {})
   whole = counter.computation(counter.module.entry)
@@ -75,9 +75,9 @@ class InstructionRuns:
   """How an instruction of a program runs.
 
   Attributes:
-    instruction: It.
+    instruction: The instruction.
     times: How often it runs.
-    memory_bytes: The bytes of memory that it reads and writes each time.
+    memory_bytes: The bytes of main memory that it reads and writes each time.
   """
 
   instruction: Instruction
@@ -86,12 +86,11 @@ class InstructionRuns:
 
 
 def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> list[InstructionRuns]:
-  """How each instruction of a program runs. Of a conditional, the branch that moves less counts.
+  """Lists how each instruction of a program runs, in conditionals only the cheapest branch.
 
   Args:
     text: The text of the program, as `compiled.as_text()` returns it.
-    rounds: For loops that may end early, the number of rounds by the largest value that the counter
-      can reach.
+    rounds: How many rounds to count for loops that may end early, as in `count`.
   """
   counter = _Counter(hlo.parse(text), rounds or {})
   found: list[InstructionRuns] = []
@@ -104,7 +103,7 @@ def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> li
         walk(x.called["body"][0], times * rounds_of_loop)
       elif x.opcode == "conditional":
         names = x.called.get("branch_computations") or _two_branches(x)
-        # The larger branches of our programs are the rare ones, such as the draw of a greedy row.
+        # In grpo_jax, the larger branches run rarely, such as sampling for a greedy row.
         walk(min(names, key=lambda branch: counter.computation(branch).memory_bytes), times)
       elif x.opcode in ("call", "async-start"):
         walk(x.called["to_apply" if x.opcode == "call" else "calls"][0], times)
@@ -116,7 +115,7 @@ def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> li
 
 
 class _Counter:
-  """Counts each computation once and remembers it."""
+  """Computes and caches the cost of computations. `open_loops` and `notes` are as in `Counted`."""
 
   def __init__(self, module: Module, rounds: Mapping[int, float]):
     self.module = module
@@ -134,7 +133,7 @@ class _Counter:
     return self._known[name]
 
   def _instruction(self, instruction: Instruction, computation: Computation) -> Cost:
-    """The cost of an instruction, with that of the computations that it calls."""
+    """The cost of an instruction, including the computations that it calls."""
     opcode, called = instruction.opcode, instruction.called
     if opcode == "while":
       return self._loop(instruction, computation)
@@ -151,7 +150,7 @@ class _Counter:
     return self._work(instruction, computation) + Cost(memory_bytes=moved)
 
   def _fused(self, inside: Computation) -> Cost:
-    """The work inside a fusion, which does not touch the main memory."""
+    """The cost of the instructions in a fusion. Between them, no data goes to main memory."""
     total = Cost()
     for instruction in inside:
       if instruction.opcode == "fusion":
@@ -161,7 +160,7 @@ class _Counter:
     return total
 
   def _work(self, instruction: Instruction, computation: Computation) -> Cost:
-    """Operations and bytes to other devices."""
+    """The operations of an instruction, and the bytes that it sends to other devices."""
     if instruction.opcode in OPCODES:
       sent = link_bytes(instruction, computation, self.module.devices)
       return Cost(link_bytes=sent)
@@ -172,6 +171,7 @@ class _Counter:
     return Cost(flops=done)
 
   def _branches(self, instruction: Instruction) -> Cost:
+    """The cost of the branch of a conditional with the most operations."""
     self.notes.add("of the branches of a conditional, the one with the most operations is counted")
     called = instruction.called
     names = called.get("branch_computations") or _two_branches(instruction)
@@ -179,6 +179,7 @@ class _Counter:
     return max(costs, key=lambda cost: (cost.flops, cost.memory_bytes))
 
   def _loop(self, loop: Instruction, computation: Computation) -> Cost:
+    """The cost of all rounds of a loop, which it also adds to `open_loops` if they are open."""
     condition, body = loop.called["condition"][0], loop.called["body"][0]
     times, is_open = self.rounds_of(loop, computation)
     all_rounds = (self.computation(body) + self.computation(condition)) * times
@@ -187,7 +188,11 @@ class _Counter:
     return all_rounds
 
   def rounds_of(self, loop: Instruction, computation: Computation) -> tuple[float, bool]:
-    """How often a loop runs, and whether only the caller knew it."""
+    """How many rounds a loop has, and whether this number comes from the caller's `rounds`.
+
+    The program states it as known_trip_count, or as a counter with a single constant limit. A loop
+    with another condition may end early, so its limit is looked up in `rounds`.
+    """
     condition = loop.called["condition"][0]
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known:
@@ -203,7 +208,7 @@ class _Counter:
     return self._rounds[max(ends)], True
 
   def _inside(self, name: str) -> tuple[set[str], set[int]]:
-    """The opcodes and the integer constants of a condition, with those of its fusions."""
+    """The opcodes and integer constants in computation `name`, including those in its fusions."""
     opcodes, constants = set(), set()
     for instruction in self.module.computations[name]:
       opcodes.add(instruction.opcode)
@@ -217,15 +222,21 @@ class _Counter:
 
 
 def _two_branches(conditional: Instruction) -> list[str]:
+  """The names of both branches of a conditional on a bool, which has attributes for each."""
   pattern = r"{}_computation=%([\w.\-]+)"
   return [conditional.attribute(pattern.format(branch)) for branch in ("true", "false")]
 
 
 def _start_and_step(loop: Instruction, computation: Computation, module: Module) -> tuple[int, int]:
-  """Where a counting loop starts and what a round adds, where the program says so. Else 0 and 1.
+  """The start value of a loop's counter, and the step by which each round increases it.
 
-  A TPU's loop over the parts of a product, whose weights arrive from other devices, has the work of
-  two rounds in its body and adds 2.
+  They are 0 and 1 if the program does not state them as constants. On a TPU, a matrix product whose
+  weights arrive shard by shard is a loop that handles two shards in each round. Its step is 2.
+
+  Args:
+    loop: A `while` instruction whose condition compares a counter with a constant.
+    computation: The computation that contains the loop.
+    module: The program.
   """
   condition, body = (module.computations[loop.called[key][0]] for key in ("condition", "body"))
   counters = [x for x in condition if x.opcode == "get-tuple-element"]
@@ -243,7 +254,7 @@ def _start_and_step(loop: Instruction, computation: Computation, module: Module)
 
 
 def _constant(instruction: Instruction, computation: Computation) -> int:
-  """The value of a constant or of its copy. 0 for anything else."""
+  """The value of an integer constant or of a copy of it. 0 for any other instruction."""
   while instruction.opcode in ("copy", "bitcast"):
     instruction = computation.operand(instruction, 0)
   return int(instruction.inputs) if instruction.opcode == "constant" else 0

@@ -1,4 +1,4 @@
-"""Reads XLA's text of an optimised program: computations, instructions and the shapes of arrays."""
+"""Parses XLA's text of an optimized program: computations, instructions and shapes of arrays."""
 
 from collections.abc import Iterator, Mapping
 import dataclasses
@@ -17,13 +17,13 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """The shape of one array.
+  """The shape and memory space of one array.
 
   Attributes:
-    dtype: XLA's name, such as bf16.
+    dtype: XLA's name of the dtype, such as bf16.
     dims: The length of each dimension.
-    space: The memory space in which the array lies. 0 is the device's main memory. A TPU has faster
-      memories on the chip.
+    space: The memory space of the array. 0 is the device's main memory. A TPU has faster memories
+      on the chip.
   """
 
   dtype: str
@@ -41,7 +41,7 @@ class Array:
 
   @property
   def main_bytes(self) -> float:
-    """The bytes of the array if it lies in the device's main memory, else 0."""
+    """The bytes of the array if it is in the device's main memory, else 0."""
     return self.bytes if self.space == 0 else 0.0
 
 
@@ -50,13 +50,13 @@ class Instruction:
   """One instruction.
 
   Attributes:
-    name: Its name, unique in the program.
-    opcode: The name of its operation, such as `fusion`.
-    arrays: Its results: the leaves of a tuple in their order.
-    operands: The names of the instructions whose results it takes.
-    inputs: The text between its parentheses, such as the value of a constant.
-    attributes: The text after them.
-    is_root: Whether it is the result of its computation.
+    name: The unique name of the instruction.
+    opcode: The name of the operation, such as `fusion`.
+    arrays: The results: one array, or the leaves of a tuple in their order.
+    operands: The names of the instructions whose results are the operands.
+    inputs: The text between the parentheses, such as the value of a constant.
+    attributes: The text after the parentheses.
+    is_root: Whether its result is the result of its computation.
   """
 
   name: str
@@ -69,28 +69,28 @@ class Instruction:
 
   @property
   def bytes(self) -> float:
-    """The bytes of all its arrays."""
+    """The bytes of all results."""
     return sum(array.bytes for array in self.arrays)
 
   @property
   def main_bytes(self) -> float:
-    """The bytes of its arrays in the device's main memory."""
+    """The bytes of the results that are in the device's main memory."""
     return sum(array.main_bytes for array in self.arrays)
 
   @functools.cached_property
   def called(self) -> dict[str, tuple[str, ...]]:
-    """The computations that it calls, by attribute, such as {"body": ("region_1",)}."""
+    """The names of the called computations by attribute, such as {"body": ("region_1",)}."""
     return {key: tuple(_NAME.findall(names)) for key, names in _CALLED.findall(self.attributes)}
 
   def attribute(self, pattern: str) -> str:
-    """The first group of the pattern in the attributes, or ""."""
+    """The first group of the first match of a pattern in the attributes, "" without a match."""
     found = re.search(pattern, self.attributes)
     return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-  """A list of instructions in the order in which they run."""
+  """A computation. `instructions` holds them by name, in the order in which they run."""
 
   name: str
   instructions: Mapping[str, Instruction]
@@ -100,18 +100,18 @@ class Computation:
 
   @property
   def root(self) -> Instruction:
-    """The instruction whose result is that of the computation."""
+    """The instruction whose result is the result of the computation."""
     *_, last = [x for x in self if x.is_root] or list(self)
     return last
 
   @functools.cached_property
   def parameters(self) -> dict[int, Instruction]:
-    """Its parameters by number."""
+    """The parameters by their index."""
     return {int(x.inputs): x for x in self if x.opcode == "parameter"}
 
   @functools.cached_property
   def users(self) -> dict[str, list[Instruction]]:
-    """The instructions that take the result of each instruction."""
+    """The instructions that use each instruction's result, by the name of the latter."""
     users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
     for instruction in self:
       for name in set(instruction.operands):
@@ -119,13 +119,13 @@ class Computation:
     return users
 
   def operand(self, instruction: Instruction, number: int) -> Instruction:
-    """The instruction whose result is operand `number`."""
+    """The instruction whose result is operand `number` of another instruction."""
     return self.instructions[instruction.operands[number]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-  """A program. `devices` is how many devices run it together."""
+  """A program: all computations by name, the name of the first, and how many devices run it."""
 
   computations: Mapping[str, Computation]
   entry: str
@@ -133,7 +133,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  """Reads the text that `compiled.as_text()` returns."""
+  """Parses the text that `compiled.as_text()` returns."""
   text = _COMMENT.sub("", text)
   computations: dict[str, Computation] = {}
   entry = ""
@@ -153,13 +153,14 @@ def parse(text: str) -> Module:
 
 
 def _instruction(line: str) -> Instruction:
+  """Parses a line such as `ROOT %add.3 = f32[8]{0} add(%x, %y), metadata={...}`."""
   start = _INSTRUCTION.match(line)
   rest = line[start.end() :]
   end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
   shape, rest = rest[:end], rest[end:].lstrip()
   opcode, _, _ = rest.partition("(")
   rest = rest[len(opcode) :]
-  if opcode == "fusion-start":  # of GPUs: (inputs, output, context). It may run beside others.
+  if opcode == "fusion-start":  # asynchronous fusion on a GPU, of shape (inputs, output, context)
     opcode, shape = "fusion", shape[_closing(shape[1:]) + 2 : shape.rindex(",")]
   end = _closing(rest)
   inputs, attributes = rest[1:end], rest[end + 1 :]
@@ -169,7 +170,7 @@ def _instruction(line: str) -> Instruction:
 
 @functools.lru_cache(maxsize=4096)
 def _arrays(shape: str) -> tuple[Array, ...]:
-  """The leaves of a shape such as (f32[2,3]{1,0}, s32[])."""
+  """Parses the leaves of a shape such as (f32[2,3]{1,0}, s32[])."""
   arrays = []
   for dtype, dims, layout in _LEAF.findall(shape):
     sizes = tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)
@@ -179,7 +180,7 @@ def _arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _closing(text: str) -> int:
-  """The index of the parenthesis that closes the one at index 0."""
+  """The index of the parenthesis that closes the parenthesis at index 0."""
   depth = 0
   for match in re.finditer(r"[()]", text):
     depth += 1 if match[0] == "(" else -1

@@ -1,8 +1,8 @@
-"""Bytes that one device sends to others, with the algorithms of a ring.
+"""Counts the bytes that one device sends to others in collectives with ring algorithms.
 
-Of n devices, each sends (n - 1) / n of the whole array in an all-gather, a reduce-scatter and an
-all-to-all, and twice that in an all-reduce, which is a reduce-scatter and an all-gather. (Patarasuk
-and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.)
+In an all-gather, a reduce-scatter or an all-to-all, each of n devices sends (n - 1) / n of the
+whole array. An all-reduce is a reduce-scatter and an all-gather, so it sends twice as much.
+(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.)
 """
 
 import math
@@ -16,11 +16,11 @@ OPCODES = frozenset((*_COLLECTIVES, *(f"{name}-start" for name in _COLLECTIVES))
 
 
 def link_bytes(instruction: Instruction, computation: Computation, devices: int) -> float:
-  """The bytes that a device sends for one collective, by the shares at the top of this file.
+  """The bytes that a device sends in one collective.
 
   Args:
     instruction: The collective, whose opcode is in OPCODES.
-    computation: The computation that the instruction stands in.
+    computation: The computation that contains the instruction.
     devices: How many devices run the program.
   """
   kind = instruction.opcode.removesuffix("-start")
@@ -32,7 +32,7 @@ def link_bytes(instruction: Instruction, computation: Computation, devices: int)
   n = _group_size(instruction, devices)
   share = (n - 1) / n
   if kind == "all-gather":
-    # An operand is one device's part, and the whole array is n of them.
+    # The operand is one device's shard. The whole array has n shards.
     return operands * n * share
   # The compiler for TPUs writes a reduce-scatter as an all-reduce in a fusion of this name.
   if kind == "all-reduce" and not computation.name.startswith("all-reduce-scatter"):
@@ -41,11 +41,11 @@ def link_bytes(instruction: Instruction, computation: Computation, devices: int)
 
 
 def counts_here(instruction: Instruction, computation: Computation) -> bool:
-  """Whether a collective inside a fusion is counted there.
+  """Whether to count a collective in the fusion `computation` that contains it.
 
-  The compiler for TPUs cuts an asynchronous collective into a fusion that starts it, fusions that
-  continue it and one that ends it. All hold the collective, with a number of their chain. Only the
-  first is counted.
+  The compiler for TPUs splits an asynchronous collective into a fusion that starts it, fusions that
+  continue it and one that ends it. Each contains the collective with the same chain_id, so only
+  the first one counts.
   """
   if not instruction.attribute(r'chain_id="(\d+)"'):
     return True
@@ -53,7 +53,7 @@ def counts_here(instruction: Instruction, computation: Computation) -> bool:
 
 
 def _group_size(instruction: Instruction, devices: int) -> int:
-  """How many devices exchange with each other."""
+  """The size of a collective's groups, written as mesh axes, as [2,4]<=[8] or as {{0,1},{2,3}}."""
   mesh = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", instruction.attributes)
   if mesh:
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))

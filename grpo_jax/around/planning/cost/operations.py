@@ -1,6 +1,6 @@
-"""Floating-point operations of matrix products, convolutions and kernels.
+"""Counts floating-point operations of matrix products, convolutions and kernels.
 
-Everything else is elementwise or a reduction: its time is that of its memory traffic.
+All other instructions are elementwise or reductions. Memory traffic bounds their time.
 """
 
 import math
@@ -12,7 +12,7 @@ from grpo_jax.around.planning.cost.hlo import Array, Computation, Instruction
 
 
 def flops(instruction: Instruction, computation: Computation) -> float:
-  """The operations of one instruction: 2 for each multiplication with its addition."""
+  """The operations of one instruction. A multiplication and its addition count as 2."""
   if instruction.opcode == "dot":
     return _dot(instruction, computation)
   if instruction.opcode == "convolution":
@@ -23,9 +23,10 @@ def flops(instruction: Instruction, computation: Computation) -> float:
 
 
 def _attention_of_cudnn(instruction: Instruction) -> float:
-  """Two products with the scores of attention, or five of a backward pass. 0 of anything else.
+  """The operations of a cuDNN attention kernel. 0 for any other instruction.
 
-  Under a causal mask, half of the scores are computed.
+  A forward pass has two matrix products of the scores' size, a backward pass five. With a causal
+  mask, the kernel computes half of the scores.
   """
   if "__cudnn$fmhaSoftmax" not in instruction.attributes:
     return 0.0
@@ -39,7 +40,7 @@ def _attention_of_cudnn(instruction: Instruction) -> float:
 
 
 def declared(instruction: Instruction, name: str) -> float:
-  """A number of the cost estimate that a kernel carries: "flops" or "bytes_accessed". 0 without."""
+  """The entry "flops" or "bytes_accessed" of a kernel's own cost estimate. 0 if there is none."""
   return float(instruction.attribute(rf'"{name}":\s*"?(\d+)') or 0)
 
 
@@ -50,10 +51,10 @@ def _dot(instruction: Instruction, computation: Computation) -> float:
 
 
 def _convolution(instruction: Instruction, computation: Computation) -> float:
-  """Counts only products of elements that exist.
+  """The operations of a convolution, without products that involve padding.
 
-  The TPU compiler writes a batch of matrix products as a convolution whose window reaches over the
-  batch, with padding or dilation: most of its products are with nothing, and are not computed.
+  The TPU compiler writes a batch of matrix products as a convolution whose window spans the batch,
+  with padding or dilation. Most of its products involve padding, and the TPU skips them.
   """
   left = computation.operand(instruction, 0).arrays[0]
   right = computation.operand(instruction, 1).arrays[0]
@@ -79,12 +80,12 @@ def _convolution(instruction: Instruction, computation: Computation) -> float:
 
 
 def _valid_pairs(instruction: Instruction, axis: int, left: int, right: int, out: int) -> int:
-  """How many pairs (output position, window position) along an axis meet an element of the left.
+  """How many pairs (output position, window position) along an axis read an element, not padding.
 
   Args:
     instruction: The convolution, whose attribute `window` is read.
-    axis: The spatial axis.
-    left, right, out: The sizes of the left operand, of the window and of the output along it.
+    axis: The number of the spatial axis.
+    left, right, out: The sizes of the left operand, the window and the output along this axis.
   """
   window = instruction.attribute(r"window=\{([^}]*)\}")
 

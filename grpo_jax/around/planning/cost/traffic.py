@@ -1,15 +1,15 @@
-"""Traffic of one instruction with the device's main memory.
+"""Counts the traffic of one instruction with the device's main memory.
 
-An instruction reads its operands from memory and writes its result there, and `traffic` adds up
-these bytes. Two things make them fewer than the sizes of the arrays:
+An instruction reads its operands from memory and writes its result there. `traffic` adds up these
+bytes. For two reasons, they can be fewer than the bytes of the arrays:
 
-* A fusion is several instructions that the compiler has made one. Between them, nothing goes to
-  memory: only the operands and the results of the whole fusion count.
-* Of an operand, the program may use a slice only, as a loop does that takes one layer's weights
-  out of their stack. Then the slice counts. In the same way, a result that is an operand with a
-  slice replaced counts as that slice, because the compiler writes it in place.
+* A fusion is one kernel for several instructions. Only the operands and results of the whole fusion
+  go through memory, no values in between.
+* An instruction may use only a slice of an operand, as a loop over stacked layers reads the weights
+  of one layer. Then only the slice counts. Likewise, if a result is an operand with a slice
+  replaced, only the slice counts, because the compiler writes it in place.
 
-Arrays in a faster memory on the chip count nothing: `main_bytes` are the bytes in main memory.
+Arrays in faster memory on the chip do not count: `main_bytes` are the bytes in main memory.
 """
 
 import math
@@ -19,12 +19,12 @@ from grpo_jax.around.planning.cost.hlo import Array, Computation, Instruction, M
 from grpo_jax.around.planning.cost.links import OPCODES, counts_here
 from grpo_jax.around.planning.cost.operations import declared
 
-# They move nothing: a name for a part, for several parts, or for what another instruction started.
+# Opcodes that move no data: they rename, group or select arrays, or order other instructions.
 FREE = frozenset(
   "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id domain"
   " opt-barrier add-dependency async-update".split()
 )
-# Custom calls of the compiler for TPUs that move nothing.
+# Custom calls of the compiler for TPUs that move no data.
 _FREE_CALLS = (
   "AllocateBuffer",
   "AssumeGatherIndicesInBound",
@@ -39,23 +39,23 @@ _FREE_CALLS = (
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the number of the operand that is written
 _RENAMES = ("bitcast", "reshape")
-_VIEWS = (*_RENAMES, "convert", "copy")  # inside a fusion: of each number, one number
+_VIEWS = (*_RENAMES, "convert", "copy")  # inside a fusion, they map each element to one element
 
 
 def is_free(instruction: Instruction) -> bool:
-  """Whether an instruction moves nothing."""
+  """Whether an instruction moves no data."""
   if instruction.opcode == "custom-call":
     return instruction.attribute(r'custom_call_target="([^"]*)"') in _FREE_CALLS
   return instruction.opcode in FREE or instruction.opcode.endswith("-done")
 
 
 def traffic(instruction: Instruction, computation: Computation, module: Module) -> float:
-  """The bytes that one instruction outside of fusions reads from main memory and writes to it.
+  """The bytes that an instruction reads from main memory and writes to it.
 
   Args:
-    instruction: The instruction. Its opcode decides which parts of which arrays it moves.
-    computation: The computation that it belongs to, where its operands are found.
-    module: The program, where the inside of a fusion is found.
+    instruction: The instruction, which is not inside a fusion.
+    computation: The computation that contains the instruction and its operands.
+    module: The program, which contains the computations of fusions.
   """
   if is_free(instruction):
     return 0.0
@@ -76,7 +76,7 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
     # ((source), destination, context) or (destination, source, context)
     part = min(array.bytes for array in instruction.arrays[:2])
     return sum(_moved(part, (array,)) for array in instruction.arrays[:2])
-  if opcode.endswith("-start"):  # a collective: the result holds the operands, too
+  if opcode.endswith("-start"):  # a collective, whose result may include its operands
     operands = sum(x.main_bytes for x in inputs)
     return max(instruction.main_bytes, 2 * operands)
   if opcode == "custom-call":
@@ -89,7 +89,7 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
 def _read_by_fusion(
   operand: Instruction, inside: Computation, number: int, module: Module
 ) -> float:
-  """The bytes that a fusion reads of its operand `number`: its slices, if it uses nothing else."""
+  """The bytes that a fusion reads of its operand `number`: only slices if it uses only slices."""
   parameter = inside.parameters.get(number)
   if parameter is None:
     return operand.main_bytes
@@ -98,15 +98,16 @@ def _read_by_fusion(
 
 
 def _sliced(source: Instruction, inside: Computation, module: Module) -> float | None:
-  """The bytes of the slices that a fusion reads of an array, or None if it reads all of it.
+  """The bytes of the slices that a fusion reads of an array, or None if it reads the whole array.
 
-  It follows the array to each instruction that uses it. A use that takes a slice adds the slice. A
-  use that renames or converts the array is followed further. Any other use reads the whole array.
+  It checks each instruction that uses the array. A slice counts with its size. The users of a
+  renamed or converted array are checked in turn. Any other use reads the whole array. The array is
+  the result of the instruction `source` in the fusion's computation `inside`.
   """
   total = 0.0
   for user in inside.users[source.name]:
     if (user.is_root and user.opcode == "tuple") or _is_elsewhere(user, inside):
-      continue  # handed on, which reads nothing
+      continue  # passes the array on without reading it
     if user.opcode in _RENAMES:
       further = _sliced(user, inside, module)
       if further is None:
@@ -116,7 +117,7 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
       further = None if user.is_root else _sliced(user, inside, module)
       if further is None:
         return None
-      total += further * source.bytes / user.bytes  # in the dtype before the conversion
+      total += further * source.bytes / user.bytes  # bytes in the dtype before the conversion
     elif user.opcode == "fusion":
       further = _sliced_by_fusion(source, user, module)
       if further is None:
@@ -126,13 +127,13 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
       return None
     elif user.opcode in _SLICES:
       total += user.bytes
-    elif user.opcode not in _UPDATES:  # these write a slice into the array, and do not read it
+    elif user.opcode not in _UPDATES:  # updates write a slice into the array without reading it
       return None
   return total
 
 
 def _is_view(user: Instruction, module: Module) -> bool:
-  """Whether an instruction inside a fusion is its operand in another order or dtype."""
+  """Whether an instruction inside a fusion only renames, copies or converts its operand."""
   if user.opcode != "fusion":
     return user.opcode in _VIEWS
   inside = module.computations[user.called["calls"][0]]
@@ -140,7 +141,7 @@ def _is_view(user: Instruction, module: Module) -> bool:
 
 
 def _sliced_by_fusion(source: Instruction, fusion: Instruction, module: Module) -> float | None:
-  """The bytes of the slices that a fusion inside a fusion reads, or None if it reads all."""
+  """`_sliced` for the array `source`, of which an inner `fusion` has one or more operands."""
   inside = module.computations[fusion.called["calls"][0]]
   total = 0.0
   for number, operand in enumerate(fusion.operands):
@@ -155,41 +156,41 @@ def _sliced_by_fusion(source: Instruction, fusion: Instruction, module: Module) 
 
 
 def _written_by_fusion(instruction: Instruction, inside: Computation) -> float:
-  """The bytes that a fusion writes: its results, or the slices that it replaces in an operand."""
+  """The bytes that a fusion writes: whole results, or only the slices that it updates in place."""
   root = inside.root
   if "AsyncCollectiveDone" in root.attributes:
-    return 0.0  # the fusions before it wrote
-  # The results: the last instruction, or each part if that is a tuple.
+    return 0.0  # the fusions that started and continued the collective wrote its result
+  # The instructions that compute the results: the operands of the root if it is a tuple.
   roots = [root]
   if root.opcode == "tuple":
     roots = [inside.operand(root, i) for i in range(len(root.operands))]
-  # Where instructions and results do not match one to one, no slice is looked up: what is handed on
-  # counts nothing, and every other result as a whole.
+  # If instructions and results do not match one to one, slices are unknown: results that alias
+  # operands count 0, and all others count whole.
   if len(roots) != len(instruction.arrays):
-    handed_on = instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}")
-    skipped = {int(number) for number in re.findall(r"\{(\d+)\}: ", handed_on)}
+    aliases = instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}")
+    skipped = {int(number) for number in re.findall(r"\{(\d+)\}: ", aliases)}
     return sum(x.main_bytes for i, x in enumerate(instruction.arrays) if i not in skipped)
   return sum(_moved(_written(x, inside), (to,)) for x, to in zip(roots, instruction.arrays))
 
 
 def _written(root: Instruction, inside: Computation) -> float:
-  """The bytes that a fusion writes for one of its results, by the instruction that computes it."""
+  """The bytes that a fusion writes for one result, which the instruction `root` computes."""
   while root.opcode in _RENAMES:
     root = inside.operand(root, 0)
   if root.opcode in _UPDATES:
     return inside.operand(root, _UPDATES[root.opcode]).bytes
-  is_handed_on = root.opcode == "parameter" or _is_elsewhere(root, inside)
-  return 0.0 if is_handed_on else root.bytes
+  is_passed_on = root.opcode == "parameter" or _is_elsewhere(root, inside)
+  return 0.0 if is_passed_on else root.bytes
 
 
 def _is_elsewhere(instruction: Instruction, inside: Computation) -> bool:
-  """Whether it is the part of an asynchronous collective that another fusion counts."""
+  """Whether an instruction belongs to an asynchronous collective that another fusion counts."""
   if "AsyncCollectiveDone" in instruction.attributes:
     return True
   return instruction.opcode in OPCODES and not counts_here(instruction, inside)
 
 
 def _moved(size: float, arrays: tuple[Array, ...]) -> float:
-  """`size` bytes, times the share of the arrays that lies in main memory."""
+  """`size` bytes, scaled by the share of the arrays' bytes that are in main memory."""
   whole = math.fsum(array.bytes for array in arrays)
   return size * math.fsum(array.main_bytes for array in arrays) / whole if whole else 0.0

@@ -1,1 +1,1 @@
-"""Problems about small images that the tasks draw themselves, for models that see."""
+"""Problems about small images that the tasks draw, for models with a vision tower."""

@@ -12,9 +12,9 @@ from grpo_jax.data.images.source import Drawing
 from grpo_jax.data.tasks.generated import Generated
 from grpo_jax.settings import ConfigError
 
-SIZE = 64  # height and width where data.path says nothing
-SMALLEST, LARGEST = 32, 1024
-WORKED_SHARE = 0.4  # the fraction of examples whose solution has steps, where a task has steps
+SIZE = 64  # default height and width in pixels
+SMALLEST, LARGEST = 32, 1024  # the range of data.path
+WORKED_SHARE = 0.4  # the fraction of solutions with steps, in tasks that have steps
 SPLIT_SIZES = {"train": 20_000, "test": 2_000}
 COLORS = {
   "red": (214, 40, 40),
@@ -43,8 +43,8 @@ class Problem(NamedTuple):
     scene: The description of the image to draw.
     question: The question.
     answer: The right answer.
-    steps: How one gets there, or "" where the answer needs no steps.
-    glance: The answer that one gives without the steps. "" means the right answer.
+    steps: The steps to the answer, or "" if it needs none.
+    glance: A guess without the steps, often wrong. "" means the right answer.
   """
 
   scene: tuple[Any, ...]
@@ -61,18 +61,18 @@ def examples(
   make: Callable[[random.Random], Problem],
   draw: Callable[[Any], np.ndarray],
 ) -> Generated:
-  """The examples of a split, "train" or "test". Example i depends only on the task, split and i.
+  """The examples of a split. Example i depends only on the task, the split and i.
 
   Args:
     task: The name of the task.
-    split: The name of the split.
-    path: data.path: the height and width of the images, or "".
-    make: Makes a problem. It may only call random() of its argument, because Python promises that
-      these numbers never change.
-    draw: Draws (size, scene).
+    split: "train" or "test".
+    path: data.path: the height and width of the images in pixels, or "".
+    make: make(rng) -> a problem. It may only call rng.random(), because Python promises that this
+      sequence never changes.
+    draw: draw((size, scene)) -> the image, uint8 [size, size, 3].
 
   Raises:
-    ConfigError: `path` is no size.
+    ConfigError: `path` is not a size in the allowed range.
   """
   size = _size(path)
   example = functools.partial(_example, task, split, size, make, draw)
@@ -80,7 +80,7 @@ def examples(
 
 
 def choose(rng: random.Random, choices: Any) -> Any:
-  """One of the choices."""
+  """Draws one of the choices, all with the same probability."""
   return choices[int(rng.random() * len(choices))]
 
 
@@ -90,7 +90,7 @@ def blank(size: int, color: tuple[int, int, int] = (250, 250, 250)) -> np.ndarra
 
 
 def draw_shapes(scene: tuple[int, tuple[Shape, ...]]) -> np.ndarray:
-  """The image of (size, shapes)."""
+  """Draws (size, shapes), uint8 [size, size, 3]. Later shapes cover earlier ones."""
   size, shapes = scene
   image = blank(size)
   y, x = (np.mgrid[:size, :size] + 0.5) / size
@@ -100,6 +100,7 @@ def draw_shapes(scene: tuple[int, tuple[Shape, ...]]) -> np.ndarray:
 
 
 def _inside(shape: Shape, y: np.ndarray, x: np.ndarray) -> np.ndarray:
+  """Whether the points (y, x), as fractions of the image's size, are inside a shape."""
   down, right, radius = y - shape.y, x - shape.x, shape.radius
   if shape.name == "circle":
     return down**2 + right**2 <= radius**2
@@ -116,13 +117,13 @@ def _example(
   draw: Callable[[Any], np.ndarray],
   index: int,
 ) -> dict[str, Any]:
-  """Example `index` of a split: a drawn problem. The arguments are those of `examples`."""
+  """Example `index` of a split: a drawn problem. The other arguments are as in `examples`."""
   rng = random.Random(f"{task}/{split}/{index}")
   problem = make(rng)
   while _split_of(problem) != split:
     problem = make(rng)
-  # At a glance one is often wrong. Most solutions are such answers, so that after the warm start
-  # there is something left to learn: to write the steps.
+  # Most solutions are guesses, which are often wrong. So reinforcement learning can still improve
+  # the model after the warm start, by writing the steps.
   direct = f"#### {problem.glance or problem.answer}"
   worked = f"{problem.steps} #### {problem.answer}"
   is_worked = problem.steps and rng.random() < WORKED_SHARE
@@ -135,11 +136,12 @@ def _example(
 
 
 def _split_of(problem: Problem) -> str:
-  """The split of a scene: "test" for about one in ten. So no scene is in both splits."""
+  """The split of a scene: "test" for about one in ten. Splits share no scene."""
   return "test" if zlib.crc32(repr(problem.scene).encode()) % 10 == 0 else "train"
 
 
 def _size(path: str) -> int:
+  """The height and width in data.path. Raises ConfigError for a size out of range."""
   if not path:
     return SIZE
   if path.isascii() and path.isdigit() and SMALLEST <= int(path) <= LARGEST:

@@ -7,14 +7,14 @@ import numpy as np
 
 from grpo_jax.data.tasks.drawn.canvas import COLORS, Problem, blank, choose
 
-MINUTES = 5  # between the times that are shown
+MINUTES = 5  # times are multiples of this
 _DARK = (30, 30, 40)
 # (colour, y, x, radius, hour, minute)
 Clock = tuple[str, float, float, float, int, int]
 
 
 def problem(rng: random.Random) -> Problem:
-  """A clock of some colour and size at some place, and its time as H:MM, from 1:00 to 12:55."""
+  """A clock of random colour, size and position. The answer is H:MM, from 1:00 to 12:55."""
   hour = 1 + int(rng.random() * 12)
   minute = MINUTES * int(rng.random() * (60 // MINUTES))
   radius = 0.38 + 0.08 * rng.random()
@@ -24,7 +24,7 @@ def problem(rng: random.Random) -> Problem:
 
 
 def draw(scene: tuple[int, Clock]) -> np.ndarray:
-  """The image of (size, clock): a rim, twelve marks, a short hand and a long one."""
+  """Draws (size, clock) with a rim, twelve marks, a short hour hand and a long minute hand."""
   size, (color, y, x, radius, hour, minute) = scene
   image = blank(size)
   down, right = (np.mgrid[:size, :size] + 0.5) / size - np.reshape([y, x], (2, 1, 1))
@@ -41,7 +41,11 @@ def draw(scene: tuple[int, Clock]) -> np.ndarray:
 def _on_ray(
   down: np.ndarray, right: np.ndarray, turn: float, begin: float, end: float, width: float
 ) -> np.ndarray:
-  """Where a ray from the centre is, which points up at turn 0 and goes round with the clock."""
+  """Whether points, `down` and `right` of the clock's centre, are on a ray from the centre.
+
+  The ray points up at `turn` 0 and rotates clockwise, once for 1. It reaches from the distance
+  `begin` to `end`, and is 2 * `width` wide.
+  """
   angle = 2 * math.pi * turn
   along = right * math.sin(angle) - down * math.cos(angle)
   across = right * math.cos(angle) + down * math.sin(angle)

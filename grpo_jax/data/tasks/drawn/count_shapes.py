@@ -1,22 +1,21 @@
-"""Counting: how many shapes of one colour and form are in an image of several.
+"""Counts the shapes of one colour and form in an image with several shapes.
 
-A solution has one of two forms. The direct form is what one says at a glance, `#### 2`. It is
-at most one off, and right in four of nine cases. The worked form first says of each cell, row by
-row, whether it holds a shape that counts (x), another one (o) or nothing, and its answer is right:
-`x.o ..x o.. #### 2`.
+A solution has one of two forms. The direct form is a guess, `#### 2`, which is off by at most one
+and right in four of nine cases. The worked form is right. For each cell, row by row, it first says
+whether the cell has a counted shape (x), another shape (o) or no shape (.): `x.o ..x o.. #### 2`.
 """
 
 import random
 
 from grpo_jax.data.tasks.drawn.canvas import COLORS, SHAPES, Problem, Shape, choose
 
-ROWS = 3  # of a grid, whose cells hold a shape each at most
-MOST = 5  # shapes that are counted
-OTHERS = 4  # shapes that are not, at most
+ROWS = 3  # rows and columns of the grid, whose cells have at most one shape
+MOST = 5  # the most shapes that are counted
+OTHERS = 4  # the most shapes that are not counted
 
 
 def problem(rng: random.Random) -> Problem:
-  """A scene with 0 to MOST shapes that are counted, each number as often as the others."""
+  """A scene with 0 to MOST counted shapes (all numbers are equally likely) and other shapes."""
   cells = _shuffled(rng)
   name, color = choose(rng, SHAPES), choose(rng, [*COLORS])
   count = int(rng.random() * (MOST + 1))
@@ -35,7 +34,7 @@ def problem(rng: random.Random) -> Problem:
 
 
 def _shape(rng: random.Random, kind: tuple[str, str], cell: int) -> Shape:
-  """A shape somewhere in its cell."""
+  """A shape of random size and position in its cell. `kind` is its form and colour."""
   width = 1 / ROWS
   radius = width * (0.28 + 0.12 * rng.random())
   row, column = divmod(cell, ROWS)

@@ -1,14 +1,14 @@
-"""Finding the one shape of a grid that differs in its colour or its form."""
+"""Finds the one shape of a grid that has another colour or form than the rest."""
 
 import random
 
 from grpo_jax.data.tasks.drawn.canvas import COLORS, SHAPES, Problem, Shape, choose
 
-ROWS = 3  # of the grid
+ROWS = 3  # rows and columns of the grid
 
 
 def problem(rng: random.Random) -> Problem:
-  """A grid of equal shapes but one. The answer is its number, in rows from the top left."""
+  """A grid in which one shape differs. The answer is its number, row by row from the top left."""
   name, color = choose(rng, SHAPES), choose(rng, [*COLORS])
   odd = (choose(rng, [other for other in SHAPES if other != name]), color)
   if rng.random() < 0.5:

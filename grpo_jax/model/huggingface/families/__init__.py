@@ -1,6 +1,6 @@
-"""The model families: what config.json says, and the names and axes of all tensors, as tables.
+"""The model families: the fields of config.json, and the names and axes of all tensors, as tables.
 
-A family is a record (`Family`) in one of these files. It drives both loading and saving.
+Each family is a record (`Family`) in one of these files. Loading and saving both use it.
 """
 
 import re
@@ -37,7 +37,7 @@ _ALL = (
   *gpt_oss.FAMILIES,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
-# Tensors that can be ignored: what config.json determines, and heads that guess further tokens.
+# Tensors that can be ignored: those that config.json determines, and heads for further tokens.
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
 
 # Fields of ModelConfig that only some families have.
@@ -53,15 +53,14 @@ _OF_SOME = (
 
 
 def family_of(config: ModelConfig) -> Family:
-  """The family that a model is saved as.
+  """Returns the family that `config.family` names, after checking that it can describe the model.
 
-  The family is the one that `config.family` names. It must be able to say in config.json what the
-  model computes, or the saved folder would load as another model. So each field that the family
-  fixes must have that value, and each field that only some families have (`_OF_SOME`) must keep its
-  default, unless this family can write it.
+  Its config.json must determine what the model computes, or a saved folder would load as another
+  model. So each field that the family fixes must have that value, and each field that only some
+  families have (`_OF_SOME`) must keep its default, unless this family can write it.
 
   Raises:
-    ConfigError: There is no such family, or it does not have such models.
+    ConfigError: There is no such family, or it cannot describe the model.
   """
   family = FAMILIES.get(config.family)
   if family is None:
@@ -74,7 +73,8 @@ def family_of(config: ModelConfig) -> Family:
     is_known = name in (*family.fixed, *family.fields, *family.varies)
     if value != ModelConfig.__dataclass_fields__[name].default and not is_known:
       raise _unknown_model(f"family={config.family!r} and {name}={value}")
-  if "o_bias" in family.fields and config.o_bias != config.qkv_bias:  # config.json has one field
+  # config.json has one field for both biases.
+  if "o_bias" in family.fields and config.o_bias != config.qkv_bias:
     raise _unknown_model(f"qkv_bias={config.qkv_bias} and o_bias={config.o_bias}")
   return family
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, and experts as GLM-4.5 has them."""
+"""DeepSeek-V3: latent attention, and the same experts as in GLM-4.5."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ _SHAPE = {  # field of LatentShape -> field of config.json
 }
 READS = (
   glm.EXPERT_READS
-  | {"head_dim", "qk_head_dim"}  # follow from others
+  | {"head_dim", "qk_head_dim"}  # determined by other fields
   | {"q_lora_rank", "rope_interleave", *_SHAPE.values()}
-  | {"ep_size", "seq_aux", "aux_loss_alpha"}  # of its first training
+  | {"ep_size", "seq_aux", "aux_loss_alpha"}  # used only in pretraining
 )
 _RANK = "latent.query_rank"
 # fmt: off
@@ -39,7 +39,7 @@ LATENT = (
 
 
 def read(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """The shape of latent attention, and the layers with experts."""
+  """Reads the shape of latent attention and the layers with experts."""
   sizes = {name: read_field(values, key, int, refuse) for name, key in _SHAPE.items()}
   has_rank = values.get("q_lora_rank") is not None
   query_rank = read_field(values, "q_lora_rank", int, refuse) if has_rank else 0
@@ -56,7 +56,7 @@ def read(values: Values, refuse: Refuse) -> dict[str, Any]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-  """The inverse of `read`."""
+  """The fields of config.json that `read` reads."""
   shape = config.latent
   return {
     **glm.write_experts(config),
@@ -66,7 +66,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
   }
 
 
-# `read` adds the numbers of a key that are not rotated to `head_dim`.
+# Here `head_dim` counts the rotated numbers of a key. `read` adds the others.
 FIELDS = glm.EXPERT_FIELDS | tensors.BIAS_FIELDS | {"head_dim": "qk_rope_head_dim"}
 VARIES = (*glm.EXPERT_VARIES, "rotary_dim", "mixers", "latent")
 TABLE = tensors.norms(tensors.PRE_NORMS) + LATENT + tensors.MLP + glm.EXPERTS + tensors.final_norm()

@@ -13,11 +13,11 @@ from grpo_jax.model.huggingface.tensor_spec import TensorSpec
 
 @dataclasses.dataclass(frozen=True)
 class RewardHead:
-  """The head of a kind of reward model, which computes N numbers instead of logits.
+  """A head of reward models, which computes N numbers instead of logits.
 
   Attributes:
-    ending: How the names of the architectures with it end.
-    tensors: Its tensors.
+    ending: The suffix of the names of architectures with this head.
+    tensors: The specs of the head's tensors.
   """
 
   ending: str
@@ -38,27 +38,27 @@ class Family:
 
   Attributes:
     model_type: `model_type` in config.json.
-    architecture: The name of its language model in `architectures` of config.json.
-    table: Its tensors apart from embedding and head.
-    fixed: The fields of ModelConfig that are the same for all its models.
+    architecture: The name of the family's language model in `architectures` of config.json.
+    table: The tensors, except the embedding and the head.
+    fixed: Fields of ModelConfig -> the values that they have in all models of the family.
     fields: Fields of ModelConfig -> fields of config.json, in addition to `config_fields.FIELDS`.
-    defaults: Fields of config.json that may be missing -> what transformers then takes.
-    reads: The fields of config.json that `read` looks at, besides `config_fields.READ`.
-    supported: Fields of config.json -> the values with which they do not change the mathematics.
-    read: read(values, refuse) -> fields of ModelConfig, such as what differs from layer to layer.
-    write: write(config) -> the fields of config.json for them.
+    defaults: Fields of config.json that may be missing -> the defaults of transformers.
+    reads: The fields of config.json that `read` uses, in addition to `config_fields.READ`.
+    supported: Further fields of config.json -> the values with which they change nothing.
+    read: read(values, refuse) -> further fields of ModelConfig, such as those with a value for each
+      layer. `values` are the fields of config.json, with defaults.
+    write: write(config) -> the fields of config.json from which `read` reads these.
     varies: The fields of ModelConfig that `read` or the rotary fields can set.
-    rotated: The share of a head that is rotated if config.json does not say. None if models of the
-      family rotate whole heads.
-    has_local_rope: Layers with a window have rotary frequencies of their own.
-    local_theta: The base of these frequencies if config.json does not say. None means that of the
-      other layers.
-    default_theta: The base of the other layers if config.json does not say. None: it must say.
-    whole: The `model_type` of models of which this is the text part -> further `defaults` there.
-    embedding: The embedding.
-    head: The head. A checkpoint with tied embeddings does not have it.
-    surplus: surplus(config) -> names of tensors that folders may have and no layer reads.
-    reward_prefix: How the names of its reward models begin, if not as `architecture` does.
+    rotated: The default share of a head that is rotated. None if models of the family always rotate
+      whole heads.
+    has_local_rope: Layers with a window have different rotary frequencies.
+    local_theta: The default base of these frequencies. None means the base of the other layers.
+    default_theta: The default base of the other layers. None: config.json must state it.
+    whole: The `model_type` of models whose text part is of this family -> further `defaults` there.
+    embedding: The spec of the embedding.
+    head: The spec of the head. A checkpoint with tied embeddings has no head.
+    surplus: surplus(config) -> names of tensors that checkpoints may have although none is read.
+    reward_prefix: The prefix of its reward models' names, if it differs from `architecture`'s.
   """
 
   model_type: str
@@ -84,21 +84,21 @@ class Family:
 
   @property
   def all_fields(self) -> dict[str, str]:
-    """Field of ModelConfig -> field of config.json, for all that have the same value in both."""
+    """Fields of ModelConfig -> the fields of config.json that have the same values."""
     return {k: v for k, v in {**FIELDS, **self.fields}.items() if k not in self.fixed}
 
   def architecture_with(self, labels: int) -> str:
-    """The name of the architecture whose head has this many labels (see ModelConfig)."""
+    """The name in `architectures` for a model with this value of `ModelConfig.labels`."""
     if not labels:
       return self.architecture
     beginning = self.reward_prefix or self.architecture.removesuffix("ForCausalLM")
     return beginning + REWARD_HEADS[labels].ending
 
   def tensors(self, config: ModelConfig) -> Iterator[TensorSpec]:
-    """The spec of every leaf's tensor.
+    """Yields the specs of all tensors of a model, for the layers and experts that it has.
 
-    A tensor that holds several leaves has a spec for each of them, in the order of the tensor. A
-    leaf that holds several experts has a spec for each of them, one directly after another.
+    A tensor that holds several leaves has a spec for each leaf, in the order of the tensor. A leaf
+    that holds several experts has a spec for each expert, in consecutive order.
     """
     yield self.embedding
     for entry in self.table:
@@ -111,7 +111,7 @@ class Family:
 
 
 def _layers_with(entry: TensorSpec, config: ModelConfig) -> Sequence[int]:
-  """The layers that have the tensor. [0] for a tensor outside of the layers."""
+  """The layers of a model that have the tensor, or [0] for a tensor outside of the layers."""
   if not all(operator.attrgetter(name)(config) for name in entry.when):
     return []
   if entry.unless and operator.attrgetter(entry.unless)(config):
@@ -123,7 +123,7 @@ def _layers_with(entry: TensorSpec, config: ModelConfig) -> Sequence[int]:
 
 
 def _with_sizes_of(entry: TensorSpec, layer: int, config: ModelConfig) -> TensorSpec:
-  """The entry with the letters of the layer's own sizes (see `sizes`)."""
+  """The entry with other axis letters where the layer's sizes differ from the model's (`sizes`)."""
   if "{i}" not in entry.leaf_name:
     return entry
   kind = config.kind(layer)
@@ -132,14 +132,14 @@ def _with_sizes_of(entry: TensorSpec, layer: int, config: ModelConfig) -> Tensor
     letters |= {"K": "h", "E": "e"}
   if kind.mlp_dim != config.mlp_dim:
     letters |= {"F": "f"}
-  own = str.maketrans(letters)
+  new = str.maketrans(letters)
   return dataclasses.replace(
-    entry, hf_axes=entry.hf_axes.translate(own), leaf_axes=entry.leaf_axes.translate(own)
+    entry, hf_axes=entry.hf_axes.translate(new), leaf_axes=entry.leaf_axes.translate(new)
   )
 
 
 def _per_expert(entry: TensorSpec, layer: int, config: ModelConfig) -> Iterator[TensorSpec]:
-  """The tensors of one layer: one for each expert if the name has an {x}, otherwise one."""
+  """Yields the specs of one layer: one for each expert if the name has an {x}, otherwise one."""
   experts: Sequence[int | None] = range(config.num_experts) if "{x}" in entry.hf_name else [None]
   for expert in experts:
     yield dataclasses.replace(

@@ -1,7 +1,7 @@
-"""Gemma 4: layers without a window have heads of their own, and the last layers borrow keys.
+"""Gemma 4: layers without a window have other head sizes, and the last layers borrow keys.
 
-The dense models share what Gemma 3 has. E2B and E4B also have embeddings for each layer. 26B-A4B
-has experts beside the MLP of each layer.
+The dense models are otherwise similar to Gemma 3. E2B and E4B also have embeddings for each layer.
+26B-A4B has experts beside the MLP of each layer.
 """
 
 from collections.abc import Mapping
@@ -33,11 +33,11 @@ _SWITCHES = {"keys_as_values": "attention_k_eq_v", "wide_borrowers": "use_double
 
 
 def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """The fields of the config in which Gemma 4 differs, from the text part of config.json."""
+  """Reads the fields of ModelConfig that only Gemma 4 sets, from the text part of config.json."""
   types = read_types(values, (FULL, SLIDING), refuse)
   if types is None:
     types = [FULL if i % 6 == 5 else SLIDING for i in range(values["num_hidden_layers"])]
-  types = [*types[:-1], FULL]  # as transformers does, whatever the file says
+  types = [*types[:-1], FULL]  # as transformers does, even if the file says otherwise
   windows = read_windows({**values, "layer_types": types}, refuse, [], always=True)
   if SLIDING in types and not windows:
     refuse("sliding_window", "is missing, and layer_types names layers with a window: add it")
@@ -57,7 +57,7 @@ def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
 
 
 def _check_rope(rope: Mapping[str, Any], types: list[str], refuse: Refuse) -> None:
-  """Refuses what transformers does not read, and scalings that would not fit larger heads."""
+  """Refuses `rope_parameters` that lack a layer type, and other scalings than Gemma 4's."""
   for kind in sorted(set(types)):
     if not rope.get(kind):
       refuse("rope_parameters", f"has no {kind}, which layer_types names: add it")
@@ -67,10 +67,14 @@ def _check_rope(rope: Mapping[str, Any], types: list[str], refuse: Refuse) -> No
 
 
 def _read_global_heads(values: Values, types: list[str], refuse: Refuse) -> dict[str, int]:
-  """The heads of the layers without a window: for each of them, or in two fields for all."""
+  """Reads `global_head_dim` and `global_kv_heads`: the heads of the layers without a window.
+
+  `per_layer_config` states them for each layer, or else two fields state them for all. 0 means that
+  they equal those of the other layers. `types` is the list `layer_types`.
+  """
   found: Any = {key: values.get(name) for key, name in _HEADS.items()}
   if not values["attention_k_eq_v"]:
-    found["num_key_value_heads"] = None  # which transformers reads with it alone
+    found["num_key_value_heads"] = None  # transformers reads it only with attention_k_eq_v
   by_layer = values.get("per_layer_config")
   if by_layer is not None:
     found = _of_all(by_layer, types, refuse)
@@ -87,7 +91,10 @@ def _read_global_heads(values: Values, types: list[str], refuse: Refuse) -> dict
 
 
 def _of_all(by_layer: Any, types: list[str], refuse: Refuse) -> Mapping[str, Any]:
-  """The fields that `per_layer_config` sets for the layers without a window, and only for these."""
+  """Returns the fields that `per_layer_config` sets for each layer without a window.
+
+  Refuses layers that differ, other fields, and fields of layers with a window.
+  """
   layers = [str(i) for i, kind in enumerate(types) if kind == FULL]
   is_object = isinstance(by_layer, dict) and all(isinstance(x, dict) for x in by_layer.values())
   is_of_full = is_object and set(by_layer) <= set(layers)
@@ -102,6 +109,7 @@ def _of_all(by_layer: Any, types: list[str], refuse: Refuse) -> Mapping[str, Any
 
 
 def _read_borrowing_layers(values: Values, types: list[str], refuse: Refuse) -> int:
+  """Reads how many of the last layers borrow keys. Each type needs an earlier layer that lends."""
   key = "num_kv_shared_layers"
   if values.get(key) in (0, None):
     return 0
@@ -113,6 +121,7 @@ def _read_borrowing_layers(values: Values, types: list[str], refuse: Refuse) -> 
 
 
 def _read_per_layer_dim(values: Values, refuse: Refuse) -> int:
+  """Reads the size of the embeddings for each layer. 0 means that there are none."""
   key, rows = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
   if values.get(key) in (0, None):
     return 0
@@ -122,7 +131,7 @@ def _read_per_layer_dim(values: Values, refuse: Refuse) -> int:
 
 
 def _read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """In every layer, beside an MLP."""
+  """Reads the fields of the experts, which all layers have beside an MLP, or returns {}."""
   if not read_field(values, "enable_moe_block", bool, refuse):
     return {}
   fields = {name: read_field(values, key, int, refuse) for name, key in _EXPERTS.items()}
@@ -139,6 +148,7 @@ def _read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
+  """The fields of config.json that `_read` reads."""
   has_experts = bool(config.num_experts)
   return {
     **types_to_json(config),
@@ -154,7 +164,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _surplus(config: ModelConfig) -> list[str]:
-  """The projections and norms that published folders have for layers that borrow keys."""
+  """The unused projections and norms of borrowing layers, which published checkpoints contain."""
   return [
     f"model.layers.{i}.self_attn.{part}.weight"
     for i in range(config.num_layers - config.borrowing_layers, config.num_layers)

@@ -1,4 +1,4 @@
-"""GLM-4.5: dense layers, then experts with a sigmoid router beside an MLP that all tokens share."""
+"""GLM-4.5: dense layers, then layers with a sigmoid router, experts and an MLP for all tokens."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ EXPERT_VARIES = ("sparse_layers", "shared_dim")
 
 
 def read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """The layers with experts, and the width of the MLP beside them."""
+  """Reads the layers with experts, and the hidden units of the MLP beside the experts."""
   read_full(values, refuse)
   shared, layers = values.get("n_shared_experts"), values["num_hidden_layers"]
   dense = values.get("first_k_dense_replace")
@@ -52,7 +52,7 @@ def read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-  """The inverse of `read_experts`."""
+  """The fields of config.json that `read_experts` reads."""
   return {
     "n_shared_experts": config.shared_dim // config.expert_dim,
     "first_k_dense_replace": min(config.sparse_layers, default=config.num_layers),

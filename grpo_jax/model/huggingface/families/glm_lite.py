@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: GLM-4.5's experts with the latent attention of DeepSeek-V3."""
+"""GLM-4.7-Flash: the experts of GLM-4.5 with the latent attention of DeepSeek-V3."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ _TYPES = "mlp_layer_types"
 
 
 def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
+  """Reads DeepSeek-V3's fields, but takes the layers with experts from `mlp_layer_types`."""
   layers = values["num_hidden_layers"]
   types = values.get(_TYPES)
   if types is None:

@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks and windows in every other layer, and experts in all of them."""
+"""gpt-oss: attention with sinks, windows in every other layer, and experts in all layers."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from grpo_jax.model.huggingface.families.family import Family
 from grpo_jax.model.huggingface.families.layer_types import read_windows, types_to_json
 from grpo_jax.model.huggingface.families.tensors import joined, layer
 
-_CONSTANTS = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}  # of layers.clamped_silu
+_CONSTANTS = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}  # constants in clamped_silu
 # fmt: off
 _EXPERTS = (
   layer("mlp.router.weight", "experts/router", "X D", "DX"),
   layer("mlp.router.bias", "experts/router_bias", "X", "X"),
-  *joined(  # gate and up in turn
+  *joined(  # the columns of gate and up alternate
     "mlp.experts.gate_up_proj", "X D M(1,1)", {"experts/gate": "XDM", "experts/up": "XDM"}
   ),
   *joined(

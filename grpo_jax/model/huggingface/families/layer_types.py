@@ -1,4 +1,4 @@
-"""Differences between layers, in the fields of config.json that several families share."""
+"""Reads and writes the fields of config.json that say how layers differ, for several families."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_types(values: Values, kinds: Sequence[str], refuse: Refuse) -> list[str] | None:
-  """The list `layer_types`, whose entries must be among `kinds`, or None if it is absent."""
+  """Reads the list `layer_types`, with one of `kinds` for each layer. None if it is absent."""
   types, count = values.get("layer_types"), values["num_hidden_layers"]
   if types is None:
     return None
@@ -22,7 +22,7 @@ def read_types(values: Values, kinds: Sequence[str], refuse: Refuse) -> list[str
 
 
 def read_full(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """The `read` of a family whose layers all attend to the whole text: no fields."""
+  """The `Family.read` of families whose layers have no windows: checks and returns no fields."""
   read_types(values, (FULL,), refuse)
   return {}
 
@@ -34,14 +34,19 @@ def read_windows(
   needs_switch: bool = False,
   always: bool = False,
 ) -> tuple[int, ...]:
-  """The window of each layer, or () if no window hides anything.
+  """Reads the attention windows of the layers.
 
   Args:
     values: The object in config.json.
-    refuse: Raises ConfigError.
-    by_default: Which layers have a window if config.json does not list them.
-    needs_switch: The list counts only where `use_sliding_window` is set.
-    always: Return windows that hide nothing too: their layers have other rotary frequencies.
+    refuse: refuse(key, reason) raises ConfigError.
+    by_default: Whether each layer has a window if config.json has no `layer_types`.
+    needs_switch: `layer_types` counts only if `use_sliding_window` is set.
+    always: Return windows even if none is shorter than the longest text, because the layers that
+      have one use other rotary frequencies.
+
+  Returns:
+    For each layer, how many tokens a token attends to, or 0 for a layer without a window. The empty
+    tuple if no layer has a window that hides a token.
   """
   types, window = read_types(values, (FULL, SLIDING), refuse), values.get("sliding_window")
   has_window = list(by_default)
@@ -52,23 +57,23 @@ def read_windows(
     refuse("sliding_window", f"must be a positive int, got {window!r}")
   if not any(has_window) or not window:
     return ()
-  if window >= values["max_position_embeddings"] and not always:  # the longest text
+  if window >= values["max_position_embeddings"] and not always:  # it hides nothing
     return ()
   return tuple(window if has else 0 for has in has_window)
 
 
 def every(values: Values, key: str, default: int, refuse: Refuse) -> list[bool]:
-  """Whether each layer is one of every so many: numbers n - 1, 2n - 1, ..."""
+  """Whether each layer is an n-th one: number n - 1, 2n - 1, ... The field `key` holds n."""
   n = read_field({key: default, **values}, key, int, refuse)
   return [(layer + 1) % n == 0 for layer in range(values["num_hidden_layers"])]
 
 
 def types_to_json(config: ModelConfig) -> dict[str, Any]:
-  """The list `layer_types` of a model whose layers may have a window."""
+  """The field `layer_types` for a model whose layers may have windows."""
   layers = range(config.num_layers)
   return {"layer_types": [SLIDING if config.kind(i).window else FULL for i in layers]}
 
 
 def window_of(config: ModelConfig) -> int | None:
-  """The window of the layers that have one."""
+  """The field `sliding_window`: the window of the layers that have one, or None if none has."""
   return max(config.windows, default=0) or None

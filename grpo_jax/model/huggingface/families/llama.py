@@ -1,4 +1,4 @@
-"""Llama, and families that compute the same apart from a few numbers."""
+"""Llama, and families that differ from it in little."""
 
 from typing import Any
 
@@ -31,18 +31,18 @@ _GRANITE_FIELDS = {
 
 
 def _read_window_of_all(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """The windows of a family whose layers have one unless config.json lists others."""
+  """Reads the windows of a family in which, by default, all layers have one."""
   by_default = [True] * values["num_hidden_layers"]
   return {"windows": read_windows(values, refuse, by_default)}
 
 
 def _read_smollm3(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """The layers without a rotation, which are those that may have a window."""
+  """Reads the layers whose queries and keys are not rotated. By default, only they have windows."""
   layers, rotates = range(values["num_hidden_layers"]), values.get("no_rope_layers")
   if rotates is None:
     is_last = every(values, "no_rope_layer_interval", 4, refuse)
     rotates = [int(not last) for last in is_last]
-  # transformers reads as many as there are layers.
+  # The list may be longer, because transformers ignores entries after the last layer.
   is_list = isinstance(rotates, list) and len(rotates) >= len(layers)
   if not is_list or any(x not in (0, 1) for x in rotates):
     found = shown(rotates)

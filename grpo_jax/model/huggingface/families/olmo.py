@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP, and over all queries and keys of a token."""
+"""OLMo 2 and 3: norms after attention and MLP, and norms over all query and all key heads."""
 
 from typing import Any
 

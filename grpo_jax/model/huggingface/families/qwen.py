@@ -1,4 +1,4 @@
-"""Qwen 2 and 3, dense and with experts."""
+"""Qwen2 and Qwen3, and Qwen3 with experts."""
 
 from typing import Any
 
@@ -25,14 +25,14 @@ EXPERT_READS = frozenset({"num_local_experts", "decoder_sparse_step", "mlp_only_
 
 
 def _read_dense(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """The windows: of the layers from `max_window_layers` on, if they are switched on at all."""
+  """Reads the windows. By default, layers from `max_window_layers` on have one, if switched on."""
   is_on, first = bool(values.get("use_sliding_window")), values.get("max_window_layers", 28)
   by_default = [is_on and layer >= first for layer in range(values["num_hidden_layers"])]
   return {"windows": read_windows(values, refuse, by_default, needs_switch=True)}
 
 
 def _write_switch(config: ModelConfig) -> dict[str, Any]:
-  """transformers 4 counts the layers without a window, which come first."""
+  """The fields for transformers 4, which counts the first layers, those without a window."""
   types, window = types_to_json(config)["layer_types"], window_of(config)
   first = types.index(SLIDING) if window else len(types)
   return {"use_sliding_window": window is not None, "max_window_layers": first}
@@ -43,6 +43,7 @@ def _write_dense(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
+  """Reads the windows, which all layers or none must have, and the layers with experts."""
   is_on = [bool(values.get("use_sliding_window"))] * values["num_hidden_layers"]
   windows = read_windows(values, refuse, is_on, needs_switch=True)
   types = read_types(values, (FULL, SLIDING), refuse)
@@ -55,7 +56,7 @@ def _read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
 
 
 def read_sparse_layers(values: Values, refuse: Refuse) -> tuple[int, ...]:
-  """The layers with experts: every `decoder_sparse_step`-th, except those of `mlp_only_layers`."""
+  """Returns the layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
   with_default = {"decoder_sparse_step": 1} | dict(values)
   step = read_field(with_default, "decoder_sparse_step", int, refuse)
   dense = values.get("mlp_only_layers") or []
@@ -66,7 +67,7 @@ def read_sparse_layers(values: Values, refuse: Refuse) -> tuple[int, ...]:
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-  """The layers with experts, and their number under the name of transformers 5."""
+  """The fields for the layers with experts, and the number of experts for transformers 5."""
   dense = [i for i in range(config.num_layers) if i not in config.sparse_layers]
   return {
     "num_local_experts": config.num_experts,

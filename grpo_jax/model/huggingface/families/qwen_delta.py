@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3-Next: most layers mix tokens by the gated delta rule, others by attention."""
+"""Qwen3.5 and Qwen3-Next: most layers mix tokens by the gated delta rule, the rest by attention."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _SHAPE = {  # field of DeltaShape -> field of config.json
 
 
 def read_mixers(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """`mixers` and `delta`."""
+  """Reads the fields `mixers` and `delta` of ModelConfig, from the fields of config.json."""
   types = read_types(values, (FULL, _LINEAR), refuse)
   if types is None:
     is_full = every(values, "full_attention_interval", 4, refuse)
@@ -41,7 +41,7 @@ def read_mixers(values: Values, refuse: Refuse) -> dict[str, Any]:
 
 
 def write_mixers(config: ModelConfig) -> dict[str, Any]:
-  """The inverse of `read_mixers`."""
+  """The fields of config.json that `read_mixers` reads."""
   mixers = [config.kind(i).mixer for i in range(config.num_layers)]
   shape = {key: getattr(config.delta, name) for name, key in _SHAPE.items()}
   types = [FULL if mixer == "attention" else _LINEAR for mixer in mixers]
@@ -103,7 +103,7 @@ _ALL_LAYERS = (
 )
 _FIXED = {"mlp_bias": False, "qk_norm": "head", "output_gate": True}
 _READS = frozenset({"full_attention_interval", *_SHAPE.values()}) | {
-  *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of heads that are not read
+  *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # for heads that are not read
 }
 _SUPPORTED = {
   "attn_output_gate": (True,),
@@ -116,7 +116,7 @@ _EXPERT_FIELDS = qwen.EXPERT_FIELDS | {"shared_dim": "shared_expert_intermediate
 
 
 def _read_qwen3_5_moe(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """Every layer has experts, whose shares add up to 1."""
+  """Reads the mixers. All layers have experts."""
   return {**read_mixers(values, refuse), "sparse_layers": tuple(range(values["num_hidden_layers"]))}
 
 

@@ -1,4 +1,4 @@
-"""How long the axes of tensors are."""
+"""The lengths of the axes of tensors."""
 
 import math
 
@@ -6,7 +6,7 @@ from grpo_jax.model.config import ModelConfig
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
-  """The length of each axis letter. Those that some layers alone have are in lower case."""
+  """The length of each axis letter that `TensorSpec` uses."""
   found = {
     "V": config.vocab_size,
     "D": config.embed_dim,
@@ -20,7 +20,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     "s": config.shared_dim,
     "N": config.labels,
   }
-  found |= {  # of layers that differ from the others, in place of E, K and F
+  found |= {  # in place of E, K and F in layers that differ from the others
     "e": config.global_head_dim or config.head_dim,
     "h": config.global_kv_heads or config.num_kv_heads,
     "f": 2 * config.mlp_dim,

@@ -1,4 +1,4 @@
-"""The tensors that several families have, as entries of their tables."""
+"""Table entries for the tensors that several families have."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from grpo_jax.model.mlps import MLPS
 
 
 def layer(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options: Any) -> TensorSpec:
-  """The entry of a tensor of layers: of those with its mixer or MLP, or of all."""
+  """The table entry of a tensor in each layer, or in each layer with its mixer or MLP."""
   part = leaf_name.split("/")[0]
   return TensorSpec(
     f"model.layers.{{i}}.{hf_name}",
@@ -21,7 +21,7 @@ def layer(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options:
 
 
 def joined(hf_name: str, hf_axes: str, leaves: Mapping[str, str]) -> tuple[TensorSpec, ...]:
-  """The entries of a tensor that holds several leaves: their names -> axes, in order."""
+  """The table entries of a tensor that holds `leaves`: names of leaves -> their axes, in order."""
   return tuple(
     layer(hf_name, leaf_name, hf_axes, leaf_axes, part=part)
     for part, (leaf_name, leaf_axes) in enumerate(leaves.items())
@@ -29,7 +29,7 @@ def joined(hf_name: str, hf_axes: str, leaves: Mapping[str, str]) -> tuple[Tenso
 
 
 def norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorSpec, ...]:
-  """The norms of a layer. `names` are names of leaves -> names of tensors."""
+  """The table entries of a layer's norms. `names` are names of leaves -> names of tensors."""
   return tuple(
     layer(f"{hf_name}.weight", f"{leaf_name}/scale", "D", "D", offset=offset)
     for leaf_name, hf_name in names.items()
@@ -37,7 +37,7 @@ def norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorSpec, ..
 
 
 def qk_norms(offset: float = 0.0) -> tuple[TensorSpec, ...]:
-  """The norms of each head of the queries and keys, for models with a `qk_norm`."""
+  """The table entries of the norms of each query and key head, for models with a `qk_norm`."""
   options: dict[str, Any] = {"offset": offset, "when": ("qk_norm",)}
   return (
     layer("self_attn.q_norm.weight", "attention/q_norm/scale", "E", "E", **options),
@@ -46,7 +46,7 @@ def qk_norms(offset: float = 0.0) -> tuple[TensorSpec, ...]:
 
 
 def mlp(hf_name: str, leaf_name: str, width: str) -> tuple[TensorSpec, ...]:
-  """The gate, up and down projection of a gated MLP, whose width has this axis letter."""
+  """The table entries of a gated MLP: gate, up and down. `width` is the hidden axis letter."""
   inwards, outwards = (f"{width} D", f"D{width}"), (f"D {width}", f"{width}D")
   return (
     layer(f"{hf_name}.gate_proj.weight", f"{leaf_name}/gate/kernel", *inwards),
@@ -55,18 +55,18 @@ def mlp(hf_name: str, leaf_name: str, width: str) -> tuple[TensorSpec, ...]:
   )
 
 
-WHOLE_QK_NORMS = (
+WHOLE_QK_NORMS = (  # norms over all query heads, and over all key heads
   layer("self_attn.q_norm.weight", "attention/q_norm/scale", "HE", "HE"),
   layer("self_attn.k_norm.weight", "attention/k_norm/scale", "KE", "KE"),
 )
 
 
 def final_norm(offset: float = 0.0) -> tuple[TensorSpec, ...]:
-  """The norm after the last layer."""
+  """The table entry of the norm after the last layer."""
   return (TensorSpec("model.norm.weight", "final_norm/scale", "D", "D", offset=offset),)
 
 
-# Leaf -> tensor. Most families normalise before attention and MLP, OLMo after, and Gemma both.
+# Leaf -> tensor. Most families normalise before attention and MLP, OLMo after them, Gemma both.
 PRE_NORMS = {
   "attention_norm": "input_layernorm",
   "mlp_norm": "post_attention_layernorm",
@@ -122,7 +122,7 @@ EXPERTS = (
 # fmt: on
 PROJECTIONS = QKV + O + MLP
 
-# Field of ModelConfig -> field of config.json:
+# Fields of ModelConfig -> fields of config.json, or for NO_BIAS -> values:
 BIAS_FIELDS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 ALL_BIAS_FIELDS = BIAS_FIELDS | {"mlp_bias": "mlp_bias"}
 NO_BIAS = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}

@@ -1,6 +1,6 @@
-"""The models of Hugging Face that see images: config.json and their towers' tensors, as tables.
+"""Models of Hugging Face that see images: their config.json and their towers' tensors, as tables.
 
-A model is a record (`VisionFamily`) in one of these files. It drives both loading and saving.
+Each family is a record (`VisionFamily`) in one of these files. Loading and saving both use it.
 """
 
 from grpo_jax.model.huggingface.vision import gemma4, qwen, siglip

@@ -1,4 +1,4 @@
-"""Gemma 4 with its vision tower. Its audio tower is not read."""
+"""Gemma 4 with its vision tower. The audio tower is not read."""
 
 import math
 from typing import Any
@@ -13,6 +13,7 @@ _BOTH_WAYS = "use_bidirectional_attention"
 
 
 def _read(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
+  """Reads the fields of VisionShape that differ in form from those of `vision_config`."""
   if vision["num_key_value_heads"] != vision["num_attention_heads"]:
     refuse("num_key_value_heads", "must be num_attention_heads: towers here share no keys")
   rope = vision.get("rope_parameters") or {}
@@ -46,7 +47,7 @@ _LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 
 def _clipped(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str) -> tuple[TensorSpec, ...]:
-  """A kernel, and the limits of its inputs and outputs where the model has them."""
+  """The table entries of a layer's kernel and, if the model clips, of the limits for clipping."""
   hf_name, leaf_name = f"{_LAYER}{hf_name}", f"layers_{{i}}/{leaf_name}"
   when = ("vision.clipped",)
   return (

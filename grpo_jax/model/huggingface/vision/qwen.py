@@ -16,8 +16,8 @@ from grpo_jax.model.huggingface.vision.vision_family import (
 )
 from grpo_jax.settings import shown
 
-_ROPE_THETA = 10000.0  # of rows and columns
-_TOKENS = {  # the fields that processors and other programs read
+_ROPE_THETA = 10000.0  # the default rotary base of the tower, for rows and columns
+_TOKENS = {  # fields that only processors and other programs read
   "image_token_id": None,
   "video_token_id": None,
   "vision_start_token_id": None,
@@ -38,7 +38,7 @@ _VISION_READS = (
 
 
 def read_layers(values: Values, key: str, refuse: Refuse) -> tuple[int, ...]:
-  """A list of layers of the tower, in their order."""
+  """Reads a list of numbers of the tower's layers, in ascending order."""
   found, count = values.get(key), values["depth"]
   is_list = isinstance(found, list) and all(type(x) is int and 0 <= x < count for x in found)
   if not is_list or found != sorted(set(found)):
@@ -49,16 +49,16 @@ def read_layers(values: Values, key: str, refuse: Refuse) -> tuple[int, ...]:
 def _read_common(
   values: Values, vision: Values, refuse: Refuse, sections: tuple[int, ...]
 ) -> dict[str, Any]:
-  """Reads the patch, how the tower rotates, and by which axes the decoder rotates.
+  """Reads the fields `patch`, `rope_theta` and `rope_sections` of VisionShape.
 
-  It refuses a tower whose tokens are not as wide as the decoder's.
+  Refuses a tower whose visual tokens are not as wide as the decoder.
 
   Args:
     values: The whole config.json.
-    vision: Its `vision_config`.
-    refuse: Raises ConfigError.
-    sections: `mrope_section` if config.json does not say: how many of the decoder's frequencies
-      rotate by time, height and width.
+    vision: `vision_config`, with defaults.
+    refuse: refuse(key, reason) raises ConfigError.
+    sections: The default of `mrope_section`: how many of the decoder's frequencies rotate by time,
+      height and width.
   """
   text = values.get("text_config", values)
   rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -85,17 +85,17 @@ def _read_common(
 
 
 def _read_interleaved(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
-  """The fields of Qwen3-VL and Qwen3.5, in whose decoders the three axes take turns.
+  """Reads Qwen3-VL and Qwen3.5, whose decoders interleave the three axes (`mrope_interleaved`).
 
-  Frequencies 0, 1, 2, 3, ... rotate by time, height, width, time, ... (`mrope_interleaved`).
+  Frequencies 0, 1, 2, 3, ... rotate by time, height, width, time, ...
   """
   count = read_field(vision, "num_position_embeddings", int, refuse)
   side = int(count**0.5)
   if side**2 != count:
     refuse("num_position_embeddings", f"is {count}: it must be a square")
-  # transformers' defaults of `mrope_section`: 32 frequencies of time, height and width, or 64.
+  # transformers' defaults of `mrope_section`, for 32 and for 64 frequencies.
   sections = (11, 11, 10) if "qwen3_5" in values["model_type"] else (24, 20, 20)
-  # DeepStack: the layers of the tower whose outputs the decoder's first layers add. Not in Qwen3.5.
+  # DeepStack: the tower's layers whose outputs the decoder's first layers add. Qwen3.5 has none.
   levels: tuple[int, ...] = ()
   if "deepstack_visual_indexes" in vision and "qwen3_vl" in values["model_type"]:
     levels = read_layers(vision, "deepstack_visual_indexes", refuse)
@@ -108,11 +108,11 @@ def _read_interleaved(values: Values, vision: Values, refuse: Refuse) -> dict[st
 
 
 def _read_windows(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
-  """The fields of Qwen2.5-VL."""
+  """Reads Qwen2.5-VL, in whose tower most layers attend within windows of patches."""
   common = _read_common(values, vision, refuse, sections=(16, 24, 24))
   size = read_field(vision, "window_size", int, refuse)
   side, merge = common["patch"][-1], vision["spatial_merge_size"]
-  # As transformers rounds it.
+  # The side of a window in patches, rounded down to whole visual tokens, as in transformers.
   window = size // merge // side * merge
   if not window:
     refuse("window_size", f"is {size}: a window must hold the patches of a visual token at least")
@@ -121,7 +121,7 @@ def _read_windows(values: Values, vision: Values, refuse: Refuse) -> dict[str, A
 
 
 def write_common(config: ModelConfig) -> dict[str, Any]:
-  """The fields of `vision_config` of all these families."""
+  """The fields of `vision_config` that all these families have."""
   channels, frames, side, _ = config.vision.patch
   return {
     "in_channels": channels,
@@ -147,14 +147,14 @@ def _write_windows(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_sections(config: ModelConfig) -> dict[str, Any]:
-  """How the decoder rotates, in the objects that `rope_to_json` writes."""
+  """The axes by which the decoder rotates, as additions to the objects of `rope_to_json`."""
   sections: dict[str, Any] = {"mrope_section": list(config.vision.rope_sections)}
   if config.vision.rope_interleaved:
     sections["mrope_interleaved"] = True
   return {"rope_parameters": sections, "rope_scaling": {"rope_type": "default"} | sections}
 
 
-# The letters are those of `families.sizes`.
+# The axis letters are those of `families.sizes`.
 # fmt: off
 _AT = "model.visual."
 _PATCH = f"{_AT}patch_embed.proj"
@@ -220,7 +220,7 @@ _DEFAULTS = {
 _COMMON: dict[str, Any] = {
   "text_at": "model.language_model.",
   "reads": _VISION_READS,
-  "supported": {"tokens_per_second": (2, 4, None)},  # of videos
+  "supported": {"tokens_per_second": (2, 4, None)},  # for videos only
   "fields": _FIELDS,
   "others": _TOKENS,
   "write_text": _write_sections,

@@ -1,4 +1,4 @@
-"""Gemma 3, SmolVLM and Idefics3, whose towers are SigLIP's."""
+"""Gemma 3, SmolVLM and Idefics3, which have SigLIP's tower."""
 
 import math
 from typing import Any
@@ -20,13 +20,13 @@ _TOKENS_PER_IMAGE, _SCALE = "mm_tokens_per_image", "scale_factor"
 
 
 def _read_common(vision: Values, refuse: Refuse) -> dict[str, Any]:
-  """The patch and the grid of positions."""
+  """Reads the fields `patch` and `positions` of VisionShape."""
   side, channels = (read_field(vision, x, int, refuse) for x in ("patch_size", "num_channels"))
   return {"patch": (channels, side, side), "positions": (vision["image_size"] // side) ** 2}
 
 
 def _read_pooled(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
-  """The fields of Gemma 3: so many visual tokens that blocks of patches are squares."""
+  """Reads the fields of Gemma 3, which pools square blocks of patches into visual tokens."""
   read_quotient(vision, "image_size", "patch_size", refuse)
   common = _read_common(vision, refuse)
   tokens = read_field({_TOKENS_PER_IMAGE: 256, **values}, _TOKENS_PER_IMAGE, int, refuse)
@@ -37,13 +37,14 @@ def _read_pooled(values: Values, vision: Values, refuse: Refuse) -> dict[str, An
 
 
 def _read_shuffled(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
-  """The fields of Idefics3 and SmolVLM."""
+  """Reads the fields of Idefics3 and SmolVLM, which concatenate blocks of patches."""
   read_field(vision, "image_size", int, refuse)
   merge = read_field({_SCALE: 2, **values}, _SCALE, int, refuse)
   return _read_common(vision, refuse) | {"merge": merge}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
+  """The fields of `vision_config` that `_read_common` reads."""
   channels, side, _ = config.vision.patch
   return {"num_channels": channels, "patch_size": side, "image_size": config.vision.grid * side}
 
@@ -52,11 +53,11 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
   return _write(config) | {"model_type": "siglip_vision_model", "vision_use_head": False}
 
 
-# The letters are axes, as `families.sizes` has them: W the width, I the hidden units of an MLP, A
-# the heads, B the size of a head, T the colours, y and x the pixels of a patch, P their positions.
+# The axis letters are those of `families.sizes`: W the width, I the hidden units of an MLP, A the
+# heads, B the size of a head, T the colours, y and x the pixels of a patch, P the positions.
 # fmt: off
 def _table(at: str) -> tuple[TensorSpec, ...]:
-  """The tensors of SigLIP. In the checkpoint, their names begin with `at`."""
+  """The table of SigLIP. In the checkpoint, the names of its tensors begin with `at`."""
   of_layer = f"{at}encoder.layers.{{i}}."
   return (
     layer(f"{at}embeddings.patch_embedding.weight", "embed/patch/kernel", "W T y x", "TyxW"),
@@ -110,7 +111,7 @@ _OF_IDEFICS3: dict[str, Any] = {
   "defaults": _DEFAULTS | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32},
   "text_defaults": {"rms_norm_eps": 1e-5, "rope_theta": 10000.0},
   "others": {"image_token_id": 128257, _SCALE: 2},
-  # Fields of the published files that serve their own training code.
+  # Fields in the published files that only their authors' training code uses.
   "ignored": (
     r"vision_config\.(max_image_size|size|use_base_siglip)|vocab_size"
     r"|text_config\.(is_llama_config|neftune_noise_alpha|perceiver_config|pixel_shuffle_factor"
@@ -149,7 +150,7 @@ FAMILIES = (
       "image_token_index": 262144,
       _TOKENS_PER_IMAGE: 256,
     },
-    ignored=r"vision_config\.vision_use_head",  # a head that nothing reads
+    ignored=r"vision_config\.vision_use_head",  # the decoder does not use this head
     surplus=r"vision_tower\.head\.",
   ),
   VisionFamily("idefics3", "Idefics3ForConditionalGeneration", **_OF_IDEFICS3),

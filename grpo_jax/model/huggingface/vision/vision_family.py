@@ -1,4 +1,4 @@
-"""The record that describes a model of Hugging Face with a vision tower as data."""
+"""The record that describes a family of models with a vision tower as data."""
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
@@ -13,31 +13,31 @@ from grpo_jax.model.huggingface.tensor_spec import TensorSpec
 
 @dataclasses.dataclass(frozen=True)
 class VisionFamily:
-  """A model of Hugging Face: a text part, which is a family of families/, and a vision tower.
+  """A family of models with a text part, which is a family in families/, and a vision tower.
 
   Attributes:
     model_type: `model_type` in config.json.
     architecture: The name in `architectures` of config.json.
-    text: The `model_type` of the family here that computes its text part.
-    text_type: The `model_type` of its text part in `text_config`.
-    text_at: How the names of the text part's tensors begin, where those of `text` begin "model.".
+    text: The `model_type` of the entry of families.FAMILIES that describes the text part.
+    text_type: The `model_type` in `text_config`.
+    text_at: The prefix of the text part's tensors, in place of "model." in a language model.
     table: The tensors of the tower. {i} stands for the layer and {k} for the number of a level.
-    fixed: The fields of VisionShape that are the same for all its models.
+    fixed: Fields of VisionShape -> the values that they have in all models of the family.
     fields: Fields of VisionShape -> fields of `vision_config`.
-    defaults: Fields of `vision_config` that may be missing -> what transformers then takes.
+    defaults: Fields of `vision_config` that may be missing -> the defaults of transformers.
     text_defaults: The same for `text_config`.
-    supported: Fields of `vision_config` -> the values with which they change no mathematics.
-    others: `VisionShape.others` -> what transformers takes if they are missing.
-    ignored: The fields of the whole config.json, "text_config" and "vision_config" included, that
-      change nothing, as a pattern of names such as "text_config.perceiver_config".
+    supported: Further fields of `vision_config` -> the values with which they change nothing.
+    others: Names in `VisionShape.others` -> the defaults of transformers. None: no default.
+    ignored: A regular expression for fields of config.json that change nothing. Names of nested
+      fields are like "text_config.perceiver_config".
     read: read(values, vision_config, refuse) -> further fields of VisionShape. `values` is the
       whole config.json.
-    write: write(config) -> the fields of `vision_config` for them.
+    write: write(config) -> the fields of `vision_config` from which `read` reads these.
     write_text: write_text(config) -> further fields of `text_config`.
-    tied: The embedding is the head if config.json does not say.
-    text_table: The table of the text part in saved folders, where it is not that of `text`.
-    reads: The fields of `vision_config` that `read` looks at.
-    surplus: The tensors that folders may have and that nothing reads, as a pattern of names.
+    tied: By default, the embedding is also the head.
+    text_table: The table of the text part in saved folders, if it differs from that of `text`.
+    reads: The fields of `vision_config` that `read` uses.
+    surplus: A regular expression for names of tensors that may exist although none is read.
   """
 
   model_type: str
@@ -62,10 +62,10 @@ class VisionFamily:
   surplus: str = ""
 
   def tensors(self, config: ModelConfig) -> Iterator[TensorSpec]:
-    """The spec of every leaf's tensor of the tower, as `Family.tensors` gives those of the text.
+    """Yields the specs of all tensors of the tower, as `Family.tensors` does for a language model.
 
-    In the table, {i} in a name stands for the number of a layer, and {k} for that of a further
-    level of visual tokens.
+    It replaces {i} in the table's names by the number of each layer, and {k} by the number of each
+    further level of visual tokens.
     """
     v = config.vision
     for entry in self.table:
@@ -83,19 +83,19 @@ class VisionFamily:
         )
 
   def saved(self, spec: TensorSpec) -> TensorSpec:
-    """The spec of a tensor of text part or tower, with its name in the file of the whole."""
+    """The spec of a text or tower tensor with the tensor's name in a folder of the whole model."""
     if spec.leaf_name.startswith("vision/"):
       return spec
     return dataclasses.replace(spec, hf_name=re.sub(r"^model\.", self.text_at, spec.hf_name))
 
 
 def layer(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options: Any) -> TensorSpec:
-  """An entry of the table of a tower."""
+  """The table entry of a tower's tensor. `leaf_name` is relative to the tower's parameters."""
   return TensorSpec(hf_name, f"vision/{leaf_name}", hf_axes, leaf_axes, **options)
 
 
 def dense(hf_name: str, leaf_name: str, inputs: str, outputs: str) -> tuple[TensorSpec, ...]:
-  """The kernel and the bias of a projection, whose axes are these letters."""
+  """The table entries of a projection's kernel and bias, with these axis letters."""
   return (
     layer(f"{hf_name}.weight", f"{leaf_name}/kernel", f"{outputs} {inputs}", inputs + outputs),
     layer(f"{hf_name}.bias", f"{leaf_name}/bias", outputs, outputs),
@@ -103,12 +103,12 @@ def dense(hf_name: str, leaf_name: str, inputs: str, outputs: str) -> tuple[Tens
 
 
 def layer_norm(hf_name: str, leaf_name: str, letter: str = "W") -> tuple[TensorSpec, ...]:
-  """The scale and the bias of a norm."""
+  """The table entries of a norm's scale and bias. `letter` is their axis."""
   return rms_norm(hf_name, leaf_name, letter) + (
     layer(f"{hf_name}.bias", f"{leaf_name}/bias", letter, letter),
   )
 
 
 def rms_norm(hf_name: str, leaf_name: str, letter: str = "W") -> tuple[TensorSpec, ...]:
-  """The scale of a norm."""
+  """The table entry of a norm's scale. `letter` is its axis."""
   return (layer(f"{hf_name}.weight", f"{leaf_name}/scale", letter, letter),)

@@ -1,4 +1,4 @@
-"""Reads the fields of config.json that describe a vision tower, and writes them."""
+"""Reads and writes the fields of config.json that describe a vision tower."""
 
 from collections.abc import Mapping
 import re
@@ -18,20 +18,21 @@ from grpo_jax.settings import shown
 _OF_TOWER = "vision_config."
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _MOST_LAYERS = 4096
-# Fields of the whole config.json that have been read with the text part, or change nothing.
+# Top-level fields of config.json that are read elsewhere.
 _OF_WHOLE = {"text_config", "vision_config", "model_type", "architectures", "tie_word_embeddings"}
-# Fields of the whole -> the values with which they change nothing. Qwen3.5 publishes this one.
+# Top-level fields -> the values with which they change nothing. Qwen3.5's checkpoints have this.
 _WHOLE_SUPPORTED = {"language_model_only": (False,)}
 _HARMLESS = r"vision_config\.(model_type|tie_word_embeddings|architectures|attention_dropout)"
 
 
 def read_vision(family: VisionFamily, values: Mapping[str, Any], refuse: Refuse) -> VisionShape:
-  """The shape of the tower that the object in config.json describes."""
+  """Reads the shape of the tower. `values` is the whole object in config.json."""
   found = values.get("vision_config")
   if not isinstance(found, dict):
     refuse("vision_config", f"must be an object, got {shown(found)}")
 
   def refuse_of_tower(key: str, reason: str) -> NoReturn:
+    # All keys of the tower are in `vision_config`, except this one, which belongs to the text.
     refuse(key if key == "mrope_section" else _OF_TOWER + key, reason)
 
   vision = {**family.defaults, **found}
@@ -57,9 +58,12 @@ def _check(
   refuse: Refuse,
   refuse_of_tower: Refuse,
 ) -> None:
-  """Refuses fields of the tower, and of the whole, that are not known or not supported."""
-  kept = {name.removeprefix(_OF_TOWER) for name in family.others if name.startswith(_OF_TOWER)}
-  reads = {*family.fields.values(), *family.reads, *kept, *_ACTIVATIONS}
+  """Refuses unknown or unsupported fields, in `vision_config` and at the top level of config.json.
+
+  `vision` is `vision_config` with defaults. `refuse_of_tower` takes keys of `vision_config`.
+  """
+  others = {name.removeprefix(_OF_TOWER) for name in family.others if name.startswith(_OF_TOWER)}
+  reads = {*family.fields.values(), *family.reads, *others, *_ACTIVATIONS}
   pattern = re.compile("|".join(filter(None, (_HARMLESS, family.ignored))))
   of_tower = {k: v for k, v in vision.items() if not pattern.fullmatch(_OF_TOWER + k)}
   check_fields(of_tower, reads, family.supported, refuse_of_tower)
@@ -67,13 +71,13 @@ def _check(
   for name in _ACTIVATIONS:
     if vision.get(name, wanted[0]) not in wanted:
       refuse_of_tower(name, f"is {shown(vision[name])}: towers of this family have {wanted[0]!r}")
-  if "text_config" in values:
+  if "text_config" in values:  # otherwise the top level holds the fields of the text part
     rest = {k: v for k, v in values.items() if k not in _OF_WHOLE and not pattern.fullmatch(k)}
     check_fields(rest, {*family.others}, _WHOLE_SUPPORTED, refuse)
 
 
 def _other(values: Mapping[str, Any], vision: Mapping[str, Any], name: str, default: Any) -> Any:
-  """A field of the whole config.json or of the tower, as JSON has it."""
+  """The value for `VisionShape.others`: a top-level field, or one of `vision_config` by prefix."""
   of_tower = name.startswith(_OF_TOWER)
   found = (vision if of_tower else values).get(name.removeprefix(_OF_TOWER), default)
   return tuple(found) if isinstance(found, list) else found
@@ -82,12 +86,12 @@ def _other(values: Mapping[str, Any], vision: Mapping[str, Any], name: str, defa
 def whole_to_json(
   family: VisionFamily, config: ModelConfig, text: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The object to write to config.json.
+  """Returns the object to write to config.json for a model with a vision tower.
 
   Args:
-    family: The family of the whole.
+    family: The family of the whole model.
     config: The model.
-    text: The object that a model of the text part alone would have.
+    text: The object that config.json of the text part alone would hold.
   """
   shape = config.vision
   text = _merged(text, family.write_text(config) | {"model_type": family.text_type})
@@ -108,7 +112,10 @@ def whole_to_json(
 
 
 def _merged(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-  """Both objects, and where both have an object under a name, both of these."""
+  """Merges two JSON objects. If both have an object under a name, these are merged, too.
+
+  Otherwise the value in `more` wins, but within such inner objects the value in `values` wins.
+  """
   both = dict(values)
   for name, value in more.items():
     is_object = isinstance(value, dict) and isinstance(both.get(name), dict)

@@ -1,5 +1,5 @@
 """Programs that run in a sandbox, with the standard library alone.
 
-Their folder is on the path there. Outside of it, only `values` is imported, to write
-what they read.
+Inside the sandbox this folder is on the path. Outside it, only `values` is imported, to encode
+inputs.
 """

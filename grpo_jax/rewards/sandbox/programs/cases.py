@@ -1,10 +1,10 @@
-"""Runs a program on inputs, each in a process of its own, and sends back what it gave.
+"""The server in a sandbox: runs a program on inputs, each in a new process, and returns outputs.
 
-It never gets an expected output. Its standard input has a line with the job, and then one for each
-case; its standard output gets "started", then "ready", or "broken" if the code is no Python, and
-then for each case a line with the size of what the case gave and how it ended: "ended", "failed" or
-"late". What it gave follows. The cases of a completion have one /tmp, so a program can find there
-what it wrote in an earlier case.
+It never gets an expected output. It reads a line with the job from standard input, and then a line
+for each case. It writes the line "started" to standard output, then "ready", or "broken" if the
+code does not compile. For each case it then writes a line with the size of the output in bytes and
+how the case ended, "ended", "failed" or "late", and the output after it. All cases of a completion
+share /tmp, so a program can find files there that it wrote in an earlier case.
 """
 
 import ast
@@ -24,9 +24,9 @@ from typing import Any
 from confine import confine
 from values import decode, encode
 
-_RECURSION = 50_000
-_ALL_FILES = 3, 4096
-# What programs for these data sets use without importing it, as LiveCodeBench gives it to them.
+_RECURSION = 50_000  # Python's limit for programs
+_ALL_FILES = 3, 4096  # the range of file descriptors to close
+# Programs for these data sets use such names without importing them, as LiveCodeBench does.
 _PRELUDE = """
 from typing import *
 from collections import *
@@ -41,12 +41,12 @@ import sys, time
 
 
 def run_cases() -> None:
-  """Runs the code once for each case. In the process of a case, it returns when the code ended."""
+  """Serves the job: forks a process for each case. There it returns when the code has ended."""
   requests, answers = os.dup(0), os.dup(1)
   os.dup2(2, 1)
   os.close(0)
   lines = os.fdopen(requests, "rb")
-  os.write(answers, b"started\n")  # what follows depends on the code, which may end this process
+  os.write(answers, b"started\n")  # from here on, the code may end this process
   job = json.loads(lines.readline())
   names: dict[str, Any] = {}
   exec(_PRELUDE, names)
@@ -56,39 +56,39 @@ def run_cases() -> None:
     os.write(answers, b"broken\n")
     return
   _import_what_it_imports(job["code"])
-  gc.freeze()  # a process that never looks at what it shares with this one ends in half the time
-  # The end of a case is waited for with a limit of time.
+  gc.freeze()  # a child that does not collect the objects of this process ends in half the time
+  # `_wait` waits for this signal with a time limit, for which it must be blocked.
   signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
   os.write(answers, b"ready\n")
   for line in lines:
     case = json.loads(line)
-    given, found = _new_file(), _new_file()
-    _write(given, case.get("stdin", "").encode("utf-8", "surrogatepass"))
-    os.lseek(given, 0, os.SEEK_SET)
+    input_file, output_file = _new_file(), _new_file()
+    _write(input_file, case.get("stdin", "").encode("utf-8", "surrogatepass"))
+    os.lseek(input_file, 0, os.SEEK_SET)
     child = os.fork()
     if not child:
-      _become_case(given, found, job)
+      _become_case(input_file, output_file, job)
       _play(code, names, case)
       return
     end = _wait(child, job["case_seconds"])
-    size = os.fstat(found).st_size
+    size = os.fstat(output_file).st_size
     _write(answers, f"{size} {end}\n".encode())
     for start in range(0, size, 2**20):
-      _write(answers, os.pread(found, 2**20, start))
-    os.close(given)
-    os.close(found)
+      _write(answers, os.pread(output_file, 2**20, start))
+    os.close(input_file)
+    os.close(output_file)
 
 
 def _new_file() -> int:
-  """The number of an open file that has no name."""
+  """The descriptor of an open file that has no name."""
   number, name = tempfile.mkstemp()
   os.unlink(name)
   return number
 
 
 def _import_what_it_imports(code: str) -> None:
-  """Imports modules of Python, and numpy, so that not every process has to."""
-  with contextlib.suppress(Exception):  # what cannot be read fails when it is run
+  """Imports standard modules and numpy if the code does, so that not every case has to."""
+  with contextlib.suppress(Exception):  # code that cannot be parsed fails when it runs
     for node in ast.parse(code).body:
       module = node.module if isinstance(node, ast.ImportFrom) else ""
       aliases = [one.name for one in node.names] if isinstance(node, ast.Import) else [module]
@@ -97,10 +97,10 @@ def _import_what_it_imports(code: str) -> None:
           importlib.import_module(name)
 
 
-def _become_case(given: int, found: int, job: dict[str, Any]) -> None:
-  """Gives this process its input and its limits, and takes all other files from it."""
-  os.dup2(given, 0)
-  os.dup2(found, 1)
+def _become_case(input_file: int, output_file: int, job: dict[str, Any]) -> None:
+  """Prepares this process for a case: input, output and limits. Closes all other files."""
+  os.dup2(input_file, 0)
+  os.dup2(output_file, 1)
   os.closerange(*_ALL_FILES)
   confine(job["limits"], job["threads"], job["in_sandbox"])
   signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
@@ -112,7 +112,11 @@ def _become_case(given: int, found: int, job: dict[str, Any]) -> None:
 
 
 def _play(code: Any, names: dict[str, Any], case: dict[str, Any]) -> None:
-  """Runs the program, or calls its function and writes the value. Its threads may go on."""
+  """Runs the program, or calls its function and writes the value. Its threads may still run then.
+
+  `names` are global names for the program. `case` is {"stdin": text}, or {"function": name,
+  "arguments": encoded list}.
+  """
   function = case.get("function")
   module = types.ModuleType("solution" if function else "__main__")
   sys.modules[module.__name__] = module
@@ -121,7 +125,7 @@ def _play(code: Any, names: dict[str, Any], case: dict[str, Any]) -> None:
     exec(code, module.__dict__)
     return
   sink = os.dup(1)
-  os.dup2(2, 1)  # what the code prints is no value
+  os.dup2(2, 1)  # so that prints of the code do not mix with the value
   exec(code, module.__dict__)
   owner = vars(module).get("Solution")
   called = getattr(owner(), function) if hasattr(owner, function) else vars(module)[function]
@@ -130,7 +134,7 @@ def _play(code: Any, names: dict[str, Any], case: dict[str, Any]) -> None:
 
 
 def _wait(child: int, seconds: float) -> str:
-  """Waits until a process ends, and kills it if that takes too long. Returns how it ended."""
+  """Waits for a child, and kills it after `seconds`. Returns "ended", "failed" or "late"."""
   deadline = time.monotonic() + seconds
   while True:
     ended, status = os.waitpid(child, os.WNOHANG)

@@ -1,12 +1,12 @@
-"""Runs the tests of a problem on code that runs elsewhere, in the player.
+"""The checker: runs the tests of a problem. The program runs in another process, the player.
 
-A name that is the program's (see names.py) is asked from the player, and so are calls of its
-functions. Values come back as plain data, so that everything that a test compares is made here, and
-a test's expected values never leave this process.
+A test gets each name of the program (see names.py) from the player, which also makes the calls of
+the program's functions. Values come back as plain data, of which the checker makes the objects that
+a test compares. Expected values never leave this process.
 
-Its standard input has a line with the tests and then the player's answers; its standard output gets
-requests; its standard error gets the verdict: "+" for the player's start, and then for each test
-"1" or "0", or "-" if it reads nothing of the program; or "!" if the setup fails by itself.
+Standard input has a line with the tests, and then the player's answers. Requests to the player go
+to standard output. The verdict goes to standard error: "+" after the player's start, then for each
+test "1", "0", or "-" if it reads no name of the program; or "!" if the setup alone fails.
 """
 
 import ast
@@ -21,7 +21,7 @@ from names import foreign, helpers, name_under_test, names_read
 from values import decode, encode
 
 _LONGEST_ANSWER = 2**23  # bytes
-# Without those that say that an iteration has ended, which a test would not see as an error.
+# Without exceptions that end an iteration: a test would not see them as errors.
 _EXCEPTIONS = {
   name: kind
   for name, kind in vars(builtins).items()
@@ -32,15 +32,15 @@ _EXCEPTIONS = {
 
 
 class Gone(BaseException):
-  """The program has ended, or what it answers is no answer."""
+  """The program has ended, or sent an invalid answer. Not an Exception, which a test may catch."""
 
 
 class Player:
-  """The code of the completion, as the tests see it.
+  """The checker's connection to the player, which runs the code of the completion.
 
   Attributes:
-    uses: How many times the setup and the test used an object of it, such as by a call.
-    is_gone: Whether it has ended. A test that goes on, as one may with `except:`, fails then.
+    uses: How many times the setup and the test used an object of the code, such as by a call.
+    is_gone: Whether the player has ended. The test then fails, even if it catches `Gone`.
   """
 
   def __init__(self, answers: Any, requests: Any) -> None:
@@ -49,7 +49,7 @@ class Player:
     self.uses, self.is_gone = 0, False
 
   def ask(self, **request: Any) -> Any:
-    """Sends a request and returns what the code gave. Raises what the code raised."""
+    """Sends a request. Returns the value that the code returned, or raises the code's exception."""
     if self.is_gone:
       raise Gone
     self.uses += "object" in request
@@ -66,7 +66,7 @@ class Player:
     return value
 
   def encoded(self, value: Any) -> Any:
-    """A value as it is sent. What cannot be sent ends the test, which could catch a TypeError."""
+    """Encodes a value for the player. Raises Gone, not a TypeError, if it cannot be sent."""
     try:
       return encode(value, _number_of)
     except BaseException as problem:
@@ -74,7 +74,7 @@ class Player:
       raise Gone from problem
 
   def hear(self) -> tuple[Any, Exception | None]:
-    """The next value, or the next error."""
+    """Receives an answer: (value, None), or (None, the exception that the code raised)."""
     line = self._answers.readline(_LONGEST_ANSWER)
     if not line.endswith(b"\n"):
       raise EOFError("the code has ended, or its answer is too long")
@@ -91,13 +91,19 @@ class Player:
     return decode(data, lambda number: Remote(self, number), self._own_exception)
 
   def _own_exception(self, description: Any) -> type:
-    """A class that the program made. One of Python's could catch what the test itself raises."""
+    """The stand-in for an exception class that the program returns, as `_exception` makes it.
+
+    A builtin is refused: in an `except` of the test, it could catch the test's AssertionError.
+    """
     if isinstance(description, str):
       raise TypeError(f"the program gives {description} another name")
     return self._exception(description)
 
   def _exception(self, description: Any) -> type:
-    """A class of this process that stands for one of the program, with nothing of its methods."""
+    """The stand-in for an exception class of the program: same name and bases, no methods.
+
+    `description` is what `values.describe_exception` returned in the player.
+    """
     if isinstance(description, str):
       return _EXCEPTIONS.get(description, RuntimeError)
     number, name, bases = description
@@ -108,7 +114,7 @@ class Player:
 
 
 class Remote:
-  """An object that stays in the player, such as a function. It can be called, and equals itself."""
+  """The stand-in for an object in the player, such as a function. It can be called."""
 
   def __init__(self, player: Player, number: int) -> None:
     self.__dict__.update(_player=player, _number=number)
@@ -133,10 +139,10 @@ class Remote:
 
 
 def run_tests() -> None:
-  """Writes the verdict of each test."""
+  """Runs the tests, and writes the verdict as the module describes it."""
   verdict, answers, requests = (os.fdopen(os.dup(2), "w"), sys.stdin.buffer, sys.stdout.buffer)
   sys.set_int_max_str_digits(0)
-  # What a test prints goes nowhere, and what it reads is empty.
+  # Prints of a test are dropped, and its input is empty.
   sys.stdin, sys.stdout, sys.stderr = io.StringIO(), io.StringIO(), io.StringIO()
   job = json.loads(answers.readline())
   player = Player(answers, requests)
@@ -156,8 +162,8 @@ def run_tests() -> None:
   try:
     names |= {name: player.ask(name=name) for name in of_program}
     exec(compile(job["setup"], "<setup>", "exec"), names)
-  except BaseException:  # it is a program, so it can raise any exception
-    if not of_program:
+  except BaseException:  # the setup may raise anything
+    if not of_program:  # else the program may be at fault, and all tests fail
       say("!")
       raise
     for _ in tests:
@@ -182,15 +188,19 @@ def run_tests() -> None:
 
 
 def _passes(test: ast.Module, read: list[str], names: dict[str, Any], player: Player) -> bool:
-  """Whether a test passes that reads some names of the program.
+  """Whether a test passes. A test that uses no object of the program does not.
 
-  One that only defines a function, as for pytest, does not: it has to call something.
+  Args:
+    test: The test.
+    read: The names of the program that the test reads.
+    names: The values of the other names that the test may read.
+    player: The connection to the program.
   """
   try:
-    own = names | {name: player.ask(name=name) for name in read}
-    exec(compile(test, "<test>", "exec"), own)
+    scope = names | {name: player.ask(name=name) for name in read}
+    exec(compile(test, "<test>", "exec"), scope)
     return player.uses > 0 and not player.is_gone
-  except BaseException:  # a test is a program too, so it can raise any exception
+  except BaseException:  # a test may raise anything
     return False
 
 

@@ -1,4 +1,4 @@
-"""The beginning of every program of a sandbox: limits what its process can do from here on."""
+"""Restricts the current process: every program of a sandbox calls `confine` first."""
 
 import ctypes
 import os
@@ -7,11 +7,11 @@ import resource
 import signal
 import struct
 
-# System calls that the programs do without and that would take them around a limit: new namespaces
-# and mounts, memory that is in no address space, other processes, and rarely used parts of the
-# kernel. The numbers are those of the architectures; from 424 on they are the same everywhere.
-# By machine: the number of the architecture, of clone, and of the refused calls; then those of the
-# other calls that make a process.
+# Refused system calls: programs do not need them, and could evade limits with them. They are for
+# namespaces and mounts, memory that is in no address space, other processes, and rarely used parts
+# of the kernel. Their numbers depend on the architecture; from 424 on they are the same everywhere.
+# By machine: the number of the architecture, of clone, of the refused calls, and of the other calls
+# that make a process.
 _TABLES: dict[str, tuple[int, int, list[int], list[int]]] = {
   "x86_64": (
     0xC000003E,
@@ -34,15 +34,15 @@ _KILL, _ERROR, _ALLOW = 0x80000000, 0x50000, 0x7FFF0000
 
 
 def confine(limits: dict[str, int], threads: int, in_sandbox: bool) -> None:
-  """Sets limits of resources by name, such as {"CPU": 10}.
+  """Sets resource limits for this process.
 
-  In a sandbox it also filters system calls. Elsewhere the process ends with the thread that started
-  it, for which a sandbox cares itself.
+  In a sandbox it also filters system calls. Without a sandbox, it makes the process end with the
+  thread that started it, which a sandbox does itself.
 
   Args:
-    limits: The limits.
-    threads: How many threads the process may have, if it may not start processes. The kernel counts
-      both alike, so it needs the filter to tell them apart.
+    limits: The limits by the name of the resource, such as {"CPU": 10} for RLIMIT_CPU.
+    threads: How many threads the process may have if limits["NPROC"] is 1. The kernel counts
+      threads as processes, so this limit needs the filter, which refuses new processes.
     in_sandbox: Whether the process is in a sandbox.
   """
   os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads when numpy is imported
@@ -65,9 +65,13 @@ def confine(limits: dict[str, int], threads: int, in_sandbox: bool) -> None:
 
 
 def _filter_calls(arch: int, clone: int, refused: list[int], only_threads: bool) -> None:
-  """Makes the kernel refuse system calls from here on, in this process and in its children."""
+  """Makes the kernel refuse system calls from here on, in this process and in its children.
+
+  It installs a BPF program, whose steps are (operation, jump if true, jump if false, operand). For
+  `arch`, `clone` and `refused` see `_TABLES`. With `only_threads`, clone may only make threads.
+  """
   steps = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-  steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERROR | _EPERM)]  # x86's second table
+  steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERROR | _EPERM)]  # calls of x32
   for number in refused:
     steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EPERM)]
   steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | _ENOSYS)]  # libc then uses clone

@@ -1,7 +1,7 @@
-"""Which names of the tests are the program's, and which are Python's.
+"""Decides which names in the tests belong to the program, and which to Python.
 
-The tests and the row's own solution decide that, and never the program, so a program gains nothing
-by defining a name that the tests use as a helper.
+The tests and the solution in the data decide that. The program under test does not, so it gains
+nothing by defining a name that the tests use as a helper.
 """
 
 import ast
@@ -13,11 +13,11 @@ from typing import Any
 
 _BUILTINS = frozenset(dir(builtins))
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_SHORT = {"np": "numpy"}
+_SHORT = {"np": "numpy"}  # modules by their usual short names
 
 
 def names_read(tree: ast.AST) -> list[str]:
-  """The names that some code reads and does not define."""
+  """The names that some code reads and does not define, in the order of `ast.walk`."""
   nodes = list(ast.walk(tree))
   names = [node for node in nodes if isinstance(node, ast.Name)]
   defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
@@ -34,17 +34,18 @@ def names_read(tree: ast.AST) -> list[str]:
 
 
 def foreign(tree: ast.AST, own: dict[str, Any]) -> list[str]:
-  """The names that some code reads and that neither it, nor `own`, nor Python defines."""
+  """The names that some code reads, except for builtins and names that it or `own` defines."""
   return [name for name in names_read(tree) if name not in _BUILTINS and name not in own]
 
 
 def name_under_test(
   trees: Sequence[ast.AST], own: dict[str, Any], solution: ast.Module | None
 ) -> str:
-  """The name of Python's that the program defines anew, for tests that read no foreign name.
+  """The builtin that the program redefines, for tests that read no foreign name.
 
-  It is the only one that the solution defines, or, where there is no solution, the only builtin
-  that the tests read. "" if that leaves a choice: then the tests mean what Python has.
+  It is the only name in the tests (`trees`) that the solution defines, or, without a solution, the
+  only builtin in the tests that `own`, the names defined so far, lacks. "" if there is not exactly
+  one: then the tests use Python's builtins.
   """
   read = {name for tree in trees for name in names_read(tree)}
   candidates = read & (defined_by(solution) if solution else _BUILTINS - set(own))
@@ -54,9 +55,11 @@ def name_under_test(
 def helpers(
   trees: Sequence[ast.AST], own: dict[str, Any], solution: ast.Module | None
 ) -> dict[str, Any]:
-  """The names that tests read without importing them: the solution's imports, and Python's modules.
+  """Imports what the tests read without importing it: the solution's imports and Python's modules.
 
-  A name counts as a module of Python if the tests only read its attributes, as in `math.sqrt`.
+  A name counts as a module of Python if the tests only read attributes of it, as in `math.sqrt`.
+  `trees` are the tests, and `own` are names that are already defined. Names that the solution
+  defines are left to the program. Returns the values of the names.
   """
   defined = defined_by(solution) if solution else set()
   wanted = {name for tree in trees for name in foreign(tree, own)} - defined
@@ -66,13 +69,13 @@ def helpers(
     if isinstance(node, (ast.Import, ast.ImportFrom)):
       imports.append(ast.unparse(node))
   for line in imports:
-    with contextlib.suppress(Exception):  # then the name is the program's
+    with contextlib.suppress(Exception):  # if the import fails, the name belongs to the program
       exec(line, found)
   return {name: found[name] for name in wanted if name in found}
 
 
 def defined_by(solution: ast.Module) -> set[str]:
-  """The names that a program gives to functions, classes and values of its own."""
+  """The names of the functions, classes and variables that a program defines at the top level."""
   names = {node.name for node in solution.body if isinstance(node, _DEFINITIONS)}
   for node in solution.body:
     if not isinstance(node, _DEFINITIONS):
@@ -85,7 +88,7 @@ def defined_by(solution: ast.Module) -> set[str]:
 
 
 def _modules(trees: Sequence[ast.AST], names: set[str]) -> list[str]:
-  """The names that stand for modules of Python."""
+  """Which of `names` are modules of Python. The tests only read attributes of such names."""
   nodes = [node for tree in trees for node in ast.walk(tree)]
   read = [node.id for node in nodes if isinstance(node, ast.Name)]
   as_modules = [

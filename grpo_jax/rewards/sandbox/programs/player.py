@@ -1,7 +1,7 @@
-"""Runs the code of a completion, and calls its functions for the checker.
+"""The player: runs the code of a completion, and calls the functions of the code for the checker.
 
-It never gets a test, only the names and arguments of calls. Its standard input has a line with the
-code and then requests; its standard output gets an answer for each, both as JSON.
+It never gets a test, only the names and arguments of calls. It reads a line with the code from
+standard input, then requests, and writes an answer to each to standard output, all as JSON.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from values import decode, describe_exception, encode
 def play() -> None:
   """Answers requests until there are no more."""
   requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-  os.dup2(2, 1)  # what the code prints goes where errors go
+  os.dup2(2, 1)  # so that prints of the code do not mix with the answers
   os.close(0)
   sys.stdin = io.StringIO()
   sys.setrecursionlimit(10_000)
@@ -25,7 +25,7 @@ def play() -> None:
   job = json.loads(requests.readline())
   _send(answers, {"value": "ready"})
   names: dict[str, Any] = {"__name__": "completion"}
-  # The checker says whether the setup fails. Here it may need what only the code defines.
+  # The checker reports a setup that fails. Here it may fail because the code has not run yet.
   with contextlib.suppress(Exception):
     exec(compile(job["setup"], "<setup>", "exec"), names)
   exec(compile(job["code"], "<completion>", "exec"), names)
@@ -35,14 +35,14 @@ def play() -> None:
 
 
 class NumberedObjects:
-  """The objects that the checker knows by numbers."""
+  """Numbers the objects that stay here, so that the checker can refer to them."""
 
   def __init__(self) -> None:
     self._objects: list[Any] = []
-    self._numbers: dict[int, int] = {}  # by id. What is kept keeps its id.
+    self._numbers: dict[int, int] = {}  # by id, which `_objects` keeps from being reused
 
   def number_of(self, value: Any) -> int:
-    """The number of an object, always the same one."""
+    """The number of an object. An object has the same number in every call."""
     if id(value) not in self._numbers:
       self._numbers[id(value)] = len(self._objects)
       self._objects.append(value)
@@ -55,7 +55,7 @@ class NumberedObjects:
 def _answer(
   request: dict[str, Any], names: dict[str, Any], kept: NumberedObjects
 ) -> dict[str, Any]:
-  """The value that a request is for, or the error that it ends with."""
+  """Carries out a request. Returns the encoded value or exception, as the checker reads it."""
   try:
     return {"value": encode(_result(request, names, kept), kept.number_of)}
   except Exception as error:
@@ -75,7 +75,7 @@ def _result(request: dict[str, Any], names: dict[str, Any], kept: NumberedObject
 
 
 def _error(error: Exception, kept: NumberedObjects) -> dict[str, Any]:
-  """An exception: its class, and what it holds where that can be sent."""
+  """Encodes an exception: its class, and its arguments and attributes if they can be sent."""
   kind = describe_exception(type(error), kept.number_of)
   try:
     answer = {

@@ -1,6 +1,6 @@
-"""The part of pytest that tests written for it use, in a sandbox that has no packages.
+"""A stand-in for pytest, for tests that import it in a sandbox, which has no packages.
 
-A test is a function that is called. Fixtures are not known: a test that needs one fails.
+Fixtures are not supported: a test that needs one fails.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,13 +32,13 @@ class raises:
     return True
 
   def match(self, pattern: str) -> bool:
-    """Raises AssertionError if the text of the exception has nothing like the pattern."""
+    """Raises AssertionError if the pattern is not found in the text of the exception."""
     assert re.search(pattern, str(self.value)), f"{self.value} is not like {pattern}"
     return True
 
 
 class approx:
-  """A number, or a list or dict of numbers, that others equal if they are near."""
+  """A number, or a list or dict of numbers, that equals others within a tolerance."""
 
   def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
     self.expected, self.rel, self.abs = expected, rel, abs
@@ -62,7 +62,7 @@ class approx:
 
 
 class param(tuple[Any, ...]):
-  """A set of arguments of `parametrize`."""
+  """The arguments of one call, for `parametrize`."""
 
   def __new__(cls, *values: Any, **options: Any) -> "param":
     del options
@@ -70,7 +70,7 @@ class param(tuple[Any, ...]):
 
 
 class _Marks:
-  """Marks of tests, of which only `parametrize` changes what is called."""
+  """Implements pytest.mark: all marks but `parametrize` are ignored."""
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__"):
@@ -84,7 +84,7 @@ class _Marks:
 
   @staticmethod
   def parametrize(names: Any, values: Any, **options: Any) -> Callable[[Any], Any]:
-    """Calls a test with each of some values."""
+    """Calls a test once for each of `values`, which are for the arguments `names`."""
     del options
     given = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
 
@@ -104,5 +104,5 @@ mark = _Marks()
 
 
 def fail(reason: str = "") -> None:
-  """Ends a test, which has failed."""
+  """Makes a test fail."""
   raise AssertionError(reason)

@@ -1,8 +1,8 @@
-"""Plain values as JSON, for the checker and the player, which do not trust each other.
+"""Encodes values as JSON, for the checker and the player, which runs untrusted code.
 
-None, bools, numbers and texts are themselves; other values are lists that begin with a kind. What
-is not plain stays where it is and goes as ["object", number]. Of an object of a subclass, only what
-its base class holds goes over, so a method that the program wrote never runs in the checker.
+None, bools, numbers and texts encode to themselves; other plain values encode to lists that begin
+with a type name. Any other object stays in the player and is sent as ["object", number]. An object
+of a subclass is sent as one of the base class, so methods of the program never run in the checker.
 """
 
 import builtins
@@ -12,7 +12,7 @@ import re
 import sys
 from typing import Any
 
-_MOST_ITEMS = 100_000  # of an iterator, which may be endless
+_MOST_ITEMS = 100_000  # items of an iterator, which may be infinite
 # int(value) and str(value) would call methods of a subclass, such as an Enum's.
 _PLAIN = {int: int.__int__, float: float.__float__, str: str.__str__}
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -29,7 +29,10 @@ _NUMPY_SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 
 
 def encode(value: Any, number_of: Any) -> Any:
-  """A value as JSON holds it. number_of(value) gives a number to an object that is not plain."""
+  """Encodes a value as JSON. number_of(value) returns the number of an object that is not plain.
+
+  It raises an exception if such an object cannot be sent.
+  """
   if value is None or isinstance(value, bool):
     return value
   for kind, plain in _PLAIN.items():
@@ -53,12 +56,16 @@ def encode(value: Any, number_of: Any) -> Any:
 
 
 def decode(data: Any, object_of: Any, exception_of: Any = None) -> Any:
-  """The inverse.
+  """Returns the value that `encode` encoded in the other process.
 
   Args:
-    data: The JSON value that `encode` returned on the other side.
-    object_of: object_of(number) returns what stands for the other side's object.
-    exception_of: exception_of(description) returns what stands for its class of an exception.
+    data: The JSON value that `encode` returned.
+    object_of: object_of(number) returns the object of this number, or a stand-in for it.
+    exception_of: exception_of(description) returns the class that stands in for an exception class
+      of the other process, from what `describe_exception` returned. None if none can come.
+
+  Raises:
+    Exception: `data` is not an encoded value.
   """
   if not isinstance(data, list):
     return data
@@ -88,7 +95,7 @@ def decode(data: Any, object_of: Any, exception_of: Any = None) -> Any:
 
 
 def describe_exception(kind: type, number_of: Any) -> Any:
-  """A class of exceptions: the name of a builtin one, else [number, name, what its bases are]."""
+  """Encodes an exception class: a builtin's name, else [number, name, descriptions of bases]."""
   if _is_builtin(kind):
     return kind.__name__
   bases = [base for base in kind.__bases__ if issubclass(base, Exception)]
@@ -101,8 +108,8 @@ def _is_builtin(kind: type) -> bool:
 
 
 def _encode_rare(value: Any, number_of: Any) -> Any:
-  """Encodes a value that JSON has no kind for, as a list that begins with its type."""
-  # A module that the program did not import is missing here, and no value is of its types.
+  """Encodes a value of a less common type, or the number of an object that is not plain."""
+  # If the program did not import a module, the value cannot be of a type of that module.
   decimal, fractions, numpy = map(sys.modules.get, ("decimal", "fractions", "numpy"))
   if decimal and isinstance(value, decimal.Decimal):
     return ["Decimal", str(value)]
