@@ -160,7 +160,7 @@ class Data:
     " columns in braces. For one source of data.mixture alone: SOURCE:NAME=COLUMN",
   )
   held_out: float = setting(
-    0.0, "where there is no test file: the share of training rows that make the test", below_one()
+    0.0, "where there is no test file: the share of training rows that become the test", below_one()
   )
   mixture: tuple[str, ...] = setting(
     (),

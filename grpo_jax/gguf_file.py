@@ -273,7 +273,7 @@ class _Header:
       yield name, shape[::-1], self._number("<u4"), self._number("<u8")
 
   def _placed(self, start: int, entry: _Entry) -> StoredTensor:
-    """The tensor of a header entry, whose offset counts from `start`. It must end in the file."""
+    """The tensor of a header entry with an offset from `start`. Refuses one beyond the end."""
     name, shape, number, offset = entry
     kind, block, block_bytes = self._kind(name, number)
     if not math.prod(shape):
@@ -310,7 +310,7 @@ class _Header:
 
 
 def kinds(file: Path) -> dict[int, tuple[str, int, int]]:
-  """The kinds that the package gguf can dequantise: number -> (name, numbers, bytes of a block).
+  """The kinds that the package gguf can dequantise: number -> (name, numbers and bytes of a block).
 
   Raises:
     ConfigError: The package is not installed, which `file` needs.

@@ -119,7 +119,7 @@ def _from_file(path: str) -> ModuleType:
   file = Path(path).expanduser()
   if not file.is_file():
     raise ConfigError(f"there is no recipe {shown(path)}")
-  spec = importlib.util.spec_from_file_location(f"recipe_{file.stem}", file)  # a .py file has one
+  spec = importlib.util.spec_from_file_location(f"recipe_{file.stem}", file)  # not None for *.py
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)

@@ -251,7 +251,7 @@ def test_numbers_outside_of_blocks_are_refused(folder):
   whole = next(key for key in tensors if key.endswith(name))
   tensors[whole][0, -1] = 0.5
   save_file(tensors, file)
-  with pytest.raises(ConfigError, match="does not have a block of its own for each projection"):
+  with pytest.raises(ConfigError, match="mixes the projections of"):
     read(folder, "phi3")
 
 

@@ -555,7 +555,9 @@ def cut_lengths(max_tokens: int) -> list[int]:
 
 
 def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:
-  """Cuts the axis T of arrays [P, G, T] and [P, G, T, Y] to the least length that fits all rows.
+  """Cuts the axis T of arrays [P, G, T] and [P, G, T, Y] to a length that holds every completion.
+
+  It is the shortest one of `cut_lengths`.
 
   Args:
     tree: Arrays on the host. Arrays of other shapes stay unchanged.

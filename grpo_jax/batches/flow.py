@@ -138,7 +138,8 @@ class Flow:
       policy: The weights that draw the tokens of this call.
       until: The last step for which groups may be opened.
       choose: Chooses the prompts of newly opened groups. Used only with a curriculum.
-      limit: Groups with this number and later ones are not opened. None sets no limit.
+      limit: Opens groups with lower numbers, and those that complete a batch of P with them. None
+        sets no limit.
 
     Returns:
       Whether any sampling used the weights of `policy`.
@@ -152,7 +153,7 @@ class Flow:
       self._begin_scores(played)
     # Drops the reference to the weights, so that a copy of them can be freed.
     self._policy = VersionedParams(None, policy.version)
-    # Only with dynamic sampling, rewards decide which groups a step takes.
+    # Only with dynamic sampling do rewards decide which groups a step takes.
     if self._config.algo.dynamic_sampling and self._lots:
       self._see_whose_rewards_differ()
     return self._is_used
@@ -229,19 +230,22 @@ class Flow:
     return min(wanted, self.first + self._most_groups_of_step * steps - self.next)
 
   def _open_groups(self, count: int, until: int, choose: Choose) -> None:
-    """Opens `count` groups, P together. Without dynamic sampling, rounds up to a multiple of P."""
+    """Opens `count` groups in batches of P. Without dynamic sampling, rounds up to whole batches.
+
+    For `until` and `choose` see `advance`.
+    """
     P, config = self._config.batch.prompts, self._config
     while count > 0:
-      some = min(count, P) if config.algo.dynamic_sampling else P
-      numbers = np.arange(self.next, self.next + some)
+      size = min(count, P) if config.algo.dynamic_sampling else P
+      numbers = np.arange(self.next, self.next + size)
       if config.curriculum.chooses:
-        indices_P = choose(some, min(until, self.step_of(self.next)))
+        indices_P = choose(size, min(until, self.step_of(self.next)))
       else:
         indices_P = loader.indices_at(config.seed, numbers, len(self.prompts))
       prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
-      if some == P:
+      if size == P:  # an update can use visual tokens of a whole batch alone
         prompts = encoded_first(self._run, prompts)
-      self._decode_images_ahead(self.next + some)
+      self._decode_images_ahead(self.next + size)
       step = min(until, self.step_of(self.next))
       temperature = temperature_at(config.sampling, step, config.steps)
       opened = [
@@ -259,7 +263,7 @@ class Flow:
       ]
       self._playing |= {one.number: one for one in opened}
       self._player.submit(opened)
-      self.next, count = self.next + some, count - some
+      self.next, count = self.next + size, count - size
 
   def step_of(self, number: int) -> int:
     """The step that will learn from a group, if no step needs more than P groups."""

@@ -53,8 +53,10 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   """Metrics of conversations. The metrics of tools have TRL's names.
 
   `tools/call_frequency` is the mean number of calls in a completion. `tools/failure_frequency` is
-  the share of calls that failed. `harness/prompt_tokens` is the number of prompt tokens in all
-  calls of a harness, and `harness/computed_tokens` counts only tokens that were not cached.
+  the share of calls that failed. `environment/turns` is the mean number of turns, and
+  `environment/error`, `timeout` and `crash` count conversations that ended so.
+  `harness/prompt_tokens` is the number of prompt tokens of all calls that harnesses made to the
+  policy, and `harness/computed_tokens` counts only tokens that were not cached.
   `harness/lost_tokens` counts the policy's tokens beyond sampling.max_tokens. `harness/NAME` is the
   mean of a metric that the harness returned.
 
@@ -74,8 +76,8 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
     metrics["harness/prompt_tokens"] = sum(one.prompt_tokens for one in found)
     metrics["harness/computed_tokens"] = sum(one.computed_tokens for one in found)
     metrics["harness/lost_tokens"] = sum(one.lost_tokens for one in found)
-  own = dict.fromkeys(name for one in found for name in one.metrics)
-  values = {name: [one.metrics[name] for one in found if name in one.metrics] for name in own}
+  names = dict.fromkeys(name for one in found for name in one.metrics)
+  values = {name: [one.metrics[name] for one in found if name in one.metrics] for name in names}
   return disjoint(metrics, {f"harness/{name}": float(np.mean(x)) for name, x in values.items()})
 
 

@@ -66,7 +66,7 @@ class Terminal:
     self._ends = {_WARM_START: warm_start_steps, _GRPO: total_steps}
     self._last_accuracy: float | None = None
     self._clock = _Clock((total_steps - warm_start_steps) * warm_steps_of_a_step)
-    self._shown = contextlib.ExitStack()  # `close` ends the calls of `show`
+    self._shown = contextlib.ExitStack()  # `close` unregisters what `show` has registered
     self._printed_at = self._drawn_at = -float("inf")
     self._bar: _Bar | notebook.Bar | None = None
     self._is_started = False
@@ -129,7 +129,7 @@ class Terminal:
         self._bar.refresh()
 
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table of the first few completions of a step. A notebook shows the newest table.
+    """Prints a table of the first few completions of a step. In a notebook, it replaces the last.
 
     The beginning and the end that all prompts share, such as a system message, are left out.
 

@@ -1,4 +1,4 @@
-"""What all engines share: requests, answers and their checks, and adapters.
+"""The parts that all engines share: requests, answers and their checks, and adapters.
 
 A module for an engine has a subclass of `EngineServer` and an `EngineKind` that `engines.py` lists.
 """

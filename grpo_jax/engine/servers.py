@@ -312,9 +312,10 @@ class Servers:
           job.done.put((job, drawn))
 
   def _drawn(self, job: RowRequest) -> DrawnTokens | None:
-    """Lets servers draw a row until one succeeds. Returns None if the request was dropped.
+    """Lets servers draw a row until one succeeds.
 
-    Raises ServerRefused after a 4xx status or a wrong answer, or after repeated failures.
+    Returns None if the request was dropped or the servers are closed. Raises ServerRefused after a
+    4xx status or a wrong answer, or after repeated failures.
     """
     lost = refused = 0
     while True:
@@ -330,7 +331,7 @@ class Servers:
             return None
           if lost == _MOST_LOST:
             raise ServerRefused(
-              f"{lost} servers went away while they drew a row: {error}"
+              f"a server went away {lost} times while it drew a row: {error}"
             ) from None
           if state.returns == returns:  # otherwise it has already come back
             self._lose(state, str(error))

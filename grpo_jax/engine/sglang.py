@@ -108,9 +108,10 @@ class SglangServer(EngineServer):
     owner: Any = None,
     **more: int,
   ) -> Mapping[str, Any]:
-    """Draws after one prompt, with log-probs. Returns the answer's meta_info.
+    """Samples a completion of one prompt. Returns meta_info, with its tokens and log-probs.
 
-    `sampling` are SGLang's sampling_params, `more` further fields of the request.
+    `name` is an adapter, or NAME for none, and `owner` identifies the call for `drop`. `sampling`
+    are SGLang's sampling_params, `more` further fields of the request.
     """
     body = {"input_ids": list(prompt), "sampling_params": {**_NO_FILTERS, **sampling}, **more}
     body |= {"return_logprob": True, "lora_path": None if name == NAME else name}

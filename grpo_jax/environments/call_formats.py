@@ -224,7 +224,7 @@ def _tagged(
   while (start := text.find(opens, place)) >= 0:
     end = text.find(closes, start)
     if end < 0:
-      if not calls and not malformed:  # after another call, a truncated call is no error
+      if not calls and not malformed:  # the policy gets the answers to the others
         malformed.append(f"the call has no end: {closes} is missing")
       break
     found, problems = read(text[start + len(opens) : end].strip())
@@ -234,8 +234,8 @@ def _tagged(
     # A call with errors stays in the content, because the policy must see it in the next turn.
     content.append(text[place : after if problems else start])
     place = after
-  whole = "".join([*content, text[place:]])
-  return Read(whole.strip() if calls else whole, calls, malformed)
+  rest = "".join([*content, text[place:]])
+  return Read(rest.strip() if calls else rest, calls, malformed)
 
 
 def _json_calls(text: str, keys: Sequence[str], separator: str = "") -> tuple[Calls, list[str]]:

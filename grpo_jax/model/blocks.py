@@ -231,10 +231,13 @@ def _apply_run(
   layers: Mapping[str, LayerInputs],
   state: State,
 ) -> tuple[State, LayerOutputs]:
-  """Applies a run of equal layers, without a cache. Several layers are an XLA loop."""
+  """Applies layers of one kind, one after the other, without a cache. XLA loops over several.
+
+  They neither lend nor borrow memories: a lending layer is a run by itself.
+  """
   if len(kinds) == 1:
     return apply_in_turn(apply, kinds, layers, state)
-  first, kind = next(iter(kinds.items()))
+  first, kind = next(iter(kinds.items()))  # each round calls its layer by the first one's name
 
   def body(x_BTD: jax.Array, layer: LayerInputs) -> tuple[jax.Array, Any]:
     before = state._replace(x_BTD=x_BTD)

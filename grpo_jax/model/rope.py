@@ -82,21 +82,24 @@ def llama3(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: 
 
 
 def yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int) -> np.ndarray:
-  """The same idea as llama3, with a ramp over dimensions (YaRN 2309.00071, section 3.2)."""
+  """Divides low frequencies by `factor` and keeps high ones (YaRN 2309.00071, section 3.2).
+
+  In between, the share of the division rises linearly with the index of the frequency.
+  """
   del length
   E = 2 * len(frequencies)
 
-  def dimension_with(turns: float) -> float:
-    """The dimension whose frequency makes this many turns over an original text."""
+  def index_with(turns: float) -> float:
+    """The index, with a fraction, of the frequency that turns so often over an original text."""
     radians = turns * 2 * math.pi
     return E * math.log(scaling.original_positions / radians) / (2 * math.log(theta))
 
-  first, last = dimension_with(scaling.high), dimension_with(scaling.low)
+  first, last = index_with(scaling.high), index_with(scaling.low)
   if scaling.truncate:
     first, last = math.floor(first), math.ceil(last)
   first, last = max(first, 0), min(last, E - 1)
-  divide = np.clip((np.arange(len(frequencies)) - first) / max(last - first, 0.001), 0, 1)
-  return frequencies * (1 - divide + divide / scaling.factor)
+  divided = np.clip((np.arange(len(frequencies)) - first) / max(last - first, 0.001), 0, 1)
+  return frequencies * (1 - divided + divided / scaling.factor)
 
 
 def longrope(

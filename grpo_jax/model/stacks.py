@@ -57,9 +57,9 @@ def segments(config: ModelConfig) -> list[Segment]:
   first = 0
   while first < L:
     candidates = [_segment(kinds, first, period) for period in range(1, _LONGEST_PERIOD + 1)]
-    # A pattern that does not repeat covers nothing, except for a single layer.
+    # A pattern must repeat, unless it is a single layer.
     repeating = [segment for segment in candidates if segment.count > 1 or segment.period == 1]
-    # Of patterns that cover equally many layers, max takes the first one, which is the shortest.
+    # Of patterns that cover the same number of layers, max takes the first, the shortest.
     found.append(max(repeating, key=lambda segment: segment.end))
     first = found[-1].end
   return found

@@ -163,7 +163,7 @@ class Talk:
 
     Args:
       seconds: How long to wait for an answer, counted from its question.
-      until_one: Whether to wait longer if no answer has come by then, until there is one.
+      until_one: Whether to keep waiting for the first answer if none has come by then.
 
     Returns:
       For each answer, (group, member, the tokens after which the row continues). The tokens are
@@ -178,9 +178,9 @@ class Talk:
     hosts = self._talkers.hosts
     lines = hosts.on_each(lambda: [json.dumps(one) for one in self._take_answers()])
     found: list[tuple[int, int, list[int] | None]] = []
-    for number, member, news, ids in map(json.loads, hosts.join_lines(lines)):
+    for number, member, new_turns, ids in map(json.loads, hosts.join_lines(lines)):
       before = self._conversations.get((number, member), Conversation())
-      self._conversations[number, member] = before.with_news(from_line(news))
+      self._conversations[number, member] = before.with_news(from_line(new_turns))
       self._waiting.remove((number, member))
       found.append((number, member, ids))
     return found

@@ -120,14 +120,18 @@ class Harness:
   def _prompts_of_groups(
     self, played: Mapping[tuple[int, int], "_Played"], prompts: PromptBatch
   ) -> HarnessPrompts:
-    """Finds the prompt that a group's branches share. Without calls, it is the data's prompt."""
+    """Finds each group's prompt: the longest beginning that the tokens of its branches share.
+
+    It has at most S tokens; the rest of a branch counts as its completion. If a group made no
+    calls, its prompt is that of the data. `played` has keys (prompt, member of the group).
+    """
     S = self._run.config.data.max_prompt_tokens
     P = len(prompts.prompt_lengths_P)
     found = HarnessPrompts(
       np.full((P, S), self._run.tokenizer.pad_id, np.int32), np.zeros(P, np.int32)
     )
     for p in range(P):
-      group = [one for (prompt, _), one in played.items() if prompt == p]
+      group = [one for (index, _), one in played.items() if index == p]
       branches = [branch for one in group for branch in one.branches if branch.tokens]
       ids = shared_prompt(branches, S)
       if not branches:

@@ -401,7 +401,7 @@ def _check_reference(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-  """Raises ConfigError for counts beyond an int32, which devices use, and steps after the end."""
+  """Raises ConfigError if a count exceeds an int32, or log.profile ends after the last step."""
   steps = config.warm_start.steps + config.steps * config.algo.updates_per_step
   _require(
     steps <= LARGEST_INT,

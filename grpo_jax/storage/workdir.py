@@ -22,9 +22,9 @@ def make_folder(workdir: Path) -> None:
 
   Raises:
     ConfigError: The path cannot be a folder, for example because it is a file.
-    OSError: The disk cannot be written.
+    OSError: The disk cannot be written to.
   """
-  if is_bucket(workdir):  # a bucket has no folders: the first object creates it
+  if is_bucket(workdir):  # a bucket has no folders, only names of objects
     return
   try:
     workdir.mkdir(parents=True, exist_ok=True)

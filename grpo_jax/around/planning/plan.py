@@ -75,6 +75,8 @@ def shape_alone(config: Config) -> Config:
 def plan(run: Run, topology: str) -> None:
   """Compiles the programs of a run on a topology, and prints the memory and the work of each.
 
+  `topology` is its name, for the first line.
+
   Raises:
     DoesNotFit: The run needs more memory than its devices have.
   """
@@ -101,11 +103,11 @@ def plan(run: Run, topology: str) -> None:
       with doing(f"compiling {program.name}"):
         phases.append(compiled(program))
       work.advance()
-  is_beside = run.config.mesh.sampler > 0 and run.config.rollout.max_staleness > 0
+  samples_beside = run.config.mesh.sampler > 0 and run.config.rollout.max_staleness > 0
   tables = (
     table.memory_table(phases),
     table.work_table(phases, chip),
-    [*table.token_lines(phases, chip), *table.step_lines(phases, chip, is_beside)],
+    [*table.token_lines(phases, chip), *table.step_lines(phases, chip, samples_beside)],
     table.notes(phases),
     [table.verdict(phases, memory)],
   )

@@ -30,8 +30,8 @@ def rows_of(path: str, split: str) -> SplitRows | None:
   """Opens the rows of a split.
 
   A folder has SPLIT.jsonl (or .parquet, .csv, .json), or several files SPLIT-*.jsonl, or was
-  prepared by TensorFlow Datasets. A single file has only training rows. A path may also refer to a
-  program's rows (`given.py`).
+  prepared by TensorFlow Datasets. A single file has only training rows. A path may also refer
+  to rows that a program passed in memory (`given.py`).
 
   Args:
     path: data.path.
@@ -41,20 +41,20 @@ def rows_of(path: str, split: str) -> SplitRows | None:
     The rows. None if there is no test split.
 
   Raises:
-    ConfigError: The rows cannot be read, or there are no training rows.
+    ConfigError: The rows cannot be read, a file is empty, or there are no training rows.
   """
   if is_given(path):
     return rows_given(path, split)
-  given = Path(path).expanduser()
-  if os.path.isfile(given / "dataset_info.json"):  # TFDS writes this. Unlike pathlib, never raises
-    rows: SplitRows = Prepared(given, split)
+  folder = Path(path).expanduser()
+  if os.path.isfile(folder / "dataset_info.json"):  # TFDS writes it. os.path never raises
+    rows: SplitRows = Prepared(folder, split)
   else:
-    found = _files(given, split)
+    found = _files(folder, split)
     if not found and split == "test":
       return None
     if not found:
       raise ConfigError(
-        f"data.path: cannot read {given / 'train.jsonl'} (there is no such file); {_LAYOUT}"
+        f"data.path: cannot read {folder / 'train.jsonl'} (there is no such file); {_LAYOUT}"
       )
     parts = [_read(file) for file in found]
     rows = parts[0] if len(parts) == 1 else Joined(parts)
@@ -63,7 +63,7 @@ def rows_of(path: str, split: str) -> SplitRows | None:
         f"data.path: {found[0]} is empty; each line must be an object with question and answer"
       )
   if not len(rows) and split == "train":
-    raise ConfigError(f"data.path: {given} has no split {split}")
+    raise ConfigError(f"data.path: {folder} has no split {split}")
   return rows if len(rows) else None
 
 

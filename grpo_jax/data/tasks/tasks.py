@@ -317,10 +317,14 @@ def given_path(data: "Data", rows: Any, key: str = "data") -> str:
 
 
 def _one_task(data: "Data", source: Source, template: str) -> Task:
-  """Makes the task of a source: in memory if it is small, and with data.held_out as test split.
+  """Makes the task of a source. Small splits are read into memory.
 
-  The examples must have the fields of `template`. Raises ConfigError if the data cannot be read, or
-  has or lacks a test split against the config.
+  If the source has no test split, the share data.held_out of its training examples becomes one.
+  Rows of the task `columns` must have the fields of `template`.
+
+  Raises:
+    ConfigError: The data cannot be read, a single task has a test split although data.held_out is
+      set, or a source of a mixture has none.
   """
   if source.task not in TASKS:
     key = f"data.mixture: {source.task!r}" if data.mixture else f"data.task={source.task!r}"
@@ -334,6 +338,8 @@ def _one_task(data: "Data", source: Source, template: str) -> Task:
     task = TASKS[source.task](source.path)
   train = _in_memory(task.train, data.count_at_start)
   test = _in_memory(task.test, data.count_at_start)
+  # In a mixture, data.held_out is for the sources without a test split. Each needs one, because the
+  # evaluation gives the accuracy of each.
   if data.held_out and len(test) and not data.mixture:
     raise ConfigError(
       f"config key data.held_out is {data.held_out}: task {source.task} has a test split; set 0"

@@ -60,7 +60,7 @@ def examples(id: str) -> list[Example]:
     ConfigError: The taskset cannot be loaded, or the prompt of a task is missing or not only texts.
   """
   _, tasks = load(id)
-  made: list[Example] = []
+  made: list[Example] = []  # the taskset scores, so that an example needs no answer
   for number, task in enumerate(tasks):
     prompt, system = task.data.prompt, task.data.system_prompt
     messages = [{"role": "system", "content": system}] if system else []

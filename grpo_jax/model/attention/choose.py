@@ -31,7 +31,7 @@ def choose(
     sinks: Scores without a value take part in the softmax.
 
   Returns:
-    A name in ATTENTION, and a sentence that tells the user why it replaces the wanted one, or "".
+    A name in ATTENTION, and a sentence that tells the user why the wanted one is not used, or "".
   """
   wanted = BEST.get(platform, "chunked") if name == "auto" else name
   reason = why_not(wanted, platform, dtype, head_dim, cap, sinks)

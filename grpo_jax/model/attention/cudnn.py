@@ -17,7 +17,7 @@ def make_attend(implementation: str = "cudnn") -> AttendGroups:
   """Makes the attention of groups, a `view.AttendGroups` that ignores `cap` and `sinks_H`.
 
   Args:
-    implementation: That of jax.nn.dot_product_attention. Tests use "xla", which runs anywhere.
+    implementation: For jax.nn.dot_product_attention: "cudnn", or in tests "xla".
   """
 
   def attend(

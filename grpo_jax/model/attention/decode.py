@@ -201,9 +201,14 @@ def _by_slot(blocks: _Blocks, x: jax.Array) -> pl.BlockSpec:
 
 
 def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
-  """Adds one block of slots to the running maxima, sums and outputs of a few rows."""
-  # `at` holds the layer and the slot of the newest token.
-  at, needed, visible, q_ref, *own_refs, out_ref, norm_ref, max_ref, sum_ref, total_ref = refs
+  """Adds one block of slots to the running maxima, sums and outputs of a few rows.
+
+  The last block also writes the outputs, and the logs of the softmax sums, with which the caller
+  adds the tokens of the prompt. Scores become cap * tanh(score / cap); a `cap` of 0 means no cap.
+  """
+  # `at` holds the layer and the slot of the newest token, `needed` how many blocks the rows read,
+  # and `visible` how many tokens each row sees, counted back from the newest one.
+  at, needed, visible, q_ref, *own_refs, out_ref, norm_ref, max_ref, sum_ref, values_ref = refs
   p, _, g, back = (pl.program_id(axis) for axis in range(4))
   rows = [divmod(row, blocks.members) for row in range(blocks.prompts * blocks.members)]
 
@@ -211,7 +216,7 @@ def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
   def begin() -> None:
     max_ref[...] = jnp.full(max_ref.shape, _HIDDEN)
     sum_ref[...] = jnp.zeros(sum_ref.shape)
-    total_ref[...] = jnp.zeros(total_ref.shape)
+    values_ref[...] = jnp.zeros(values_ref.shape)
 
   @pl.when(back < needed[p, g])
   def add() -> None:
@@ -222,14 +227,14 @@ def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
     for row, (i, j) in enumerate(rows):
       own = jax.tree.unflatten(blocks.structure, [ref[0, i, 0, j] for ref in own_refs])
       sees_1B = age_1B < visible[p * blocks.prompts + i, g * blocks.members + j]
-      state = max_ref[row], sum_ref[row], total_ref[row]
+      state = max_ref[row], sum_ref[row], values_ref[row]
       state = _with_block(state, q_ref[i, 0, j], own, sees_1B, cap)
-      max_ref[row], sum_ref[row], total_ref[row] = state
+      max_ref[row], sum_ref[row], values_ref[row] = state
 
   @pl.when(back == blocks.in_cache - 1)
   def end() -> None:
     for row, (i, j) in enumerate(rows):
-      out_ref[i, 0, j] = total_ref[row] / sum_ref[row]
+      out_ref[i, 0, j] = values_ref[row] / sum_ref[row]
       norm_ref[i, 0, j] = max_ref[row] + jnp.log(sum_ref[row])
 
 
@@ -241,7 +246,7 @@ def _with_block(
   cap: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Adds a block to the running maximum [R, 1], sum [R, 1] and output [R, E] of the softmax."""
-  max_R1, sum_R1, total_RE = state
+  max_R1, sum_R1, summed_RE = state
   (keys_BE, key_scales), (values_BE, value_scales) = (_parts(x, q_RE.dtype) for x in own)
   scores_RB = _product(q_RE, keys_BE, 1) * key_scales
   if cap:
@@ -252,7 +257,7 @@ def _with_block(
   weights_RB = jnp.where(sees_1B, jnp.exp(scores_RB - new_max_R1), 0.0)
   sum_R1 = sum_R1 * shrink_R1 + weights_RB.sum(-1, keepdims=True)
   added_RE = _product((weights_RB * value_scales).astype(q_RE.dtype), values_BE, 0)
-  return new_max_R1, sum_R1, total_RE * shrink_R1 + added_RE
+  return new_max_R1, sum_R1, summed_RE * shrink_R1 + added_RE
 
 
 def _parts(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | float]:

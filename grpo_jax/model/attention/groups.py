@@ -64,7 +64,7 @@ def recur_in_groups(
   recur = recur_of(*layout)
   if config.context > 1:
     recur = recur_by_heads(config, recur_of, *layout)
-  return lambda memory: recur  # without a cache, a layer has no memory of earlier tokens
+  return lambda memory: recur  # without a cache, `memory` holds nothing to start from
 
 
 def _recurrence(groups: Groups, keep: bool) -> Recur:

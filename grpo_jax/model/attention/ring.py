@@ -45,7 +45,7 @@ class _Ring(NamedTuple):
   axis: str
 
 
-class _Read(NamedTuple):
+class _Sums(NamedTuple):
   """The softmax sums over the keys that chunks of queries have read, float32 [..., P, K, R, Q].
 
   Attributes:
@@ -73,7 +73,7 @@ class _Pair(NamedTuple):
   of_keys: Slots
 
 
-class _Seen(NamedTuple):
+class _MaskedChunk(NamedTuple):
   """A chunk of queries [P, Q, K, R, E], and which keys they see, [P, 1, 1, Q, keys]."""
 
   q: jax.Array
@@ -204,50 +204,59 @@ def _ring(
 def _forward(
   ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks_KR: jax.Array, of_pieces: Slots
 ) -> tuple[jax.Array, Any]:
-  """`_ring`, and the arrays for the backward pass. k and v go once around the devices."""
+  """Returns the outputs of `_ring`, and the arrays that the backward pass needs.
+
+  k and v go once around the devices. The last array has the logs of the softmax sums.
+  """
   _, chunks, P, Q, K, R, E = q.shape
   largest = jnp.broadcast_to(sinks_KR[..., None], (2, chunks, P, K, R, Q))
   # The sums begin with the sinks: exp(sink - largest) is 1, or 0 without sinks.
-  read = _Read(largest, 1.0 * (largest > _LOWEST), jnp.zeros(q.shape, jnp.float32))
+  sums = _Sums(largest, 1.0 * (largest > _LOWEST), jnp.zeros(q.shape, jnp.float32))
 
-  def meet(read: _Read, seen: _Seen, k: jax.Array, v: jax.Array) -> _Read:
+  def add_to_chunk(sums: _Sums, seen: _MaskedChunk, k: jax.Array, v: jax.Array) -> _Sums:
     """Adds a piece of keys to the sums of one chunk of queries."""
     scores = jnp.where(seen.mask, _scores(ring, seen.q, k), -jnp.inf)
-    largest = jnp.maximum(read.largest, scores.max(-1))
-    weights, kept = jnp.exp(scores - largest[..., None]), jnp.exp(read.largest - largest)
+    largest = jnp.maximum(sums.largest, scores.max(-1))
+    weights, kept = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
     values = einsum("pkrqs,pske->pqkre", weights.astype(v.dtype), v)
-    return _Read(
+    return _Sums(
       largest,
-      kept * read.total + weights.sum(-1),
-      jnp.moveaxis(kept, -1, 1)[..., None] * read.values + values,
+      kept * sums.total + weights.sum(-1),
+      jnp.moveaxis(kept, -1, 1)[..., None] * sums.values + values,
     )
 
-  def visit(read: _Read, pair: _Pair, k: jax.Array, v: jax.Array) -> _Read:
+  def add_to_piece(sums: _Sums, pair: _Pair, k: jax.Array, v: jax.Array) -> _Sums:
     """Adds a piece of keys to the sums of all chunks of a piece of queries."""
 
-    def chunk(_: None, inputs: Any) -> tuple[None, _Read]:
-      seen, read = _seen(ring, inputs[0], pair.of_keys), inputs[1]
-      return None, jax.lax.cond(seen.mask.any(), meet, lambda read, *_: read, read, seen, k, v)
+    def chunk(_: None, inputs: Any) -> tuple[None, _Sums]:
+      seen, sums = _seen(ring, inputs[0], pair.of_keys), inputs[1]
+      return None, jax.lax.cond(
+        seen.mask.any(), add_to_chunk, lambda sums, *_: sums, sums, seen, k, v
+      )
 
-    return jax.lax.scan(chunk, None, (pair.queries, read))[1]
+    return jax.lax.scan(chunk, None, (pair.queries, sums))[1]
 
   def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
-    """Adds the keys that are here to both pieces of queries, and passes the keys on."""
-    read, moving = carry
-    parts = []
-    for a, own in enumerate((_Read(*(x[0] for x in read)), _Read(*(x[1] for x in read)))):
+    """Adds the keys that are here to the sums of both pieces of queries, and passes the keys on."""
+    sums, moving = carry
+    new_sums = []
+    for a, of_piece in enumerate((_Sums(*(x[0] for x in sums)), _Sums(*(x[1] for x in sums)))):
       for b in range(2):
         pair = _pair(ring, q, of_pieces, number, (a, b))
-        arguments = own, pair, moving[0][b], moving[1][b]
-        own = jax.lax.cond(pair.is_before, visit, lambda own, *_: own, *arguments)
-      parts.append(own)
-    return (jax.tree.map(lambda *x: jnp.stack(x), *parts), _passed_on(moving, ring.axis)), None
+        arguments = of_piece, pair, moving[0][b], moving[1][b]
+        of_piece = jax.lax.cond(
+          pair.is_before, add_to_piece, lambda of_piece, *_: of_piece, *arguments
+        )
+      new_sums.append(of_piece)
+    return (jax.tree.map(lambda *x: jnp.stack(x), *new_sums), _passed_on(moving, ring.axis)), None
 
   turns = jnp.arange(jax.lax.axis_size(ring.axis))
-  (read, _), _ = jax.lax.scan(turn, (read, (k, v)), turns)
-  total = jnp.maximum(read.total, jnp.finfo(jnp.float32).tiny)  # 0 where there is no token
-  out = (read.values / jnp.moveaxis(total, -1, 3)[..., None]).astype(q.dtype)
-  return out, (q, k, v, sinks_KR, of_pieces, out, read.largest + jnp.log(total))
+  (sums, _), _ = jax.lax.scan(turn, (sums, (k, v)), turns)
+  total = jnp.maximum(
+    sums.total, jnp.finfo(jnp.float32).tiny
+  )  # a slot without a token has a sum of 0
+  out = (sums.values / jnp.moveaxis(total, -1, 3)[..., None]).astype(q.dtype)
+  return out, (q, k, v, sinks_KR, of_pieces, out, sums.largest + jnp.log(total))
 
 
 def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
@@ -257,7 +266,9 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
   products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   products = jnp.moveaxis(products, 3, -1)
 
-  def meet(dkv: Any, seen: _Seen, of_chunk: Any, k: jax.Array, v: jax.Array) -> tuple[Any, Any]:
+  def meet(
+    dkv: Any, seen: _MaskedChunk, of_chunk: Any, k: jax.Array, v: jax.Array
+  ) -> tuple[Any, Any]:
     """Adds a chunk's gradients of keys and values to `dkv`, and returns that of its queries."""
     dk, dv = dkv
     dout, log_total, products = of_chunk
@@ -277,7 +288,7 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     def chunk(dkv: Any, inputs: Any) -> tuple[Any, jax.Array]:
       seen, of_chunk = _seen(ring, inputs[0], pair.of_keys), inputs[1]
 
-      def nothing(dkv: Any, seen: _Seen, *_: Any) -> tuple[Any, jax.Array]:
+      def nothing(dkv: Any, seen: _MaskedChunk, *_: Any) -> tuple[Any, jax.Array]:
         return dkv, jnp.zeros(seen.q.shape, jnp.float32)
 
       return jax.lax.cond(seen.mask.any(), meet, nothing, dkv, seen, of_chunk, k, v)
@@ -333,7 +344,7 @@ def _pair(
   )
 
 
-def _seen(ring: _Ring, queries: tuple[jax.Array, Slots], keys: Slots) -> _Seen:
+def _seen(ring: _Ring, queries: tuple[jax.Array, Slots], keys: Slots) -> _MaskedChunk:
   """The mask of a chunk: a query sees earlier keys of its prompt and completion in the window."""
   q, of_queries = queries
   row_q, place_q = (x[:, :, None] for x in of_queries)
@@ -342,7 +353,7 @@ def _seen(ring: _Ring, queries: tuple[jax.Array, Slots], keys: Slots) -> _Seen:
   mask = ((row_k == row_q) | (row_k == _OF_PROMPT)) & (row_k != _NO_TOKEN) & (back >= 0)
   if ring.window:
     mask &= back < ring.window
-  return _Seen(q, mask[:, None, None])
+  return _MaskedChunk(q, mask[:, None, None])
 
 
 def _scores(ring: _Ring, q: jax.Array, k: jax.Array) -> jax.Array:

@@ -166,9 +166,9 @@ def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | No
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-  """The object to write to config.json. Raises ConfigError if no family can describe the model."""
+  """The object to write to config.json. Raises ConfigError if it cannot describe the model."""
   family = family_of(config)
-  is_gelu = config.activation == "gelu_tanh"
+  is_gelu = config.activation == "gelu_tanh"  # only Gemma has it, and calls it hidden_activation
   values = {
     "architectures": [family.architecture_with(config.labels)],
     "model_type": family.model_type,
@@ -221,7 +221,7 @@ def _optional(config: ModelConfig, name: str) -> Any:
 
 
 def stop_ids_to_json(config: ModelConfig) -> dict[str, Any]:
-  """The object to write to generation_config.json."""
+  """The ids that end a text, for config.json and generation_config.json."""
   ids = list(config.stop_ids)
   if not ids:
     return {"eos_token_id": None}

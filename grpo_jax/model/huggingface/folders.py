@@ -127,7 +127,7 @@ class TensorFiles:
   Attributes:
     shapes: The shape of each tensor, by its name.
     dtypes: The dtype of each tensor as safetensors names it, such as BF16. FP8 counts as F32.
-    config: What error messages call the model's config.
+    config: The name of the model's config in error messages.
   """
 
   config = "config.json"

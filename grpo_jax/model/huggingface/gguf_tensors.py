@@ -70,7 +70,7 @@ class GGUFTensors:
     shapes: The shape of each tensor, by its name in Hugging Face.
     dtypes: The dtype of each tensor as safetensors names it: always F32, because they are
       dequantised.
-    config: What error messages call the model's config.
+    config: The name of the model's config in error messages.
   """
 
   config = "metadata"

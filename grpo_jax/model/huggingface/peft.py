@@ -179,8 +179,8 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
   """Reads the adapters that `config.lora` describes, as a tree of float32 arrays on the host.
 
   Raises:
-    ConfigError: A tensor is missing, has the wrong shape, belongs to no adapter of the model, or
-      has a value that is not finite.
+    ConfigError: A tensor is missing, has the wrong shape, belongs to no adapter of the model, has
+      a value that is not finite, or mixes projections that this program adapts one by one.
   """
   folder = Path(path).expanduser()
   files, sizes = _open_adapters(folder, config), _sizes(config)
@@ -200,8 +200,8 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
     of_module = adapter.split(read(adapter.a_name), read(adapter.b_name), sizes)
     if of_module is None:
       raise ConfigError(
-        f"{folder}: tensor {adapter.b_name} does not have a block of its own for each projection of"
-        f" {adapter.module}: only adapters of the rank r, or in blocks, are computed here"
+        f"{folder}: tensor {adapter.b_name} mixes the projections of {adapter.module}: an adapter"
+        " of a higher rank than r must have a block for each projection, and zeros elsewhere"
       )
     leaves |= of_module
   return stacked(unflatten_dict(leaves, sep="/"), config, np.stack)

@@ -237,6 +237,7 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
   """Returns `scaling` with the fields of yarn in `rope`, or the defaults of transformers."""
 
   def number(key: str, default: float) -> float:
+    # transformers reads null and 0 as missing, too.
     return read_field({key: rope.get(key) or default}, key, float, refuse)
 
   def attention_scale(mscale: float) -> float:

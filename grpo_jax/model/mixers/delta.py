@@ -75,7 +75,7 @@ class Tails(struct.PyTreeNode):
 
 
 class Memory(struct.PyTreeNode):
-  """What a row keeps of its earlier tokens. J key heads have R value heads each.
+  """The recurrent state of a row after earlier tokens. J key heads have R value heads each.
 
   Attributes:
     state: float32 [B, J, R, A, N], the matrices S of the heads.

@@ -154,7 +154,8 @@ def _in_box(text: str) -> Value | None:
 def _leading_number(text: str, quotients: bool = True) -> Value | None:
   """The number at the start of `text`, after markup. With `quotients`, 1/2 and \\frac12 count.
 
-  None if there is none, or if the rest of the line has another number or changes the value.
+  Returns None if `text` does not start with a number, or if the rest of the line has another
+  number or changes the value.
   """
   text = _LATEX_COMMA.sub(",", text)
   fraction = _FRACTION.match(text) if quotients else None
@@ -167,8 +168,9 @@ def _leading_number(text: str, quotients: bool = True) -> Value | None:
   if has_number or _CHANGES_THE_VALUE.search(rest):
     return None
   if fraction:
-    above, below = match["above"] or match["above_digit"], match["below"] or match["below_digit"]
-    return _quotient(match["sign"], above, below)
+    numerator = match["above"] or match["above_digit"]
+    denominator = match["below"] or match["below_digit"]
+    return _quotient(match["sign"], numerator, denominator)
   if divisor is not None:
     return _quotient(match["sign"], match["run"], divisor["run"])
   return _decimal(match["sign"], match["run"])

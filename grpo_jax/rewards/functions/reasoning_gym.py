@@ -112,9 +112,9 @@ def reasoning_gym(
 def answer_of(text: str, tag: str = "answer", tagged: bool = False) -> str | None:
   """Finds the answer in a completion, after any `</think>`.
 
-  It is the text in the last pair of tags. Without tags it is the rest of the line after the last
-  `####`, or all lines after it if that is empty, else the content of the last `\\boxed{}`, else the
-  whole text.
+  It is the text in the last pair of tags. Without tags, it is the rest of the line after the last
+  `####`, or all later lines if that rest is empty. Without `####`, it is the content of the last
+  `\\boxed{}`, and without that the whole text.
 
   Args:
     text: The completion.

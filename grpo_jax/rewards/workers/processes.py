@@ -148,7 +148,8 @@ class WorkerProcess:
     is_new: Whether no call has been sent to it yet.
     is_orphan: Whether the forker that started it has ended.
     is_async: Whether the pending calls run concurrently.
-    deadline: When it must have answered a call, or started, in time.monotonic(). 0 if not set yet.
+    deadline: When it must have answered a call, or started, in time.monotonic(). 0 before
+      the first of the two begins.
     answered_at: When it last answered a call, or got one while idle, in time.monotonic().
   """
 

@@ -232,11 +232,13 @@ class Schedule:
   # Handling messages from workers.
 
   def _wait(self) -> None:
-    """Waits for a message, a deadline or `wake`. Handles messages, and workers that are late."""
-    waiting = [one for one in self._processes.workers if one.pending or not one.is_ready]
-    first_deadline = min((one.deadline for one in waiting), default=float("inf"))
+    """Waits at most a second for a message, a deadline or `wake`. Then handles messages, and
+    workers whose deadlines have passed.
+    """
+    awaited = [one for one in self._processes.workers if one.pending or not one.is_ready]
+    first_deadline = min((one.deadline for one in awaited), default=float("inf"))
     seconds = min(first_deadline - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
-    by_channel: dict[Any, WorkerProcess | None] = {one.channel: one for one in waiting}
+    by_channel: dict[Any, WorkerProcess | None] = {one.channel: one for one in awaited}
     by_channel[self._wakes] = None
     for channel in connection.wait(list(by_channel), max(0.0, seconds)):
       worker = by_channel[channel]
@@ -244,7 +246,7 @@ class Schedule:
         self._wakes.recv(2**10)
       elif worker in self._processes.workers:
         self._read(worker)
-    for worker in waiting:
+    for worker in awaited:
       is_waited_for = worker in self._processes.workers and (worker.pending or not worker.is_ready)
       if is_waited_for and time.monotonic() > worker.deadline:
         self._worker_failed(worker, "timeout")

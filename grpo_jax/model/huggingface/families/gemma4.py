@@ -77,7 +77,7 @@ def _read_global_heads(values: Values, types: list[str], refuse: Refuse) -> dict
     found["num_key_value_heads"] = None  # transformers reads it only with attention_k_eq_v
   by_layer = values.get("per_layer_config")
   if by_layer is not None:
-    found = _of_all(by_layer, types, refuse)
+    found = _heads_of_full_attention(by_layer, types, refuse)
   heads = {key: found.get(key) or values[key] for key in _HEADS}
   dim, kv_heads = (read_field(heads, key, int, refuse) for key in _HEADS)
   if values["num_attention_heads"] % kv_heads:
@@ -90,20 +90,21 @@ def _read_global_heads(values: Values, types: list[str], refuse: Refuse) -> dict
   }
 
 
-def _of_all(by_layer: Any, types: list[str], refuse: Refuse) -> Mapping[str, Any]:
+def _heads_of_full_attention(by_layer: Any, types: list[str], refuse: Refuse) -> Mapping[str, Any]:
   """Returns the fields that `per_layer_config` sets for each layer without a window.
 
-  Refuses layers that differ, other fields, and fields of layers with a window.
+  Refuses layers whose fields differ, fields other than `_HEADS`, and fields for layers with a
+  window. The last layer has none. `by_layer` maps a layer's number to its fields.
   """
   layers = [str(i) for i, kind in enumerate(types) if kind == FULL]
   is_object = isinstance(by_layer, dict) and all(isinstance(x, dict) for x in by_layer.values())
   is_of_full = is_object and set(by_layer) <= set(layers)
   of_full = [by_layer.get(name, {}) for name in layers] if is_of_full else []
-  is_known = all(x == of_full[0] and set(x) <= set(_HEADS) for x in of_full)
-  if not (is_of_full and is_known):
+  are_equal = all(x == of_full[0] and set(x) <= set(_HEADS) for x in of_full)
+  if not (of_full and are_equal):
     refuse(
       "per_layer_config",
-      f"must give all layers of full_attention the same {' and '.join(_HEADS)}, and others nothing",
+      f"must give all layers of full_attention the same {' and '.join(_HEADS)}, and others none",
     )
   return of_full[0]
 

@@ -27,7 +27,8 @@ class VisionFamily:
     defaults: Fields of `vision_config` that may be missing -> the defaults of transformers.
     text_defaults: The same for `text_config`.
     supported: Further fields of `vision_config` -> the values with which they change nothing.
-    others: Names in `VisionShape.others` -> the defaults of transformers. None: no default.
+    others: Further fields that `VisionShape.others` keeps -> the defaults of transformers, or None.
+      Names of fields of the tower begin with `vision_config.`.
     ignored: A regular expression for fields of config.json that change nothing. Names of nested
       fields are like "text_config.perceiver_config".
     read: read(values, vision_config, refuse) -> further fields of VisionShape. `values` is the

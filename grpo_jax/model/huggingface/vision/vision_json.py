@@ -60,10 +60,13 @@ def _check(
 ) -> None:
   """Refuses unknown or unsupported fields, in `vision_config` and at the top level of config.json.
 
-  `vision` is `vision_config` with defaults. `refuse_of_tower` takes keys of `vision_config`.
+  `values` is the whole config.json, and `vision` its `vision_config` with defaults.
+  `refuse_of_tower` takes keys of `vision_config`.
   """
-  others = {name.removeprefix(_OF_TOWER) for name in family.others if name.startswith(_OF_TOWER)}
-  reads = {*family.fields.values(), *family.reads, *others, *_ACTIVATIONS}
+  others_of_tower = {
+    name.removeprefix(_OF_TOWER) for name in family.others if name.startswith(_OF_TOWER)
+  }
+  reads = {*family.fields.values(), *family.reads, *others_of_tower, *_ACTIVATIONS}
   pattern = re.compile("|".join(filter(None, (_HARMLESS, family.ignored))))
   of_tower = {k: v for k, v in vision.items() if not pattern.fullmatch(_OF_TOWER + k)}
   check_fields(of_tower, reads, family.supported, refuse_of_tower)

@@ -41,8 +41,9 @@ def confine(limits: dict[str, int], threads: int, in_sandbox: bool) -> None:
 
   Args:
     limits: The limits by the name of the resource, such as {"CPU": 10} for RLIMIT_CPU.
-    threads: How many threads the process may have if limits["NPROC"] is 1. The kernel counts
-      threads as processes, so this limit needs the filter, which refuses new processes.
+    threads: How many threads the process may have if limits["NPROC"] is 1, that is if it may start
+      no process. The kernel counts threads as processes, so RLIMIT_NPROC becomes `threads`, and in
+      a sandbox the filter refuses new processes.
     in_sandbox: Whether the process is in a sandbox.
   """
   os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads when numpy is imported

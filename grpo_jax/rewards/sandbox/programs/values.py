@@ -1,4 +1,4 @@
-"""Encodes values as JSON, for the checker and the player, which runs untrusted code.
+"""Encodes values as JSON, for the checker, and for the player, which runs untrusted code.
 
 None, bools, numbers and texts encode to themselves; other plain values encode to lists that begin
 with a type name. Any other object stays in the player and is sent as ["object", number]. An object
@@ -14,7 +14,7 @@ from typing import Any
 
 _MOST_ITEMS = 100_000  # items of an iterator, which may be infinite
 # int(value) and str(value) would call methods of a subclass, such as an Enum's.
-_PLAIN = {int: int.__int__, float: float.__float__, str: str.__str__}
+_PLAIN: dict[Any, Any] = {int: int.__int__, float: float.__float__, str: str.__str__}
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
 _VIEWS: dict[str, Any] = {
