@@ -64,11 +64,11 @@ def split_list(text: str) -> list[str]:
 
 def _entries(text: str) -> Iterator[str]:
   """Yields the texts between the commas that are outside of brackets and quotes."""
-  begin, depth, quote = 0, 0, ""
+  begin, depth, quote, is_escaped = 0, 0, "", False
   for index, character in enumerate(text):
     if quote:
-      is_escaped = text[index - 1] == "\\"
       quote = "" if character == quote and not is_escaped else quote
+      is_escaped = character == "\\" and not is_escaped
     elif character in _QUOTES:
       quote = character
     elif character in _OPENING or character in _CLOSING:

@@ -86,19 +86,22 @@ class GGUFFile:
     raise ConfigError(f"{self.path}: {reason}")
 
   def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-    """Reads and dequantises rows of a tensor: float32 [stop - start, length of the last axis].
+    """Reads and dequantises rows of a tensor, about 16 MiB of them at a time.
 
     Args:
       name: The name of the tensor.
       start: The first row. Rows are counted over all axes but the last.
       stop: The row after the last one.
+
+    Returns:
+      float32 [stop - start, length of the last axis].
     """
     from gguf import constants, quants
 
     tensor = self.tensors[name]
     kind = constants.GGMLQuantizationType[tensor.kind]
     rows = np.empty((stop - start, tensor.shape[-1]), np.float32)
-    step = max(1, _PART_BYTES // (4 * tensor.shape[-1]))
+    step = max(1, _PART_BYTES // (4 * tensor.shape[-1]))  # rows of float32, of 4 bytes a number
     for first in range(start, stop, step):
       count = min(step, stop - first)
       stored = self._read_bytes(tensor.offset + first * tensor.row_bytes, count * tensor.row_bytes)
@@ -154,7 +157,7 @@ def _open(file: Path, size: int, changed: int) -> GGUFFile:
   """
   del changed
   part = _PART_OF_SEVERAL.search(file.name)
-  if part and int(part[1]) > 1:
+  if part and int(part[1]) > 1:  # -00001-of-00001 is a whole model
     raise ConfigError(
       f"{file} is one of {int(part[1])} parts of a model: join them with llama-gguf-split --merge"
     )
@@ -174,6 +177,7 @@ class _Header:
 
   def read(self) -> GGUFFile:
     """Reads the header. Raises ConfigError if the file is damaged or not a GGUF file."""
+    # The shortest header has 24 bytes: "GGUF", the version and two counts.
     if self._size < 24 or self._take(4) != _MAGIC:
       raise ConfigError(f"{self._file} is not a GGUF file: its first bytes are not GGUF")
     version = self._number("<u4")
@@ -185,16 +189,19 @@ class _Header:
     self._check_count(num_tensors, _TENSOR_BYTES, "tensors")
     self._check_count(num_fields, _FIELD_BYTES, "fields of metadata")
     metadata = dict(self._fields(num_fields))
-    if metadata.get("split.count", 0) > 1:
+    count = metadata.get("split.count", 0)
+    if type(count) is not int:
+      self._damaged(f"split.count is {shown(count)}")
+    if count > 1:  # a part that was renamed
       raise ConfigError(
-        f"{self._file} is one of {metadata['split.count']} parts of a model: join them with"
+        f"{self._file} is one of {count} parts of a model: join them with"
         " llama-gguf-split --merge"
       )
-    alignment = metadata.get("general.alignment", 32)
+    alignment = metadata.get("general.alignment", 32)  # 32 is GGUF's default
     if type(alignment) is not int or alignment < 1:
       self._damaged(f"general.alignment is {shown(alignment)}")
     entries = list(self._entries(num_tensors))
-    start = -(-self._position // alignment) * alignment
+    start = -(-self._position // alignment) * alignment  # rounded up, past the padding
     tensors = {entry[0]: self._placed(start, entry) for entry in entries}
     if len(tensors) < len(entries):
       self._damaged("two tensors have the same name")
@@ -245,7 +252,11 @@ class _Header:
       yield name, self._value(name, self._number("<u4"))
 
   def _value(self, name: str, kind: int) -> Any:
-    """Reads the value of the metadata field `name`. `kind` is the number of its GGUF type."""
+    """Reads the value of the metadata field `name`. `kind` is the number of its GGUF type.
+
+    Returns a number, a text, a list of texts or an array of numbers. Refuses any other type, also
+    an array of arrays.
+    """
     if kind == _STRING:
       return self._string()
     if kind in _NUMBERS:
@@ -273,9 +284,12 @@ class _Header:
       yield name, shape[::-1], self._number("<u4"), self._number("<u8")
 
   def _placed(self, start: int, entry: _Entry) -> StoredTensor:
-    """The tensor of a header entry with an offset from `start`. Refuses one beyond the end."""
-    name, shape, number, offset = entry
-    kind, block, block_bytes = self._kind(name, number)
+    """Converts a header entry, whose offset counts from the byte `start` of the file.
+
+    Refuses a tensor that is empty, has rows of broken blocks or ends beyond the end of the file.
+    """
+    name, shape, kind_number, offset = entry
+    kind, block, block_bytes = self._kind(name, kind_number)
     if not math.prod(shape):
       self._damaged(f"tensor {shown(name)} has no numbers: its shape is {shape}")
     if shape[-1] % block:
@@ -313,7 +327,7 @@ def kinds(file: Path) -> dict[int, tuple[str, int, int]]:
   """The kinds that the package gguf can dequantise: number -> (name, numbers and bytes of a block).
 
   Raises:
-    ConfigError: The package is not installed, which `file` needs.
+    ConfigError: The package is not installed. The message says that `file` needs it.
   """
   try:
     from gguf import constants

@@ -401,6 +401,7 @@ def test_a_part_of_a_model_is_refused(llama, tmp_path):
   shutil.copy(llama, tmp_path / "x-00001-of-00001.gguf")
   model.load_config(tmp_path / "x-00001-of-00001.gguf")
   assert "one of 2 parts" in refused(written(tmp_path / "y.gguf", split__count=2))
+  assert "split.count is 'two'" in refused(written(tmp_path / "z.gguf", split__count="two"))
 
 
 def test_a_weight_that_is_not_finite_is_refused(tmp_path):

@@ -218,6 +218,7 @@ def test_lists_of_calls_are_split_at_their_own_commas():
     "c(z='),')",
   ]
   assert calls.split_list(r"a(x='\',b'),c") == [r"a(x='\',b')", "c"]
+  assert calls.split_list(r"a(x='\\'),b") == [r"a(x='\\')", "b"]
   assert calls.split_list(" , ") == []
 
 
