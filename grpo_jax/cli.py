@@ -202,6 +202,7 @@ def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
 
   Errors of absl, of ml_collections and of the config file become ConfigErrors.
   """
+  # The value of --config itself, whose key is empty, may name a recipe instead of a file.
   overrides = [(key, value if key else file_of(value)) for key, value in _config_flags(argv)]
   for key, value in overrides:
     if key:
@@ -213,10 +214,10 @@ def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
     with doing("reading --config"):
       rest = values(argv)[1:]
   except KeyboardInterrupt:
-    raise
+    raise  # Ctrl-C is no error of the file
   except BaseException as error:  # a config file is a program, so it can raise any exception
     if isinstance(error, SystemExit) and _asks_for_help(argv):
-      sys.exit(0)  # the help is printed
+      sys.exit(0)  # absl has printed the help, and would exit with 1
     raise flag_error(error, overrides) from None
   finally:
     logging.disable(logging.NOTSET)
@@ -258,6 +259,7 @@ def flag_error(error: BaseException, overrides: list[tuple[str, str]]) -> Config
     error: The error that was raised.
     overrides: (key, value) of each --config.KEY=VALUE, and ("", FILE) of --config=FILE.
   """
+  # absl begins so if the type of a value is wrong. Unknown keys were refused before.
   for key, value in overrides:
     if key and str(error).startswith(f"flag --config.{key}={value}: "):
       return wrong_type(key, value)
@@ -291,6 +293,7 @@ def _error_in_config(config: str, error: BaseException | None) -> str | None:
       text = f"a config file must not end the program{reason}"
     if lines:
       return f"{file} line {lines[-1]}: {type(error).__name__}: {text:.300}{import_hint(error)}"
+    # No line of the file was reached: the file cannot be opened, for example.
     if error.__context__ is None and not isinstance(error, flags.Error):
       return f"{file} cannot be read as a config: {type(error).__name__}: {text:.300}"
     error = error.__context__

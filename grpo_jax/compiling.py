@@ -65,10 +65,11 @@ class Jitted:
     Args:
       function: The function to compile.
       key: (arguments of a call) -> a key, which must differ for calls that need different programs.
+        The default is for a function whose calls all need the same program.
       options: Options of `jax.jit`.
     """
     self._key, self.jitted = key, jax.jit(function, **options)
-    self._ahead: dict[Hashable, Future[Any]] = {}
+    self._ahead: dict[Hashable, Future[Any]] = {}  # programs that are compiled ahead, by key
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Calls the function. If a thread compiles the program that the call needs, waits for it."""

@@ -875,7 +875,7 @@ def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
       'changes of a config are a dict of values by key, such as {"seed": 1}, got '
       f"{shown(changes)}"
     )
-  nested: dict[str, Any] = {}
+  nested: dict[str, Any] = {}  # like `values`, with a dict for each section
   for key, value in changes.items():
     check_key(key)
     section, _, name = key.rpartition(".")

@@ -27,6 +27,7 @@ def main(argv: list[str]) -> None:
       f"flag --examples={flags.FLAGS.examples} is for the test problems: with --tasks write"
       " EXAM(examples=N):FILE"
     )
+  # A flag that is not given leaves the value of the config.
   changes = {name: value for name, value in given.items() if value is not None}
 
   def with_flags(config: Config) -> Config:
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> None:
   params = policy.run.parameters.for_sampling(policy.params)
   for evaluator in Evaluators(policy.run, policy.scorers, only_exams=bool(tasks)).parts:
     dropped = evaluator.prompts.dropped
+    # Only an exam has a name. Its prompts may be longer than those of training.
     limit = "the model's positions" if evaluator.name else "data.max_prompt_tokens"
     left_out = f" ({dropped} longer than {limit} left out)" if dropped else ""
     if unopened := evaluator.prompts.unopened:

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
   from grpo_jax.model.huggingface import hub  # here: --help and mistakes in flags need no jax
 
   if flags.FLAGS.push:
-    hub.check_repository(flags.FLAGS.push, "flag --push")
+    hub.check_repository(flags.FLAGS.push, "flag --push")  # before the policy is loaded
   cli.join_processes()
   policy = cli.open_policy()
   shape, adapter = policy.run.parameters.model, flags.FLAGS.adapter
@@ -33,8 +33,8 @@ def main(argv: list[str]) -> None:
       "flag --adapter: this run trained all weights and has no adapters; leave the flag out"
     )
   policy.export(out, adapter)
-  merged = "parameters, adapters merged," if shape.lora else "parameters"
-  written = "adapters" if adapter else merged
+  all_weights = "parameters, adapters merged," if shape.lora else "parameters"
+  written = "adapters" if adapter else all_weights
   print(f"{policy.name}: its {written} (float32) and the tokenizer are in {out}")
   if adapter and is_misread_by_peft(shape):
     print(

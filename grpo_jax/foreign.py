@@ -58,9 +58,10 @@ def describe(error: BaseException, file: Path | None = None) -> str:
 
   Args:
     error: The exception.
-    file: The file of the user's code. None means the file that raised the exception.
+    file: The file of the user's code. None means the file that raised the exception, but not a
+      file of this package that calls code of the user.
   """
-  if isinstance(error, Ended) and error.__cause__ is not None:
+  if isinstance(error, Ended) and error.__cause__ is not None:  # `Ended` only wraps it
     error = error.__cause__
   text = " ".join(text_of(error).split())
   named = f"{type(error).__name__}: {text:.200}" if text else type(error).__name__

@@ -194,8 +194,7 @@ class _Header:
       self._damaged(f"split.count is {shown(count)}")
     if count > 1:  # a part that was renamed
       raise ConfigError(
-        f"{self._file} is one of {count} parts of a model: join them with"
-        " llama-gguf-split --merge"
+        f"{self._file} is one of {count} parts of a model: join them with llama-gguf-split --merge"
       )
     alignment = metadata.get("general.alignment", 32)  # 32 is GGUF's default
     if type(alignment) is not int or alignment < 1:

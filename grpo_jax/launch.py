@@ -52,6 +52,7 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
   if not values.workdir:
     raise ConfigError("flag --workdir is missing: name the folder of the run or of the sweep")
   workdir = cli.folder_of_flag("workdir", values.workdir)
+  # A table needs a launcher only to show which runs are queued, so that --on is optional.
   launcher = None if values.table and not values.on else _launcher(values.on)
   sweep = load_sweep(values.sweep) if values.sweep else None
   runs = units(str(workdir), train_flags, sweep)
@@ -102,7 +103,7 @@ def _to_start(
     RunFailed: The queue cannot be read.
   """
   try:
-    queued = launcher.queued(runs)
+    queued = launcher.queued(runs)  # run.title -> a description such as "job 12_3 pending"
   except RunFailed as error:
     if not is_dry:
       raise

@@ -31,7 +31,7 @@ def mean(x: jax.Array, mask: jax.Array, axis: Axis = None, keepdims: bool = Fals
 
 
 def divide(sum_: jax.Array, weight: jax.Array) -> jax.Array:
-  """sum / weight, 0 where the weight is 0.
+  """sum / weight, 0 where the weight is not above 0.
 
   Every mean that is carried as (sum, weight) is divided here.
   """

@@ -38,6 +38,7 @@ def _section(values: Mapping[str, Any], section: Any, saved: bool, prefix: str, 
       converted[field.name] = _section(inner, kind, saved, f"{key}.", root)
       continue
     declared = field.metadata["setting"]
+    # `before` is None where earlier versions behaved as the default says.
     default = declared.before if saved and declared.before is not None else declared.default
     is_set = field.name in values
     converted[field.name] = _converted(values[field.name], kind, key) if is_set else default
@@ -129,7 +130,7 @@ def _unknown_key(name: str, root: Any) -> ConfigError:
   candidates = [f"{section}.{key}".strip(".") for key in close]
   if not candidates:  # the right key in the wrong section
     candidates = [key for key in all_keys if key.rpartition(".")[2] == last]
-  if not candidates:
+  if not candidates:  # a misspelt section, perhaps
     candidates = difflib.get_close_matches(name, all_keys, n=1, cutoff=0.8)
   if candidates:
     return ConfigError(f"config key {name} is unknown: did you mean {' or '.join(candidates)}?")

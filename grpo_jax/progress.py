@@ -95,8 +95,8 @@ def describe(works: Sequence[Work], now: float) -> str:
   seconds = now - works[-1].began
   times = [duration(seconds)] if seconds >= 1 else []
   # A compilation that is going on must not lengthen the estimates of the works around it.
-  until = min((work.began for work in works if work.is_once), default=now)
-  known = [left for work in works if (left := work.seconds_left(until)) is not None]
+  estimated_at = min((work.began for work in works if work.is_once), default=now)
+  known = [left for work in works if (left := work.seconds_left(estimated_at)) is not None]
   times += [f"about {duration(known[-1])} left"] if known and known[-1] >= 1 else []
   return f"{text} ({', '.join(times)})" if times else text
 
@@ -121,10 +121,12 @@ class Lines:
       self._ended_at = now
       return
     outermost = works[0]
+    # After a pause, silence counts from the start of the work. Works without pauses count as one.
     if outermost.began > self._ended_at + _SECONDS_OF_A_PAUSE:
       self._silent_since = max(self._silent_since, outermost.began)
     silent = now - self._silent_since
     if outermost.is_routine or now - outermost.began > _EARLY_SECONDS:
+      # Silence before this work does not count, so that short steps of a run print no lines.
       is_due = min(silent, now - outermost.began) >= _SECONDS_BETWEEN_LATE_LINES
     else:
       is_due = silent >= _SECONDS_BETWEEN_LINES
@@ -181,7 +183,7 @@ class Progress:
     work = Work(what, total, unit, is_routine=is_routine, is_once=is_once)
     with self._lock:
       self._works.append((threading.get_ident(), work))
-      if self._looking is None:
+      if self._looking is None:  # the first work starts the thread that shows works
         self._looking = _Looking(self.show_now)
     return work
 

@@ -76,13 +76,14 @@ def with_absolute_paths(config: Config) -> Config:
 
   def absolute_source(entry: str) -> str:
     task, colon, path = entry.partition(":")
-    if task.rpartition("=")[2] == "reasoning_gym":  # whose path is a list of tasks
+    # TASK, TASK:PATH or NAME=TASK:PATH. The path of reasoning_gym is a list of tasks.
+    if task.rpartition("=")[2] == "reasoning_gym":
       return entry
     return f"{task}{colon}{absolute('data.mixture', path)}"
 
   def absolute_exam(entry: str) -> str:
-    head, path = path_in(entry)
-    return head + absolute("eval.tasks", path)
+    before_path, path = path_in(entry)
+    return before_path + absolute("eval.tasks", path)
 
   replace = dataclasses.replace
   data_path = config.data.path  # a list of tasks for reasoning_gym

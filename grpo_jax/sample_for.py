@@ -27,8 +27,8 @@ def main(argv: list[str]) -> None:
   from grpo_jax.asynchronous.sampler import sample_for
   from grpo_jax.run.run import Run
 
-  allowed = access.sampler_access(config.rollout, address[0])
-  sample_for(Run(config), address, values.give_up_after, allowed)
+  credentials = access.sampler_access(config.rollout, address[0])
+  sample_for(Run(config), address, values.give_up_after, credentials)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
   key = _key()
   policy = cli.open_policy()
   run, name = policy.run, values.model_name or _name_of(policy)
-  engine, images = make_engine(policy), reader_of(run)
+  engine, image_reader = make_engine(policy), reader_of(run)
   del policy  # the engine has its own copy of the weights
   print(f"{name}: compiling", flush=True)
   with doing("compiling"):
@@ -58,14 +58,14 @@ def main(argv: list[str]) -> None:
   # that parses a large body should let other threads run after a millisecond.
   gc.freeze()
   sys.setswitchinterval(0.001)
-  reload = None
+  reload = None  # only the newest checkpoint of a run may be replaced by a newer one
   if values.workdir is not None and values.step is None:
     reload = functools.partial(load_newest, run, cli.folder_of_run(values.workdir), engine)
   settings = ServerSettings(model=name, key=key, seconds=float(values.request_seconds))
-  if images is not None:
+  if image_reader is not None:
     settings = dataclasses.replace(settings, body_bytes=_BYTES_WITH_IMAGES)
   vocabulary = run.parameters.model.vocab_size
-  server = Server(engine, run.tokenizer, vocabulary, settings, reload, images=images)
+  server = Server(engine, run.tokenizer, vocabulary, settings, reload, images=image_reader)
   remark = ""
   if not key and not is_loopback(values.host):
     remark = "; whoever reaches this address can use it: set --api_key_file"
@@ -97,8 +97,9 @@ def make_engine(policy: "Policy") -> "Engine":
       f"flags --max_prompt_tokens={prompt_tokens} and --max_tokens={decoding.max_tokens}: together"
       f" they must be at most the model's {shape.max_positions} positions"
     )
-  rows = -(-values.rows // shape.row_shards) * shape.row_shards  # rounded up
-  texts, mebibytes = rows, values.prefix_cache_mib
+  # Rounded up, because each shard of the devices decodes the same number of rows.
+  rows = -(-values.rows // shape.row_shards) * shape.row_shards
+  texts, mebibytes = rows, values.prefix_cache_mib  # by default, the prefix cache has a text a row
   if mebibytes is not None:  # on each device, which holds 1 / row_shards of the texts
     text_bytes = cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
     texts = min(_MOST_TEXTS * rows, int(mebibytes * 2**20 // text_bytes) * shape.row_shards)
@@ -176,7 +177,10 @@ def _check_flags() -> None:
 
 
 def _key() -> str:
-  """The API key from --api_key_file, or else from the environment variable. "" without a key."""
+  """The API key from --api_key_file, or else from the environment variable. "" without a key.
+
+  Raises ConfigError if the file cannot be read or is empty, or the key is not UTF-8.
+  """
   file = flags.FLAGS.api_key_file
   if file is None:
     key = os.environ.get(_KEY, "").strip()

@@ -234,7 +234,7 @@ def path_of(value: Any, name: str) -> Path:
   text = path_text(value, name)
   try:
     path = Path(text).expanduser()
-    path.exists()
+    path.exists()  # only asks whether the file system accepts the path
   except RuntimeError as error:  # ~NAME of an unknown user
     raise ConfigError(f"{name}={text}: {error}") from None
   except OSError as error:  # a name that is too long

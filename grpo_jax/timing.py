@@ -77,6 +77,7 @@ def limited(seconds: float) -> Iterator[None]:
     raise TookTooLong
 
   previous_handler = signal.signal(signal.SIGALRM, stop)
+  # The alarm is repeated, for a block that catches the first TookTooLong.
   signal.setitimer(signal.ITIMER_REAL, seconds, _SECONDS_TO_RAISE_AGAIN)
   try:
     yield

@@ -67,13 +67,14 @@ def train(
   folder = bucket.folder(workdir)
   if callback is not None:
     try:
-      name_of(callback)
+      name_of(callback)  # raises unless it can be called
     except ConfigError as error:
       raise ConfigError(f"the callback cannot be called: {error}") from None
   from grpo_jax.training.loop import run_steps  # here: --help and mistakes in flags need no jax
 
   with leaving_nothing_behind():
     step = run_steps(config, folder, callback, raising_on_second_signal).step
+  # A run that was finished before has trained no step, so its log has the metrics.
   return step if step.metrics else with_last_row(step)
 
 

@@ -485,6 +485,16 @@ class TestMore(TestBase):
     def test_own(self):
         assert f(5) == 10
 
+class First:
+    def setup_method(self):
+        self.right = 4
+
+class TestBoth(First, TestBase):
+    def test_both(self):
+        assert f(2) == self.right
+    def test_inherited(self):
+        assert f(2) == self.right
+
 class Unit(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -512,7 +522,7 @@ def test_single(f_of):
 
 def test_a_file_for_pytest_keeps_its_helpers():
   row = {"test": PYTEST}
-  assert len(layouts.layout_of(row).tests(row).asserts) == 7
+  assert len(layouts.layout_of(row).tests(row).asserts) == 9
   forged = "def f(x): return 5\ndef test_helper(x): return 5\ndef test_cases(): return [(0, 5)]"
   programs = ["def f(x): return 2 * x", forged, "def g(x): return 2 * x"]
   assert scores_of(programs, [row] * 3, partial=True) == [1, 0, 0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -129,6 +130,12 @@ def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(
   assert saved_steps(tmp_path / "run") == [first_skipped - 1]
   assert f"of step {first_skipped - 1}, is from before" in str(error.value)
   assert len(rows) == first_skipped + 2 < 9
+
+  monkeypatch.setattr(SkippedUpdates, "limit", 9)  # a run that is stopped says what is saved, too
+  words = f"at step {first_skipped} of 9, and step {first_skipped - 1} is saved: the same call"
+  with pytest.raises(Stopped, match=words):
+    interrupt = functools.partial(os.kill, os.getpid(), signal.SIGINT)
+    train(with_reward(config, tmp_path, source), tmp_path / "run", lambda step: interrupt())
 
 
 SOMETIMES = """

@@ -16,8 +16,8 @@ from PIL import Image, PngImagePlugin
 import pytest
 
 from grpo_jax.config import Data
+from grpo_jax.data.images import of_prompts, source
 from grpo_jax.data.images import processor as processors
-from grpo_jax.data.images import source
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.prompts import PromptSet
 from grpo_jax.data.tasks.tasks import make_task
@@ -439,7 +439,7 @@ def address():
 
 def test_urls_need_a_key_and_are_downloaded_once(tmp_path, seeing, address):
   url, asked = address
-  rows = [{"question": "?", "image": f"{url}/cat"}]
+  rows = [{"question": "?", "image": f"{url}/cat"}] * 2
   assert "data.image_urls=True" in error_of(tmp_path, seeing, rows, 1)
   assert not asked
   assert run(tmp_path, seeing, rows, image_urls=True).patches_PINC.any()
@@ -451,6 +451,11 @@ def test_urls_need_a_key_and_are_downloaded_once(tmp_path, seeing, address):
     assert path in message
   closed = [{"question": "?", "image": "http://127.0.0.1:1/cat"}]
   assert "cannot be downloaded" in error_of(tmp_path, seeing, closed, 1, image_urls=True)
+
+
+def test_an_example_of_a_model_without_a_tower_gets_no_columns():
+  example = {"question": "?", "image": of_prompts.GivenImages("cat.png", "here", "")}
+  assert of_prompts.without_images(example) == {"question": "?", "image": "cat.png"}
 
 
 def test_a_smaller_limit(tmp_path, seeing, monkeypatch):

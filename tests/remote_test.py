@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zlib
 
 from experts_test import make_folder
@@ -52,6 +53,8 @@ from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import policy_of_run
 from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.sampler.filters import FILTERS
+from grpo_jax.sampler.flight import Prompts
+from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.sampler.sampling import Draws, whole
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
@@ -813,6 +816,25 @@ def test_a_process_draws_what_the_run_would(make, parts, tmp_path):
     else:  # in two parts, sums are rounded otherwise
       np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
   FILTERS.pop("near", None)
+
+
+def test_a_call_draws_only_groups_that_follow_one_another():
+  """Groups 0 and 2 could be drawn together by their keys and rows, but group 1 is between them."""
+  begun = []
+
+  def begin(params, tokens_nS, *_, **__):
+    begun.append(tokens_nS[:, 0].tolist())
+    return types.SimpleNamespace(left=0, next=lambda seconds: None)
+
+  groups = RemoteGroups(
+    types.SimpleNamespace(begin=begin), lambda: (None, 0), G, keeps_experts=False
+  )
+  ours, others = (Prompts(np.arange(3)[:, None] + n, np.ones(3, int)) for n in (0, 10))
+  key = np.asarray(jax.random.key_data(jax.random.key(1)))
+  groups.submit([GroupRequest(n, (ours, others)[n % 2], n, key, n * G) for n in range(3)])
+  while groups.draws:
+    groups.advance()
+  assert begun == [[0], [11], [2]]
 
 
 @pytest.mark.slow

@@ -175,6 +175,12 @@ def test_a_template_that_cannot_render_a_reply_is_refused(template, roles, words
     replies.check(roles)
 
 
+def test_a_reply_of_nothing_has_no_tokens(tmp_path):
+  template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+  replies = Replies(tokens_of(tmp_path, template), True)
+  assert replies.ids([{"role": "user", "content": ""}], -1) == []
+
+
 def test_without_a_chat_template_a_reply_is_its_text_without_unknown_characters():
   tokens = tokenizer_lib.characters("0123456789=")
   replies = Replies(tokens, False)

@@ -133,13 +133,15 @@ def replying(waits):
   return reply
 
 
-def assert_pauses_change_nothing(config, params, placed, seats, chunk):
+def assert_pauses_change_nothing(config, params, placed, seats, chunk, waits=(0, 3, 11)):
   sampler, begin = stream_of(config, params, 0, in_order=False, chunk=64)
   at_once = drawn(begin(), [requests_of(config, sampler, True)], replying(lambda row: 0))
   sampler, begin = stream_of(*placed, seats, chunk=chunk)
   asked = requests_of(placed[0], sampler, True)
   batches = [asked[:3], asked[3:4], asked[4:]]
-  late = drawn(begin(), batches, replying(lambda row: (0, 3, 11)[(row.prompt + row.member) % 3]))
+  late = drawn(
+    begin(), batches, replying(lambda row: waits[(row.prompt + row.member) % len(waits)])
+  )
   went_on = 0
   for number, completions in at_once.items():
     assert_same(late[number], completions)
@@ -166,6 +168,14 @@ def test_pauses_change_nothing_with_windows_states_and_caches_of_int8(name, cach
   config = dataclasses.replace(config, dtype="float32", cache_dtype=cache_dtype)
   assert_pauses_change_nothing(config, params, (config, params), 8, 3)
   assert flight_test.T == T
+
+
+@pytest.mark.slow
+def test_the_first_row_that_pauses_keeps_its_window_while_no_reply_comes():
+  """It pauses in a chunk that no other row has shortened, and another chunk follows."""
+  config, params = model.load(FAMILIES / "gemma3")
+  config = dataclasses.replace(config, dtype="float32")
+  assert_pauses_change_nothing(config, params, (config, params), 8, 12, waits=(2,))
 
 
 @pytest.mark.slow

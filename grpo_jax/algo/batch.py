@@ -68,7 +68,7 @@ def with_advantages(
     The batch, without fields that only advantages need, and metrics as scalars by name.
   """
   mask_PGT, rollouts = batch.mask_PGT, rewards.scores_PGJ.shape[1]
-  if algo.kl_in_reward:
+  if algo.kl_in_reward:  # there are then no branches: each row is a rollout
     kl_PGT = KL[algo.kl].compute(batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT)
     rewards = rewards.replace(kl_penalty_PGT=kl_coef * masked.masked(kl_PGT, mask_PGT))
   # The first rows of a group are its rollouts. Further rows are branches of rollouts, and share

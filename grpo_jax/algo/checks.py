@@ -41,7 +41,8 @@ def check_algo(
 def settings_idle_at_ratio_one(algo: Algo) -> tuple[str, ...]:
   """The names of the settings that the user changed, but that do not change the gradient.
 
-  They act on the ratio, which is 1 with one update per batch. With several, there are none.
+  They act on the ratio or its old log-probs. With one update per batch, the old policy is the
+  policy itself, and the ratio is 1. With several updates, the result is empty.
   """
   if not algo.old_is_policy:
     return ()
@@ -49,6 +50,7 @@ def settings_idle_at_ratio_one(algo: Algo) -> tuple[str, ...]:
   idle = ["old_logprobs", *surrogate.idle_at_ratio_one]
   if surrogate.applies_correction_itself and algo.has_correction:
     idle = ["old_logprobs"]  # the surrogate's settings then affect the correction, too
+  # At 1, ratios differ only in how they spread the gradient over the tokens of a row.
   if not RATIOS[algo.ratio].shared_by_row or _rows_are_uniform(algo):
     idle.insert(0, "ratio")
   defaults = Algo()
@@ -82,12 +84,14 @@ def _check_batch(algo: Algo, prompts: int, group_size: int) -> None:
     f"it must divide batch.prompts = {prompts}",
   )
   completions = prompts * group_size // algo.minibatches
+  # So an update changes the coefficient of the KL by a fifth at most.
   require(
     not algo.kl_target or algo.kl_horizon >= completions,
     algo,
     "kl_horizon",
     f"it must be at least the {completions} completions of an update",
   )
+  # The variance is a sum divided by group_size - std_ddof.
   require(
     algo.std_ddof < group_size,
     algo,
@@ -170,6 +174,7 @@ def _check_correction(algo: Algo, sampler_filters: bool) -> None:
     "correction_low",
     f"it must be below algo.correction_high = {algo.correction_high}",
   )
+  # Filters change the distribution of the draws, so that it differs from the sampler's softmax.
   require(
     algo.old_is_policy or algo.old_logprobs == "recomputed" or sampler_filters,
     algo,

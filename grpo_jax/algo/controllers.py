@@ -71,8 +71,8 @@ def planned(algo: Algo, index: int, steps: int) -> dict[str, float]:
     Values on a line from the value of the first step to the value of the last step. Empty without
     a plan.
   """
-  share = index / max(1, steps - 1)
-  found = dict[str, float]()
+  share = index / max(1, steps - 1)  # a run of one step stays at the first value
+  coefs = dict[str, float]()
   if algo.plans_entropy_coef:
-    found["entropy"] = (1 - share) * algo.entropy_coef + share * algo.entropy_coef_end
-  return found
+    coefs["entropy"] = (1 - share) * algo.entropy_coef + share * algo.entropy_coef_end
+  return coefs

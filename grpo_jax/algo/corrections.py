@@ -103,17 +103,18 @@ CORRECTIONS["none"] = Correction(
 
 
 def truncate(weights_PGT: jax.Array, algo: BoundSettings) -> jax.Array:
-  """w limited to [correction_low, correction_high] (TIS, Yao et al. 2025).
+  """w limited to [correction_low, correction_high] (TIS, Yao et al. 2025). A high of 0 is no bound.
 
-  This is truncated importance sampling, and also decoupled PPO (AReaL 2505.24298). Worked: mu .2,
-  old .25, pi .3, A 1, clip .2: 1.25 min(1.2, 1.2) = 1.5.
+  mu, old and pi are the probabilities of a token in the draw, before the update and now. This is
+  truncated importance sampling, and with ppo_clip it is decoupled PPO (AReaL 2505.24298): for mu
+  .2, old .25, pi .3, A 1 and clip .2, w times the surrogate is 1.25 min(1.2, 1.2) = 1.5.
 
   With the surrogate reinforce and one update per batch, where old is the policy itself, the
-  gradient is min(pi / mu, correction_high) A grad lp, which is AIPO (LlamaRL 2505.24034). Worked:
-  mu .1, pi .6, A 2, bound 4: 4 * 2 = 8 times grad lp.
+  gradient is min(pi / mu, correction_high) A grad lp, which is AIPO (LlamaRL 2505.24034). For mu
+  .1, pi .6, A 2 and bound 4, it is 4 * 2 = 8 times grad lp.
 
   Args:
-    weights_PGT: w.
+    weights_PGT: w, which is old / mu for a token.
 
   Returns:
     The limited weights, [P, G, T].

@@ -113,7 +113,7 @@ def objective(
   if algo.uses_reference:
     kl_PGT = _kl(terms, stats, batch, algo)
     metrics["kl"] = metrics_lib.mean(kl_PGT, terms.mask_PGT)
-    if not algo.kl_in_reward:
+    if not algo.kl_in_reward:  # otherwise the advantages contain it
       if algo.kl_importance_weighted:
         # Keeps the KL unbiased when pi has moved away from old (DeepSeek-V3.2 2512.02556).
         kl_PGT = kl_PGT * jnp.exp(terms.d_PGT)
@@ -154,7 +154,7 @@ def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Algo) -> Terms:
   )
   if not algo.has_correction:
     return terms
-  mu_PGT = _behavior_logprobs(terms, batch)
+  mu_PGT = _behavior_logprobs(terms, batch)  # the `terms` without corrections suffice for it
   corrections_PGT = correction_weights(old_logprobs_PGT, mu_PGT, mask_PGT, algo)
   of_row = LEVELS[algo.correction_level].shared_by_row
   return dataclasses.replace(terms, corrections_PGT=corrections_PGT, corrections_of_row=of_row)
@@ -164,7 +164,7 @@ def _surrogate_loss(terms: Terms, batch: Batch, algo: Algo) -> jax.Array:
   """The loss of each token before the KL term, [P, G, T]."""
   surrogate = SURROGATES[algo.surrogate]
   loss_PGT = surrogate.loss(terms, algo)
-  if algo.off_policy_threshold:
+  if algo.off_policy_threshold:  # rows that became too unlikely are not pushed down any further
     gap_PGT = _behavior_logprobs(terms, batch) - sg(terms.logprobs_PGT)
     drift_PG1 = masked.mean(gap_PGT, terms.mask_PGT, -1, keepdims=True)
     dropped_PGT = (terms.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold)
@@ -193,7 +193,7 @@ def _behavior_logprobs(terms: Terms, batch: Batch) -> jax.Array:
 
 
 def _metrics(terms: Terms, entropies_PGT: jax.Array, batch: Batch, algo: Algo) -> Metrics:
-  """Metrics over the tokens of the loss. Those of micro-batches can be merged."""
+  """Metrics over the tokens of the loss, in a form that can be merged over micro-batches."""
   mask_PGT = terms.mask_PGT
   metrics = {
     "entropy": metrics_lib.mean(entropies_PGT, mask_PGT),

@@ -441,11 +441,12 @@ def without_rejected(
     (mask [P, G, T], metrics: the share of tokens that are rejected, and of rows that lose a token)
   """
   log_w_PGT = masked.masked(old_logprobs_PGT - mu_PGT, mask_PGT)
+  # Tokens and rows with a weight that is not finite stay, so that the error skips the whole update.
   broken_PGT, kept_PGT = ~jnp.isfinite(log_w_PGT), mask_PGT
   for record in REJECTIONS.values():
     if record.is_on(algo):
       accepted = record.accepts(log_w_PGT, mask_PGT, algo)
-      is_of_row = accepted.shape[-1] == 1
+      is_of_row = accepted.shape[-1] == 1  # [P, G, 1] accepts whole rows
       broken = broken_PGT.any(-1, keepdims=True) if is_of_row else broken_PGT
       kept_PGT = kept_PGT * (accepted | broken)
   is_rejected_PGT = kept_PGT != mask_PGT

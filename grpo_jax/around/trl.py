@@ -62,9 +62,9 @@ def from_trl(
     changes["environment.tools"] = [_tool_name(tool) for tool in tools]
   if names:
     changes["reward.functions"] = list(names)
-    changes["eval.function"] = names[0]
-  found, lines, refused = _become(port, given)
-  changes |= found
+    changes["eval.function"] = names[0]  # one function decides what is right
+  of_fields, lines, refused = _become(port, given)
+  changes |= of_fields
   lines[:0] = [f"{name}: left out: it changes nothing of what is learned" for name in left_out]
   if not refused:
     config = from_dict(changed(to_dict(Config()), changes))
@@ -89,7 +89,7 @@ def _become(port: Port, given: Mapping[str, Any]) -> tuple[Changes, list[str], l
       continue
     changes |= found
     if name in given:
-      became = ", ".join(f"{key}={one}" for key, one in found.items())
+      became = ", ".join(f"{key}={setting}" for key, setting in found.items())
       lines.append(f"{name}={shown(value)}: {became or f'nothing is set: {field.why}'}")
   return changes, lines, refused
 
@@ -157,19 +157,20 @@ def _data(train: Any, test: Any) -> tuple[Changes, int | None]:
   if isinstance(test, Mapping):
     raise ConfigError("from_trl: eval_dataset must be one data set: name others in eval.tasks")
   is_path = isinstance(train, str) and test is None
+  # Only a training set alone can stay a path. With a test set, the rows of both are kept.
   if isinstance(train, str) and test is not None:
     train = rows_of(train, "train")
   if isinstance(test, str):
     test = rows_of(test, "train")
   path = train if is_path else keep_rows(train, test, key="from_trl: train_dataset")
   rows = rows_of(path, "train")
-  first = rows[0]
-  if "prompt" not in first:
+  first_row = rows[0]
+  if "prompt" not in first_row:
     raise ConfigError(
-      f"from_trl: {rows.where(0)} has no column 'prompt', but {', '.join(first)}; rename the one"
-      " that holds the prompts"
+      f"from_trl: {rows.where(0)} has no column 'prompt', but {', '.join(first_row)}; rename the"
+      " one that holds the prompts"
     )
-  is_chat = isinstance(first["prompt"], list)
+  is_chat = isinstance(first_row["prompt"], list)
   return {
     "data.task": "columns",
     "data.path": path,
@@ -198,7 +199,7 @@ def _lora(given: Any) -> Changes:
   for name, value in fields.items():
     is_off = value in (None, 0, "none", {}, [], ())
     if name == "init_lora_weights":
-      is_off = value is True
+      is_off = value is True  # PEFT's default: the adapters begin without effect
     if name not in (*_LORA, *_LORA_IDLE) and not is_off:
       raise ConfigError(
         f"from_trl: peft_config has {name}={shown(value)}, which adapters do not have here: leave"

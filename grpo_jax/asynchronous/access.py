@@ -52,7 +52,7 @@ def learner_access(rollout: Rollout, host: str) -> Access:
   pair = {"certificate_file": rollout.certificate_file}
   if rollout.key_file:
     pair["key_file"] = rollout.key_file
-  for key, file in pair.items():
+  for key, file in pair.items():  # the last file has the private key
     _content(key, file, is_private=key == [*pair][-1])
   try:
     # With a password function, OpenSSL does not ask for a password at the terminal.

@@ -130,7 +130,7 @@ class Ahead:
       scored = self._drawn[index].result()
     clock.lap("wait")
     completions, versions = scored.completions, scored.version_P[:, None, None]
-    if completions.versions_PGT is not None:
+    if completions.versions_PGT is not None:  # weights changed in flight
       versions = completions.versions_PGT
     learned_PGT = completions.sampled_PGT & (scored.live_P != 0)[:, None, None]
     ages = staleness_metrics(versions, index, learned_PGT)
@@ -242,9 +242,11 @@ class Beside(Ahead):
     # A remote sampler needs a copy, because an update donates the arrays of the learning devices.
     self._kept: Callable[[Any], Any] = remote.weights if remote else lambda params: params
     self._drawing = threading.Lock()
+    # An evaluation must wait for the thread if it samples with the same devices or engine.
     if remote is None or config.eval.engine:
       # All processes must draw the same batches before an evaluation.
       self.devices = self._all_drawn if jax.process_count() > 1 else lambda: self._drawing
+    # `_changes`: the weights change while rows are drawn.
     self._schedule, self._changes = schedule, config.rollout.weights == "in_flight"
     self._changed = threading.Condition()
     self._weights: dict[int, Any] = {}  # by version
@@ -275,10 +277,10 @@ class Beside(Ahead):
       self._drop_learned(index)
       self._is_paused = False
       self._changed.notify_all()
-      queue = self._next - index
+      queue = self._next - index  # how many batches wait for their steps
       with doing("waiting for completions"):
         self._changed.wait_for(lambda: index in self._drawn or self._error)
-      if index not in self._drawn and self._error is not None:
+      if index not in self._drawn and self._error is not None:  # drawn batches are still learned
         raise self._error
       idle = self._idle.share()
     collected = self._collected(index, clock)
@@ -288,11 +290,12 @@ class Beside(Ahead):
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
     """See `Ahead.saved`. Waits until the thread has drawn all batches that the checkpoint needs."""
     if self._thread is not None:
+      # The weights before the next step, if scheduled batches that must be drawn now need them.
       converted = self._kept(params()) if index in self._known_versions() else None
       with self._changed:
         # A checkpoint has no older weights, so all batches that they draw must be drawn now.
         last = min(index + self._bound, self._steps)
-        if self._schedule is not None:
+        if self._schedule is not None:  # the thread only ends what it has begun
           last, self._is_paused = self._next, True
           if converted is not None:  # the schedule may change to these weights in flight
             self._weights[index] = converted
@@ -300,7 +303,7 @@ class Beside(Ahead):
         self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
         self._fail_with_others()
     host = super().saved(index, host, params)
-    has_chunk = self._changes and self._thread is not None
+    has_chunk = self._changes and self._thread is not None  # else `host` still has the number
     return host | {_CHUNK: np.int64(self._chunk)} if has_chunk else host
 
   def close(self) -> None:
@@ -378,18 +381,20 @@ class Beside(Ahead):
       with self._changed, self._idle.running():
         self._changed.wait_for(self._may_go_on)
         is_paused, self._is_drawing = self._is_paused, True
-      known = self._schedule.chunk(self._chunk)
-      if is_paused and known is not None and known.version not in self._weights:
-        known = None  # these weights arrive only after the checkpoint, which waits for the thread
-      if known is not None and flow.is_idle and flow.step > known.version + self._bound:
-        known = None  # the run has diverged from the schedule: these weights would be too old
-      policy = self.take(None if known is None else known.version)
-      until = min(policy.version + self._bound, self._steps - 1)
-      limit = None if known is None or flow.is_idle else known.groups
-      if is_paused and known is None:  # draws all steps with opened groups to their end
-        until = max(flow.step, flow.step_of(flow.next - 1))
+      scheduled = self._schedule.chunk(self._chunk)
+      if is_paused and scheduled is not None and scheduled.version not in self._weights:
+        # These weights arrive only after the checkpoint, which waits for the thread.
+        scheduled = None
+      if scheduled is not None and flow.is_idle and flow.step > scheduled.version + self._bound:
+        scheduled = None  # the run has diverged from the schedule: these weights would be too old
+      policy = self.take(None if scheduled is None else scheduled.version)
+      last_step = min(policy.version + self._bound, self._steps - 1)
+      # The schedule says how many groups to open, but an idle flow must open some to continue.
+      limit = None if scheduled is None or flow.is_idle else scheduled.groups
+      if is_paused and scheduled is None:  # draws all steps with opened groups to their end
+        last_step = max(flow.step, flow.step_of(flow.next - 1))
       with self._drawing:
-        has_drawn = self._collector.advance(policy, until, limit)
+        has_drawn = self._collector.advance(policy, last_step, limit)
       if has_drawn:
         self._schedule.add_chunk(self._chunk, FromChunk(policy.version, flow.next))
         self._chunk += 1

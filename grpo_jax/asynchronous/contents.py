@@ -89,8 +89,8 @@ def check_answer(
   Raises:
     BadMessage: A field or an array is invalid. The text names it.
   """
-  numbers, own = fields.get("prompts"), range(part.prompts)
-  if not isinstance(numbers, list) or not all(type(n) is int and n in own for n in numbers):
+  numbers, in_part = fields.get("prompts"), range(part.prompts)
+  if not isinstance(numbers, list) or not all(type(n) is int and n in in_part for n in numbers):
     raise BadMessage("it sent completions of prompts that it did not get")
   if len({*numbers}) < len(numbers):
     raise BadMessage("it sent completions of a prompt twice")
@@ -185,11 +185,12 @@ def completions(
   _check_range("lengths_PG", lengths_PG, 1, part.longest)
   is_token_PGT = np.arange(limits.tokens) < lengths_PG[..., None]
   is_given_PGT = np.zeros_like(is_token_PGT)
-  for p, of_group in enumerate(replies):
-    for g, of_row in enumerate(of_group):
-      if part.pauses and not (of_row and of_row[-1][1] is None):
+  for p, group_replies in enumerate(replies):
+    for g, row_replies in enumerate(group_replies):
+      # A row that can pause ends only with the reply None.
+      if part.pauses and not (row_replies and row_replies[-1][1] is None):
         raise BadMessage("it sent a row that was not told to end")
-      for length, tokens in of_row:
+      for length, tokens in row_replies:
         after = slice(length, length + len(tokens or ()))
         # A reply that leaves no room for further tokens ends the row and is not appended.
         if tokens and after.stop < part.longest:
@@ -242,7 +243,7 @@ def check_draw(
     if array is None or array.ndim != axes or array.dtype.kind != "i" or not array.size:
       raise BadMessage(f"it sent no {name}, or not as integers with {axes} axes")
   P, S = prompts.shape
-  key = np.asarray(jax.random.key_data(jax.random.key(0)))
+  key = np.asarray(jax.random.key_data(jax.random.key(0)))  # for its dtype and shape
   wanted: Shapes = {
     "prompts_PS": (prompts.dtype, (P, S)),
     "prompt_lengths_P": (lengths.dtype, (P,)),
@@ -273,22 +274,25 @@ def _answer(groups: int, part: PartRequest, limits: CompletionLimits) -> Shapes:
 
 
 def _images(arrays: Mapping[str, np.ndarray], P: int, S: int) -> Shapes:
-  """The dtypes and shapes that images of P prompts of length S must have. {} without images."""
-  own = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
-  if not own:
+  """The dtypes and shapes that images of P prompts of length S must have. {} without images.
+
+  Raises BadMessage if the names or axes are not those of images.
+  """
+  sent = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
+  if not sent:
     return {}
-  patches = own.get("patches_PINC")
-  if patches is None or patches.ndim != 4 or not own.keys() <= Images.__dataclass_fields__.keys():
+  patches = sent.get("patches_PINC")
+  if patches is None or patches.ndim != 4 or not sent.keys() <= Images.__dataclass_fields__.keys():
     raise BadMessage("it sent images that are none: other arrays, or patches without 4 axes")
   _, I, N, C = patches.shape
-  whole, real = np.dtype(np.int32), np.dtype(np.float32)
+  int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
   wanted: Shapes = {
-    "patches_PINC": (real, (P, I, N, C)),
-    "places_PIN2": (whole, (P, I, N, 2)),
-    "seen_PS2": (whole, (P, S, 2)),
+    "patches_PINC": (float32, (P, I, N, C)),
+    "places_PIN2": (int32, (P, I, N, 2)),
+    "seen_PS2": (int32, (P, S, 2)),
   }
-  if "positions_PS3" in own:
-    wanted |= {"positions_PS3": (whole, (P, S, 3)), "next_P": (whole, (P,))}
+  if "positions_PS3" in sent:
+    wanted |= {"positions_PS3": (int32, (P, S, 3)), "next_P": (int32, (P,))}
   return {f"{IMAGES}{name}": shape for name, shape in wanted.items()}
 
 

@@ -72,15 +72,15 @@ class Encrypted:
       self._socket.sendall(encrypted)
 
   def recv_into(self, buffer: memoryview) -> int:
-    """Waits for bytes, writes them to `buffer` and returns their number. 0 means closed."""
+    """Waits for bytes, writes them to `buffer` and returns their number, 0 after the last ones."""
     while True:
       with self._working:
         try:
           # With a buffer, `read` returns an int, but mypy expects bytes.
           return int(self._tls.read(len(buffer), buffer))  # type: ignore[arg-type, call-overload]
-        except ssl.SSLWantReadError:
+        except ssl.SSLWantReadError:  # the next record has not arrived completely
           pass
-        except ssl.SSLZeroReturnError:
+        except ssl.SSLZeroReturnError:  # the other side has closed
           return 0
       data = self._socket.recv(_BLOCK)
       if not data:

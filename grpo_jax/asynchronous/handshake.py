@@ -48,13 +48,13 @@ def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypte
   connected.settimeout(_SECONDS)
   connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   try:
-    first = connected.recv(1, socket.MSG_PEEK)
+    first_byte = connected.recv(1, socket.MSG_PEEK)  # stays in the socket
   except TimeoutError:
     raise BadMessage("it said nothing") from None
   channel: socket.socket | Encrypted = connected
-  if first == _HANDSHAKE_OF_TLS:
+  if first_byte == _HANDSHAKE_OF_TLS:
     if access.tls is None:
-      connected.sendall(_MAGIC)
+      connected.sendall(_MAGIC)  # tells the sampler that this side does not speak TLS
       raise BadMessage(
         "it encrypts, and config key rollout.certificate_file is empty here; set it on both sides"
       )
@@ -62,20 +62,20 @@ def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypte
       channel = Encrypted(connected, access.tls, until)
     except ssl.SSLError as error:
       raise BadMessage(f"it did not agree on TLS: {_reason(error)}") from None
-  theirs = _nonce(_read(channel, len(_MAGIC) + _NONCE, until))
+  their_nonce = _nonce(_read(channel, len(_MAGIC) + _NONCE, until))
   if access.tls is not None and channel is connected:
-    connected.sendall(_NEEDS_TLS + bytes(_NONCE))
+    connected.sendall(_NEEDS_TLS + bytes(_NONCE))  # as long as the answer that the sampler reads
     raise BadMessage(
       "it does not encrypt, and config key rollout.certificate_file is set here; set it on both"
       " sides"
     )
-  ours = secrets.token_bytes(_NONCE)
-  channel.sendall(_MAGIC + ours)
+  our_nonce = secrets.token_bytes(_NONCE)
+  channel.sendall(_MAGIC + our_nonce)
   proof = _read(channel, _NONCE, until)
-  if not hmac.compare_digest(proof, _proof(access.secret, b"sampler", theirs, ours)):
-    channel.sendall(bytes(_NONCE))
+  if not hmac.compare_digest(proof, _proof(access.secret, b"sampler", their_nonce, our_nonce)):
+    channel.sendall(bytes(_NONCE))  # no proof: the sampler then reports different secrets
     raise BadMessage(f"it has another secret than this run: {_compare(access)}")
-  channel.sendall(_proof(access.secret, b"learner", theirs, ours))
+  channel.sendall(_proof(access.secret, b"learner", their_nonce, our_nonce))
   return channel
 
 
@@ -99,18 +99,18 @@ def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
   try:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     channel = _encrypted(connected, address[0], access, until) if access.tls else connected
-    ours = secrets.token_bytes(_NONCE)
-    channel.sendall(_MAGIC + ours)
+    our_nonce = secrets.token_bytes(_NONCE)
+    channel.sendall(_MAGIC + our_nonce)
     answer = _read(channel, len(_MAGIC) + _NONCE, until)
     if answer.startswith(_NEEDS_TLS):
       raise ConfigError(
         "the learner encrypts: name its certificate, or that of its authority, in"
         " rollout.certificate_file"
       )
-    theirs = _nonce(answer)
-    channel.sendall(_proof(access.secret, b"sampler", ours, theirs))
+    their_nonce = _nonce(answer)
+    channel.sendall(_proof(access.secret, b"sampler", our_nonce, their_nonce))
     answer = _read(channel, _NONCE, until)
-    if not hmac.compare_digest(answer, _proof(access.secret, b"learner", ours, theirs)):
+    if not hmac.compare_digest(answer, _proof(access.secret, b"learner", our_nonce, their_nonce)):
       raise ConfigError(f"the learner has another secret than this sampler: {_compare(access)}")
   except BaseException:
     connected.close()
@@ -149,7 +149,10 @@ def _read(channel: socket.socket | Encrypted, size: int, until: float) -> bytes:
 
 
 def _encrypted(connected: socket.socket, host: str, access: Access, until: float) -> Encrypted:
-  """Starts TLS with a learner. Raises ConfigError if the sampler does not trust its certificate."""
+  """Starts TLS with a learner at `host`.
+
+  Raises ConfigError if it does not encrypt, or if its certificate is not trusted or not for `host`.
+  """
   assert access.tls is not None
   try:
     channel = Encrypted(connected, access.tls, until, host)
@@ -163,8 +166,9 @@ def _encrypted(connected: socket.socket, host: str, access: Access, until: float
       f"the learner's certificate is not trusted ({error.verify_message}): name it, or that of its"
       " authority, in rollout.certificate_file"
     ) from None
-  own, says = channel.certificate()
-  if own not in access.trusted and not names(says, host):
+  certificate, fields = channel.certificate()
+  # A certificate that the sampler was given itself, not by an authority, may be for any host.
+  if certificate not in access.trusted and not names(fields, host):
     raise ConfigError(
       f"the learner's certificate is not for {host}: connect to a name in it, or name this"
       " certificate itself in rollout.certificate_file"
@@ -189,10 +193,10 @@ def names(certificate: dict[str, Any], host: str) -> bool:
         if ipaddress.ip_address(name.strip()) == address:
           return True
     if kind == "DNS" and address is None:
-      own = host.lower().rstrip(".")
-      first, _, rest = own.partition(".")
+      wanted = host.lower().rstrip(".")
+      first, _, rest = wanted.partition(".")
       # A wildcard matches the first label of a name and nothing else.
-      if name.lower() == own or (first and name.lower() == f"*.{rest}"):
+      if name.lower() == wanted or (first and name.lower() == f"*.{rest}"):
         return True
   return False
 

@@ -99,7 +99,7 @@ class RemoteSampler:
       address: Host and port. Port 0 chooses a free port.
       terms: The terms of the run, with which the terms of a process must agree.
       limits: The limits on completions of the run.
-      parts: Into how many parts the prompts of a call are split.
+      parts: Into how many parts the prompts of a call are split, at most one for each prompt.
       should_stop: Returns whether the run should stop.
       access: The secret and certificates of the run.
 
@@ -120,6 +120,7 @@ class RemoteSampler:
     # The weights by version. A version exists as long as a part draws with it or it is the newest.
     self._versions: weakref.WeakValueDictionary[int, Weights] = weakref.WeakValueDictionary()
     self._newest: Weights | None = None
+    # How many processes could not join, and when a line last said so or asked for a sampler.
     self._strangers, self._told_of_strangers = 0, -math.inf
     self._told_of_none = -math.inf
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -147,14 +148,15 @@ class RemoteSampler:
         last call, such as those of a frozen base, are not copied again.
     """
     leaves = jax.tree.leaves(params)
-    known = [copy if before() is x else None for x, (before, copy) in zip(leaves, self._last)]
-    known += [None] * (len(leaves) - len(known))
-    for x, copy in zip(leaves, known, strict=True):
+    # For each leaf the host copy of the last call if the array is the same object, else None.
+    reused = [copy if before() is x else None for x, (before, copy) in zip(leaves, self._last)]
+    reused += [None] * (len(leaves) - len(reused))
+    for x, copy in zip(leaves, reused, strict=True):
       if copy is None:
-        x.copy_to_host_async()
+        x.copy_to_host_async()  # all arrays at once; `np.asarray` then waits for each
     copies = [
       copy or Leaf(next(self._numbers), np.asarray(x).copy())
-      for x, copy in zip(leaves, known, strict=True)
+      for x, copy in zip(leaves, reused, strict=True)
     ]
     self._last = [(weakref.ref(x), copy) for x, copy in zip(leaves, copies, strict=True)]
     weights = Weights(next(self._numbers), tuple(copies))
@@ -195,7 +197,7 @@ class RemoteSampler:
     if images is not None:
       arrays |= {f"{IMAGES}{name}": x for name, x in given(images).items()}
     key, settings = np.asarray(jax.random.key_data(draws.key)), given(draws.settings)
-    settings |= settings.pop("own", {})
+    settings |= settings.pop("own", {})  # the user's filters are sent under their names, too
     call, parts = Arrivals(), []
     longest = self._limits.tokens
     if draws.settings.max_tokens is not None:
@@ -210,11 +212,11 @@ class RemoteSampler:
         "pauses": pauses,
         "turn_tokens": draws.turn_tokens,
       }
-      own = {name: np.asarray(x)[prompts] for name, x in arrays.items()} | {"key": key}
+      part_arrays = {name: np.asarray(x)[prompts] for name, x in arrays.items()} | {"key": key}
       size = len(prompts), prompts_PS.shape[1]
       answer = contents.PartRequest(*size, members, longest, keeps_experts, pauses)
-      numbers = set(range(len(prompts)))
-      parts.append(DrawnPart(prompts.tolist(), weights, fields, own, answer, call, numbers))
+      missing = set(range(len(prompts)))
+      parts.append(DrawnPart(prompts.tolist(), weights, fields, part_arrays, answer, call, missing))
     with self._changed:
       self._waiting.extend(parts)
       self._changed.notify_all()
@@ -264,7 +266,7 @@ class RemoteSampler:
         if self._is_closed:
           raise SamplingClosed("the run has ended")
         if not self._joined:
-          if self._should_stop():
+          if self._should_stop():  # with a sampler, the call is completed first
             _say("no sampler is there: batches that are not drawn yet will have newer weights")
             raise SamplingClosed("the run was asked to stop, and no sampler is there")
           if time.monotonic() - self._told_of_none >= _TELL:
@@ -297,12 +299,12 @@ class RemoteSampler:
         connected.close()
         continue
       arguments = connected, _shown(address)
-      thread = threading.Thread(target=self._meet, args=arguments, name="a sampler", daemon=True)
+      thread = threading.Thread(target=self._handle, args=arguments, name="a sampler", daemon=True)
       with self._changed:
         self._threads.add(thread)
       thread.start()
 
-  def _meet(self, connected: socket.socket, name: str) -> None:
+  def _handle(self, connected: socket.socket, name: str) -> None:
     """Serves one connection in a thread: lets a process join, and receives until it is gone."""
     try:
       process = self._greeted(connected, name)
@@ -317,8 +319,8 @@ class RemoteSampler:
     """Lets a process join if it knows the secret and agrees on the terms. Else returns None."""
     try:
       connection = Connection(handshake.accept(connected, self._access))
-      try:
-        message = connection.receive(most_bytes=0)
+      try:  # only a process that knows the secret is told why it is refused
+        message = connection.receive(most_bytes=0)  # without arrays
         if message.kind != "hello":
           raise BadMessage(f"it began with a message of kind {message.kind[:20]!r}")
         why = difference(self._terms, message.fields.get("terms"))
@@ -358,7 +360,7 @@ class RemoteSampler:
     sender.start()
     try:
       self._receive(process)
-    except DamagedMessage as error:
+    except DamagedMessage as error:  # not refused: the process is not at fault and may rejoin
       _say(f"the connection to the process at {process.name} has ended: {error}")
     except BadMessage as error:
       why = str(error)
@@ -368,7 +370,7 @@ class RemoteSampler:
         _say(f"the process at {process.name} has gone: {error}")
     finally:
       with self._changed:
-        process.is_gone = True
+        process.is_gone = True  # ends the sender, which leaves the connection open
         if process.part is not None and process.part.missing:
           self._waiting.appendleft(process.part)
         self._joined.discard(process)
@@ -398,7 +400,8 @@ class RemoteSampler:
   def _receive(self, process: _JoinedProcess) -> None:
     """Receives groups and rows from a process until it raises OSError or BadMessage."""
 
-    def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
+    def check_is_expected(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
+      # Without a part, every message but "alive" is an error.
       if kind == "finished" and process.part is not None:
         contents.check_answer(fields, shapes, process.part.answer, self._limits)
       elif kind == "paused" and process.part is not None:
@@ -407,7 +410,7 @@ class RemoteSampler:
         raise BadMessage(f"it sent a message of kind {kind[:20]!r}")
 
     while True:
-      message = process.connection.receive(check=check)
+      message = process.connection.receive(check=check_is_expected)
       if message.kind == "paused":
         assert process.part is not None
         self._paused(message, process.part)
@@ -442,7 +445,8 @@ class RemoteSampler:
   ) -> tuple[str, dict[str, Any], dict[str, np.ndarray]] | None:
     """Waits for the next message to a process: (kind, fields, arrays), or None at the end.
 
-    Assigns a part to the process if it has none. After `BEAT` seconds the message is "alive".
+    Assigns a part to the process if it has none. After `BEAT` seconds the message is "alive". All
+    versions of the weights are sent, oldest first, unless the part waits for its own version.
     """
     until = time.monotonic() + BEAT
     with self._changed:
@@ -466,7 +470,7 @@ class RemoteSampler:
           return "weights", *process.sent.add(wanted[0], {version for version, _ in made})
         if (left := until - time.monotonic()) <= 0:
           return "alive", {}, {}
-        del made, wanted, part
+        del made, wanted, part  # so that weights can be freed while it waits
         self._changed.wait(left)
     return None
 
@@ -483,21 +487,24 @@ class RemoteSampler:
       self._changed.notify_all()
 
   def _arrived(self, message: Message, part: DrawnPart) -> set[int]:
-    """Passes newly arrived groups to the caller. Returns the indices of all in their part."""
-    numbers = message.fields["prompts"]
+    """Passes the groups that are new to the caller. Returns all groups' indices in the part.
+
+    Groups that a former process has sent are not new.
+    """
+    indices = message.fields["prompts"]
     replies = [
-      [part.replies.get((number, member), []) for member in range(part.answer.members)]
-      for number in numbers
+      [part.replies.get((index, member), []) for member in range(part.answer.members)]
+      for index in indices
     ]
     completions = contents.completions(message.arrays, part.answer, self._limits, replies)
     with self._changed:
-      new = [place for place, number in enumerate(numbers) if number in part.missing]
+      new = [entry for entry, index in enumerate(indices) if index in part.missing]
       if new:
-        part.missing -= set(numbers)
-        prompts = [part.prompts[numbers[place]] for place in new]
+        part.missing -= set(indices)
+        prompts = [part.prompts[indices[entry]] for entry in new]
         part.call.append(Finished(prompts, jax.tree.map(lambda x: x[new], completions)))
         self._changed.notify_all()
-    return set(numbers)
+    return set(indices)
 
 
 def given(tree: Any) -> dict[str, Any]:

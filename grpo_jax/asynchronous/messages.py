@@ -25,9 +25,7 @@ _SILENCE = 60.0  # seconds without any data after which the other side counts as
 _LENGTH = struct.Struct("!I")  # the length of the header
 _CHECKSUM = struct.Struct("!I")
 _LONGEST_HEADER = 2**22
-_BLOCK = (
-  2**20
-)  # bytes to send at once, few enough that they are in the CPU's cache for the checksum
+_BLOCK = 2**20  # bytes to send at once, few enough to be in the CPU's cache for the checksum
 _DTYPES = (
   "bool int4 int8 int16 int32 int64 uint4 uint8 uint32 float16 bfloat16 float32 float64"
   " float8_e4m3fn float8_e5m2"

@@ -75,7 +75,7 @@ class DrawnPart:
         raise BadMessage("it draws other tokens than the process before it did")
       self.answers.append([*row, known[turn][1]])
       return False
-    is_new = row not in self.asked
+    is_new = row not in self.asked  # else a former process paused here, and the reply is to come
     self.asked[row] = length
     return is_new
 

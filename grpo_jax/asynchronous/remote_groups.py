@@ -1,6 +1,7 @@
 """Implements `GroupSampler` with sampler processes."""
 
 from collections.abc import Sequence
+import itertools
 import math
 
 import jax
@@ -69,18 +70,21 @@ class RemoteGroups:
     return News([row._replace(prompt=self._drawn[row.prompt].number) for row in arrived])
 
   def _begin(self) -> None:
-    """Starts a call with the first waiting group and others of its prompts, key and row numbers."""
+    """Starts a call with the first waiting group and those after it that the call can draw.
+
+    A call has one batch of prompts, one key, and groups with consecutive row numbers.
+    """
     first = self._waiting[0]
-    own = [
-      request
-      for step, request in enumerate(self._waiting)
-      if request.prompts is first.prompts
-      and (request.key == first.key).all()
-      and request.first_row == first.first_row + step * self._members
-    ]
-    self._waiting, self._drawn = self._waiting[len(own) :], own
+
+    def fits(indexed: tuple[int, GroupRequest]) -> bool:
+      index, request = indexed
+      has_key = request.prompts is first.prompts and (request.key == first.key).all()
+      return has_key and request.first_row == first.first_row + index * self._members
+
+    chosen = [request for _, request in itertools.takewhile(fits, enumerate(self._waiting))]
+    self._waiting, self._drawn = self._waiting[len(chosen) :], chosen
     params, _ = self._feed()
-    places = np.array([request.place for request in own])
+    places = np.array([request.place for request in chosen])
     prompts = jax.tree.map(lambda x: np.asarray(x)[places], first.prompts)
     key = jax.random.wrap_key_data(first.key)
     draws = Draws(
@@ -89,7 +93,7 @@ class RemoteGroups:
       first_prompt=first.first_row // self._members,
       turn_tokens=first.turn_tokens,
     )
-    given = prompts.tokens_nS, prompts.lengths_n, self._members, draws, prompts.images
+    arguments = prompts.tokens_nS, prompts.lengths_n, self._members, draws, prompts.images
     self._drawing = self._hub.begin(
-      params, *given, keeps_experts=self._keeps_experts, pauses=first.pauses
+      params, *arguments, keeps_experts=self._keeps_experts, pauses=first.pauses
     )

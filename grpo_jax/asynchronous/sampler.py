@@ -54,16 +54,16 @@ def sample_for(
       bad answer, or the learner repeatedly sent bad messages.
   """
   config = run.config
-  part = config.batch.prompts // config.rollout.samplers
-  run.hosts.check_rows({"batch.prompts / rollout.samplers": part})
+  prompts_of_part = config.batch.prompts // config.rollout.samplers
+  run.hosts.check_rows({"batch.prompts / rollout.samplers": prompts_of_part})
   drawer, terms = Drawer(run), terms_of(run)
-  name, said, seen_at = f"{address[0]}:{address[1]}", "", time.monotonic()
+  learner, printed_reason, seen_at = f"{address[0]}:{address[1]}", "", time.monotonic()
   bad_in_a_row, drawn_before = 0, 0
   while True:
     try:
       with _joined(address, access, terms) as connection:
-        print(f"joined the run at {name}", flush=True)
-        said = ""
+        print(f"joined the run at {learner}", flush=True)
+        printed_reason = ""
         try:
           _draw_until_ended(connection, drawer)
         finally:
@@ -73,16 +73,17 @@ def sample_for(
     except (BadMessage, OSError) as error:
       why, is_bad = str(error), isinstance(error, BadMessage)
       if is_bad:
+        # A part that was drawn since the last bad message begins a new count.
         bad_in_a_row = bad_in_a_row + 1 if drawer.drawn == drawn_before else 1
         drawn_before = drawer.drawn
         if bad_in_a_row == _MOST_BAD:
-          raise RunFailed(f"the learner at {name} sends what cannot be drawn: {why}") from error
+          raise RunFailed(f"the learner at {learner} sends what cannot be drawn: {why}") from error
     if time.monotonic() - seen_at > give_up_after:
-      raise RunFailed(f"no learner was at {name} for {give_up_after:g} seconds: {why}")
-    if why != said:
+      raise RunFailed(f"no learner was at {learner} for {give_up_after:g} seconds: {why}")
+    if why != printed_reason:
       what = "left the learner" if is_bad else "no learner"
-      print(f"{what} at {name}, trying again: {why}", flush=True)
-      said = why
+      print(f"{what} at {learner}, trying again: {why}", flush=True)
+      printed_reason = why
     time.sleep(_PAUSE)
 
 
@@ -139,7 +140,7 @@ class Drawer:
     def feed() -> tuple[Any, int]:  # the sampler calls it before each chunk
       if is_gone.is_set():
         raise ConnectionError("the connection has ended while a batch was drawn")
-      return params, 0
+      return params, 0  # the version does not matter: the learner knows it
 
     filters = {name: x for name, x in fields["settings"].items() if name in FILTERS}
     others = {name: x for name, x in fields["settings"].items() if name not in FILTERS}
@@ -156,6 +157,7 @@ class Drawer:
     images = Images(**pixels) if pixels else None
     prompts = sampler.prompts(arrays["prompts_PS"], arrays["prompt_lengths_P"], images)
     left, members = len(prompts.lengths_n), fields["members"]
+    # Only replies are checked with it, which needs no limit of completions (0).
     part = contents.PartRequest(left, prompts.tokens_nS.shape[1], members, 0, False)
     stream = sampler.stream(feed, left, members, self._end)
     requests = requests_of(prompts, members, draws)
@@ -192,6 +194,7 @@ class Drawer:
     """Yields ((prompt, member), tokens) for replies in `replies` that arrive soon.
 
     Waits for at least one if no row draws (`draws`). Removes rows with a reply from `paused`.
+    Raises BadMessage for an invalid reply, and ConnectionError if the connection has ended.
     """
     until, found = time.monotonic() + SOON, False
     while paused:
@@ -217,7 +220,11 @@ class Drawer:
 def _joined(
   address: tuple[str, int], access: Access, terms: dict[str, Any]
 ) -> Iterator[Connection]:
-  """Yields a connection to a learner that has accepted this process. Closes it after the block."""
+  """Yields a connection to a learner that has accepted this process. Closes it after the block.
+
+  Raises ConfigError if secrets, certificates or terms do not match, and BadMessage or OSError if no
+  learner answers at the address.
+  """
   connection = Connection(handshake.join(address, access))
   try:
     connection.send("hello", {"terms": terms})
@@ -282,6 +289,7 @@ def _receive(
   """
 
   def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
+    # Messages of other kinds are checked where they are used.
     if kind == "weights":
       weights.check(fields, shapes)
 
@@ -294,7 +302,7 @@ def _receive(
         replies.put(message)
       elif message.kind != "alive":
         if message.kind in ("ended", "refused"):
-          is_gone.set()
+          is_gone.set()  # the learner needs no more completions
         came.put(message)
       del message  # frees the weights, which are large, while it waits
   except Exception as error:  # the main thread raises it

@@ -50,24 +50,26 @@ class WeightSchedule:
     Raises:
       ConfigError: A file is damaged or lacks batches, or the file `replay` does not exist.
     """
-    path, other = workdir / "schedule.jsonl", Path(replay).expanduser()
-    if replay and not other.exists():
+    path, replay_path = workdir / "schedule.jsonl", Path(replay).expanduser()
+    if replay and not replay_path.exists():
       raise ConfigError(f"config key rollout.replay is {replay!r}: there is no such file")
     content = _content(path) if path.exists() else b""
     parse = _parsed_chunk if in_flight else _parsed
-    own, lines = _read(path, content, parse)
-    if content != lines:
-      replace_file(path, lines)  # drops an incomplete last line
-    replayed = _read(other, _content(other), parse)[0] if replay else {}
+    recorded, complete_lines = _read(path, content, parse)
+    if content != complete_lines:
+      replace_file(path, complete_lines)  # drops an incomplete last line
+    replayed = _read(replay_path, _content(replay_path), parse)[0] if replay else {}
+    # With in_flight, chunks in which nothing changed have no line.
     gap = next((batch for batch in range(max(replayed, default=0)) if batch not in replayed), None)
     if gap is not None and not in_flight:
       raise ConfigError(
-        f"{other} does not say which weights drew batch {gap}, and it has later ones: replay the"
-        " whole file of a run"
+        f"{replay_path} does not say which weights drew batch {gap}, and it has later ones: replay"
+        " the whole file of a run"
       )
-    self.known: dict[int, Weights] = {} if in_flight else replayed | own
-    self._chunks: dict[int, FromChunk] = replayed | own if in_flight else {}
-    self._written = dict(own)  # the entries in the run's file
+    # For what is in both, this run's own record counts.
+    self.known: dict[int, Weights] = {} if in_flight else replayed | recorded
+    self._chunks: dict[int, FromChunk] = replayed | recorded if in_flight else {}
+    self._written = dict(recorded)  # the entries in the run's file
     self._file = AppendedFile(path)
 
   def add(self, batch: int, weights: Weights) -> None:
@@ -131,17 +133,17 @@ def _read(path: Path, content: bytes, parse: Any) -> tuple[dict[int, Any], bytes
   SIGKILL may have cut the last line. `parse` returns (number, entry) or raises ValueError.
   """
   found: dict[int, Any] = {}
-  whole = content[: content.rfind(b"\n") + 1]
-  for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+  complete_lines = content[: content.rfind(b"\n") + 1]
+  for number, line in enumerate(complete_lines.split(b"\n")[:-1], start=1):
     try:
-      place, weights = parse(line)
+      key, entry = parse(line)
     except (RecursionError, ValueError) as error:
       why = "it is no JSON" if isinstance(error, (json.JSONDecodeError, RecursionError)) else error
       raise ConfigError(
         f"{path} line {number} does not say which weights drew: {why}. Repair or remove the file"
       ) from error
-    found[place] = weights
-  return found, whole
+    found[key] = entry
+  return found, complete_lines
 
 
 def _parsed_chunk(line: bytes) -> tuple[int, FromChunk]:

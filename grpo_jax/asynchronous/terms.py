@@ -28,20 +28,20 @@ def abstract_weights(run: Run) -> Any:
 
 def terms_of(run: Run) -> dict[str, Any]:
   """The terms of this side, as JSON values by name. The learner compares both sides' terms."""
-  keys = flat(as_json(to_dict(run.config)))
+  settings = flat(as_json(to_dict(run.config)))
   terms = {
     f"config key {key}": value
-    for key, value in keys.items()
+    for key, value in settings.items()
     if key.startswith(_SECTIONS) and key not in _MAY_DIFFER
   }
-  shape, tokens = run.parameters.model, run.tokenizer
+  shape, tokenizer = run.parameters.model, run.tokenizer
   leaves = jax.tree_util.tree_leaves_with_path(abstract_weights(run))
-  texts = [tokens.decode([token]) for token in range(min(tokens.vocab_size, _MOST_IDS))]
+  texts = [tokenizer.decode([token]) for token in range(min(tokenizer.vocab_size, _MOST_IDS))]
   return terms | {
     "the version of the messages": _VERSION,
     "the version of jax": jax.__version__,
     "the model's stop ids": list(shape.stop_ids),
-    "the tokenizer's hash": _hash([tokens.vocab_size, texts]),
+    "the tokenizer's hash": _hash([tokenizer.vocab_size, texts]),
     "the hash of the weights' shapes (which are others on CPUs than on accelerators)": _hash(
       [(leaf_path(path), x.shape, str(x.dtype)) for path, x in leaves]
     ),

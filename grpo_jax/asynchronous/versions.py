@@ -84,7 +84,7 @@ class KeptVersions:
     """Checks a learner's message with weights before its arrays are read.
 
     Raises:
-      BadMessage: The weights do not match this config, or leaves are missing.
+      BadMessage: A field is invalid, a leaf is missing, or the weights do not match this config.
     """
     if not _is_number(fields.get("version")):
       raise BadMessage(f"it sent version {shown(fields.get('version'))} of the weights")
@@ -96,16 +96,16 @@ class KeptVersions:
     for name in shapes:
       if not (name.isascii() and name.isdecimal() and len(name) < 9 and int(name) < count):
         raise BadMessage(f"it sent a leaf of the weights called {name[:20]!r}")
-    for place, (number, wanted) in enumerate(zip(numbers, self._wanted, strict=True)):
-      if str(place) in shapes:
-        dtype, shape = shapes[str(place)]
+    for index, (number, wanted) in enumerate(zip(numbers, self._wanted, strict=True)):
+      if str(index) in shapes:
+        dtype, shape = shapes[str(index)]
       elif number in self._leaves:
         dtype, shape = self._leaves[number].dtype, self._leaves[number].shape
       else:
-        raise BadMessage(f"it left out leaf {place} of its weights")
+        raise BadMessage(f"it left out leaf {index} of its weights")
       if (dtype, shape) != (wanted.dtype, wanted.shape):
         raise BadMessage(
-          f"it sent leaf {place} of its weights as {dtype} of shape {shape}, not {wanted.dtype} of"
+          f"it sent leaf {index} of its weights as {dtype} of shape {shape}, not {wanted.dtype} of"
           f" {wanted.shape}"
         )
 

@@ -224,23 +224,24 @@ class Collector:
     index = self.flow.step
     drawn, before = self.flow.take(), self._hosts[index - 1]
     idle = self.flow.seats_idle()
-    greedy: Callable[[Rewards], Rewards] | None = None
+    add_greedy: Callable[[Rewards], Rewards] | None = None
     if self._greedy_rollout is not None:
       prompts = self._groups_to_learn(drawn.result()).prompts
-      greedy = self._begin_greedy(policy, prompts, index, clock)
+      add_greedy = self._begin_greedy(policy, prompts, index, clock)
 
     def scored() -> Scored:
-      clock.restart()
+      clock.restart()  # the time until scores are asked for is not spent on them
       groups = drawn.result()
       clock.lap("reward")
-      found = self._scored_batch(
-        self._groups_to_learn(groups), groups, index, before.result(), greedy
+      formed = self._scored_batch(
+        self._groups_to_learn(groups), groups, index, before.result(), add_greedy
       )
       seats = {} if np.isnan(idle) else {"rollout/seats_idle": idle}
-      return dataclasses.replace(found, metrics=found.metrics | seats)
+      return dataclasses.replace(formed, metrics=formed.metrics | seats)
 
     pending = Pending(scored, drawn.futures)
     self._hosts[index] = pending.then(lambda scored: scored.host)
+    # The curriculum reads the host states of this many steps back.
     for step in [step for step in self._hosts if step < index - self._curriculum_lag]:
       del self._hosts[step]
     return pending
@@ -258,12 +259,13 @@ class Collector:
   def _choose_prompts(self, count: int, step: int) -> np.ndarray:
     """Lets the curriculum choose prompts for a GRPO step. Returns their indices, int64 [count].
 
-    Pass rates are those after step `step - _curriculum_lag`. The position in the shuffled order
-    continues from the newest draw for a step up to `step`.
+    Pass rates are those after step `step - _curriculum_lag`, or after a resume perhaps the oldest
+    kept ones. The position in the shuffled order continues from the newest draw for a step up to
+    `step`, or if there is none since `restart`, from the newest host state.
     """
     oldest = min(self._hosts)
     memory = self._curriculum_memory(self._hosts[max(step - self._curriculum_lag, oldest)].result())
-    latest = max((one for one in self._positions if one <= step), default=None)
+    latest = max((earlier for earlier in self._positions if earlier <= step), default=None)
     if latest is None:
       newest = self._curriculum_memory(self._hosts[max(self._hosts)].result())
       memory |= {"position": newest["position"]}
@@ -322,21 +324,21 @@ class Collector:
     if add_greedy is not None:
       rewards = add_greedy(rewards)
 
-    scores_PG, known = host_scores(sampled.rewards), self._curriculum_memory(before)
-    memory = {**self._curriculum.learn(known, index, sampled.indices_P, scores_PG)}
-    if index in self._positions:
+    scores_PG, memory_before = host_scores(sampled.rewards), self._curriculum_memory(before)
+    memory = {**self._curriculum.learn(memory_before, index, sampled.indices_P, scores_PG)}
+    if index in self._positions:  # the curriculum chose prompts for this step
       memory |= {"position": self._positions[index]}
 
     rows = None
     every = self._config.log.completions_every
     if every and (index + 1) % every == 0:
       # The rows have the pass rates before the step.
-      rates_P = known["pass_rate"][chosen.indices_P]
+      rates_P = memory_before["pass_rate"][chosen.indices_P]
       rows = self._rows_for_log(chosen, rewards, rates_P) if self._run.hosts.is_first else []
 
     metrics = self._batch_metrics(sampled)
     if self._config.sampling.temperature_schedule != "constant":
-      metrics["sampling/temperature"] = float(sampled.temperature_P[0])
+      metrics["sampling/temperature"] = float(sampled.temperature_P[0])  # of the first group
     metrics["prompts/tokens"] = self._prompt_tokens(choice, sampled)
     new_tokens = metrics["prompts/tokens"] + metrics["completions/tokens"]
     host = {**before, _MEMORY: memory, "num_tokens": before["num_tokens"] + new_tokens}
@@ -409,7 +411,7 @@ class Collector:
     """One dict per completion for completions/. `rates_P` are the pass rates before the step."""
     rollouts, decode = groups.rollouts, self._run.tokenizer.decode
     prompts = self.prompts.make(groups.indices_P)
-    if rollouts.asked is not None:
+    if rollouts.asked is not None:  # a harness may have changed the prompts
       prompts = [
         dataclasses.replace(prompt, text=decode(ids), ids=ids) if ids != prompt.ids else prompt
         for prompt, ids in zip(prompts, rollouts.asked.ids, strict=True)
@@ -449,7 +451,7 @@ class Collector:
 
     def add(rewards: Rewards) -> Rewards:
       greedy = self._with_length_penalty(scores.result().rewards, rollouts)
-      return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
+      return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])  # G is 1
 
     return add
 
@@ -468,11 +470,11 @@ class Collector:
     is_live = live_P[:, None, None] != 0
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
     max_tokens = self._config.sampling.max_tokens
-    of_prompts, lengths_PG = completions.prompt_experts_PSY, completions.lengths_PG
-    # The experts of prompts have no axis T to cut. The update does not read versions.
+    prompt_experts_PSY, lengths_PG = completions.prompt_experts_PSY, completions.lengths_PG
+    # Not cut: the experts of prompts have no axis T, but Y may equal T. No update reads versions.
     completions = completions.replace(prompt_experts_PSY=None, versions_PGT=None)
     completions, rewards = cut((completions, rewards), lengths_PG, max_tokens)
-    completions = completions.replace(prompt_experts_PSY=of_prompts)
+    completions = completions.replace(prompt_experts_PSY=prompt_experts_PSY)
     completions, rewards, arrays, rollout_PG = self._run.hosts.put(
       (
         completions,

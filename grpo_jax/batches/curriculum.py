@@ -68,12 +68,13 @@ class PassRateCurriculum:
       The indices of the prompts, int64 [count], and the memory with the new position.
     """
     position, chances = int(memory["position"]), self.chances(memory, step)
-    last = position + max(_EPOCHS * self.size, count)
+    end = position + max(_EPOCHS * self.size, count)
     taken, passed_over = np.empty(0, np.int64), np.empty(0, np.int64)
-    while len(taken) < count and position < last:
-      width = min(max(self.size, count), last - position)
+    while len(taken) < count and position < end:
+      width = min(max(self.size, count), end - position)
       indices = loader.indices_at(self.seed, position + np.arange(width), self.size)
       is_taken = _uniform(self.seed, position, width) < chances[indices]
+      # Entries after the one that completes the draw are left for later draws.
       looked_at = 1 + int(np.searchsorted(np.cumsum(is_taken), count - len(taken)))
       indices, is_taken = indices[:looked_at], is_taken[:looked_at]
       taken = np.concatenate([taken, indices[is_taken]])

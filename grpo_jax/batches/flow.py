@@ -78,7 +78,7 @@ class Flow:
   """
 
   def __init__(self, run: Run, scorers: Scorers, remote: Remote | None = None):
-    """Opens no groups yet. `remote` makes a sampler in other processes. None: the run samples.
+    """Opens no groups yet. `remote` makes a sampler in other processes. None samples in this one.
 
     Raises:
       ConfigError: A reward function cannot be called for the training prompts.
@@ -86,6 +86,7 @@ class Flow:
     self._run, self._config, self._score = run, run.config, scorers.training
     self.prompts: PromptSet = run.prompts("train")
     self._score.check_arguments(self.prompts, "reward.functions")
+    # Checks what training samples, for metrics only.
     self._check = scorers.evaluation if run.config.eval.check_training else None
     if self._check is not None:
       self._check.check_arguments(self.prompts, "eval.function")
@@ -165,24 +166,24 @@ class Flow:
     """
     end = self._end_of_step()
     of_step = range(self.first, end)
-    # A lot may have groups of several steps, so `places` are the indices of this step's groups.
+    # A lot may have groups of several steps, so `indices` are those of this step's groups.
     lots = [lot for lot in self._lots if any(n in of_step for n in lot.numbers)]
-    places = [[place for place, n in enumerate(lot.numbers) if n in of_step] for lot in lots]
+    indices = [[index for index, n in enumerate(lot.numbers) if n in of_step] for lot in lots]
     numbers = [n for lot in lots for n in lot.numbers if n in of_step]
     self._lots = [lot for lot in self._lots if any(n >= end for n in lot.numbers)]
     opened = [self._playing.pop(number) for number in sorted(numbers)]
     self.step, self.first = self.step + 1, end
     # If the groups were opened together, their prompts are already in one batch.
     P = len(opened[0].prompts.prompt_lengths_P)
-    are_a_batch = P == len(opened) and all(one.prompts is opened[0].prompts for one in opened)
+    are_a_batch = P == len(opened) and all(group.prompts is opened[0].prompts for group in opened)
     prompts = opened[0].prompts if are_a_batch else None
 
     def drawn() -> DrawnGroups:
       scored = [lot.scored.result() for lot in lots]
-      groups = concatenate([take(of_lot, at) for (of_lot, _), at in zip(scored, places)])
+      groups = concatenate([take(lot_groups, at) for (lot_groups, _), at in zip(scored, indices)])
       # The report of a lot is counted in the step of the lot's first group.
-      reports = [report for (_, report), at in zip(scored, places) if 0 in at]
-      groups = take(groups, np.argsort(numbers))
+      reports = [report for (_, report), at in zip(scored, indices) if 0 in at]
+      groups = take(groups, np.argsort(numbers))  # lots are in the order in which they ended
       return DrawnGroups(groups, prompts, sum(reports, Report()), end)
 
     return Pending(drawn, [future for lot in lots for future in lot.scored.futures])
@@ -238,12 +239,13 @@ class Flow:
     while count > 0:
       size = min(count, P) if config.algo.dynamic_sampling else P
       numbers = np.arange(self.next, self.next + size)
+      # `step_of` may be too high, because dynamic sampling can draw more than P groups for a step.
       if config.curriculum.chooses:
         indices_P = choose(size, min(until, self.step_of(self.next)))
       else:
         indices_P = loader.indices_at(config.seed, numbers, len(self.prompts))
       prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
-      if size == P:  # an update can use visual tokens of a whole batch alone
+      if size == P:  # an update uses these visual tokens only if it learns from the whole batch
         prompts = encoded_first(self._run, prompts)
       self._decode_images_ahead(self.next + size)
       step = min(until, self.step_of(self.next))
@@ -261,7 +263,7 @@ class Flow:
         )
         for place, number in enumerate(numbers.tolist())
       ]
-      self._playing |= {one.number: one for one in opened}
+      self._playing |= {group.number: group for group in opened}
       self._player.submit(opened)
       self.next, count = self.next + size, count - size
 
@@ -281,11 +283,11 @@ class Flow:
   def _begin_scores(self, played: Played) -> None:
     """Starts to score groups that have ended together, and adds them as a lot."""
     opened = [self._playing[number] for number in played.numbers]
-    step = self._config.warm_start.steps + self.step_of(min(played.numbers)) + 1
-    indices_P = np.array([one.example for one in opened])
-    prompts = opened[0].prompts
-    is_whole = [one.place for one in opened] == list(range(len(prompts.prompt_lengths_P)))
-    if not is_whole or any(one.prompts is not prompts for one in opened):
+    step = self._config.warm_start.steps + self.step_of(min(played.numbers)) + 1  # as in the logs
+    indices_P = np.array([group.example for group in opened])
+    prompts = opened[0].prompts  # used again if the groups are all those of one opened batch
+    are_in_order = [group.place for group in opened] == list(range(len(prompts.prompt_lengths_P)))
+    if not are_in_order or any(group.prompts is not prompts for group in opened):
       prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
     rollouts = played.rollouts
     scores = self._score.start(rollouts, prompts, step)
@@ -298,8 +300,8 @@ class Flow:
         checks_PG = (checks.result().rewards.scores_PGJ[..., 0] == 1).astype(np.float32)
       groups = ScoredGroups(
         indices_P=indices_P,
-        temperature_P=np.array([one.temperature for one in opened], np.float32),
-        version_P=np.array([one.version for one in opened]),
+        temperature_P=np.array([group.temperature for group in opened], np.float32),
+        version_P=np.array([group.version for group in opened]),
         rollouts=rollouts,
         rewards=found.rewards,
         extras_PG=found.extras_PG,
@@ -313,7 +315,7 @@ class Flow:
   def _see_whose_rewards_differ(self) -> None:
     """Records for scored groups whether their rewards differ.
 
-    Waits for all scores if no group is being played.
+    Waits for all scores if no group is being played, because nothing else is left to do.
     """
     hosts = self._run.hosts
     waiting = [lot for lot in self._lots if lot.numbers[0] not in self._differ]

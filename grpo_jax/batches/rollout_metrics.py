@@ -41,6 +41,7 @@ def rollout_metrics(
     "reward_std": _spread(scored),
     "frac_reward_zero_std": float(1 - groups_that_differ(rewards).mean()),
     **_lengths(lengths_PG, ""),
+    # 0 if all completions were cut off
     **_lengths(lengths_PG[ended] if ended.any() else np.zeros(1), "terminated_"),
     "completions/clipped_ratio": float((~ended).mean()),
     "completions/tokens": int(sampled_tokens),
@@ -54,7 +55,7 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
 
   `tools/call_frequency` is the mean number of calls in a completion. `tools/failure_frequency` is
   the share of calls that failed. `environment/turns` is the mean number of turns, and
-  `environment/error`, `timeout` and `crash` count conversations that ended so.
+  `environment/errors`, `timeouts` and `crashes` count conversations that ended so.
   `harness/prompt_tokens` is the number of prompt tokens of all calls that harnesses made to the
   policy, and `harness/computed_tokens` counts only tokens that were not cached.
   `harness/lost_tokens` counts the policy's tokens beyond sampling.max_tokens. `harness/NAME` is the
@@ -63,21 +64,21 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   Args:
     turns_PG: object array of `Conversation`.
   """
-  found = list(turns_PG.ravel())
-  calls, failures = sum(one.calls for one in found), sum(one.failures for one in found)
+  talks = list(turns_PG.ravel())
+  calls, failures = sum(talk.calls for talk in talks), sum(talk.failures for talk in talks)
   metrics = {
-    "tools/call_frequency": calls / len(found),
+    "tools/call_frequency": calls / len(talks),
     "tools/failure_frequency": failures / max(1, calls),
-    "environment/turns": sum(len(one.own) for one in found) / len(found),
+    "environment/turns": sum(len(talk.own) for talk in talks) / len(talks),
   }
   for kind, name in (("error", "errors"), ("timeout", "timeouts"), ("crash", "crashes")):
-    metrics[f"environment/{name}"] = sum(one.kind == kind for one in found)
-  if any(one.prompt_tokens for one in found):
-    metrics["harness/prompt_tokens"] = sum(one.prompt_tokens for one in found)
-    metrics["harness/computed_tokens"] = sum(one.computed_tokens for one in found)
-    metrics["harness/lost_tokens"] = sum(one.lost_tokens for one in found)
-  names = dict.fromkeys(name for one in found for name in one.metrics)
-  values = {name: [one.metrics[name] for one in found if name in one.metrics] for name in names}
+    metrics[f"environment/{name}"] = sum(talk.kind == kind for talk in talks)
+  if any(talk.prompt_tokens for talk in talks):
+    metrics["harness/prompt_tokens"] = sum(talk.prompt_tokens for talk in talks)
+    metrics["harness/computed_tokens"] = sum(talk.computed_tokens for talk in talks)
+    metrics["harness/lost_tokens"] = sum(talk.lost_tokens for talk in talks)
+  names = dict.fromkeys(name for talk in talks for name in talk.metrics)
+  values = {name: [talk.metrics[name] for talk in talks if name in talk.metrics] for name in names}
   return disjoint(metrics, {f"harness/{name}": float(np.mean(x)) for name, x in values.items()})
 
 
@@ -185,7 +186,7 @@ def completion_rows(
     extras_PG: The values that functions passed to log_extra, as dicts by column.
   """
   rows, completions = [], rollouts.completions
-  seen = [shown(prompt.images) for prompt in prompts]
+  images_P = [shown(prompt.images) for prompt in prompts]
   for p, g in np.ndindex(rewards_PG.shape):
     length = int(completions.lengths_PG[p, g])
     scores = {
@@ -207,13 +208,14 @@ def completion_rows(
       "logprobs": [_shortest(x) for x in completions.logprobs_PGT[p, g, :length]],
     }
     if prompts[p].images:
-      row["images"] = seen[p]
+      row["images"] = images_P[p]
     if rollouts.turns_PG is not None and rollouts.turns_PG[p, g] is not None:
       row["turns"] = rollouts.turns_PG[p, g].as_json()
     if rollouts.branches is not None:
       G, rollout_B = rewards_PG.shape[1], rollouts.branches.rollout_PB[p]
-      further = rollouts.branches.turns_PB[p, G:][rollout_B[G:] == g]
-      row["branches"] = [one.as_json() for one in further if one is not None]
+      # The first G branches are the rows of the rollouts themselves.
+      further_branches = rollouts.branches.turns_PB[p, G:][rollout_B[G:] == g]
+      row["branches"] = [branch.as_json() for branch in further_branches if branch is not None]
     rows.append(row)
   return rows
 

@@ -65,7 +65,7 @@ def to_arrays(scored: Scored) -> dict[str, Any]:
   if scored.asked is not None:
     arrays["asked"] = fields_of(scored.asked)
   for name in _PLAIN:
-    text = json.dumps(getattr(scored, name), default=lambda x: x.item())
+    text = json.dumps(getattr(scored, name), default=lambda x: x.item())  # NumPy scalars
     arrays[name] = np.frombuffer(text.encode(), np.uint8)
   return arrays
 

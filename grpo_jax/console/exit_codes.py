@@ -122,7 +122,7 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
 
   Returns:
     (exit code, line). The line is "" if the reason was already printed. None for an unexpected
-    error, whose traceback helps to fix the program.
+    error, whose traceback helps to fix the program, and for a SystemExit of this package.
   """
   if isinstance(error, ConfigError):
     return BAD_INPUT, f"error: {_one_line(error)}"

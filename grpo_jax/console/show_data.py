@@ -53,7 +53,7 @@ def open_data(
   """
   path = hub.folder(config.data.tokenizer or config.model.path, "data.tokenizer")
   if path:
-    tokens = tokenizer.load(path)  # before the task, because it fails faster
+    tokens = tokenizer.load(path)  # before the task, because a mistake shows sooner
     options = chat.options_of(config.data.chat_template_kwargs)
     tokens = dataclasses.replace(tokens, chat_options=options)
     task = tasks.make_task(config.data)
@@ -64,9 +64,10 @@ def open_data(
       and config.model.vision != "ignored"
       and any(has_images(task.train[i]) for i in looked_at)
     )
+    # The key "data.tokenizer" lets `hub.folder` download no weights.
     folder = hub.folder(config.model.path, "data.tokenizer") if sees else ""
     return task, tokens, processors.load(folder, tokens) if folder else None
-  task = tasks.make_task(config.data)
+  task = tasks.make_task(config.data)  # without a path, the tokens are the characters of the task
   others = config.environment.has_messages or bool(config.eval.tasks)
   return task, tokenizer.characters(tasks.characters(config.data, task, others)), None
 
@@ -110,18 +111,18 @@ def step_lines(found: StepPrompts, count: int, width: int) -> Iterator[str]:
     f" {min(lengths)} to {max(lengths)} tokens, {mean:.1f} on average"
   )
   yield from _left_out("training", found.prompts)
-  tasks_P = [_task(prompt.example) for prompt in made]
-  if any(tasks_P):
-    counts = collections.Counter(tasks_P)
+  names = [_task(prompt.example) for prompt in made]
+  if any(names):
+    counts = collections.Counter(names)
     yield "of " + ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
-    tasks_P = [f"{name}  " for name in ("task", *tasks_P)]
+    names = [f"{name}  " for name in ("task", *names)]  # the column of tasks, with its heading
   else:
-    tasks_P = ["", *tasks_P]
-  space = max(map(len, tasks_P))
-  yield f"{'index':>9} {'tokens':>7}  {tasks_P[0]:{space}}prompt"
+    names = ["", *names]  # a column of width 0
+  space = max(map(len, names))
+  yield f"{'index':>9} {'tokens':>7}  {names[0]:{space}}prompt"
   texts = without_common_parts([prompt.text for prompt in made])
-  for index, prompt, name, text in list(zip(found.indices, made, tasks_P[1:], texts))[:count]:
-    text = shorten(visible(text), width - 19 - space)
+  for index, prompt, name, text in list(zip(found.indices, made, names[1:], texts))[:count]:
+    text = shorten(visible(text), width - 19 - space)  # 19: the columns of the index and tokens
     yield f"{index:>9} {len(prompt.ids):>7}  {name:{space}}{text}"
   if len(made) > count:
     yield f"{'':>17}  and {len(made) - count} more (--prompts={len(made)})"
@@ -143,7 +144,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
     shares: Mapping[str, float] = {}
     if isinstance(examples, Mixture) and split == "training":
       shares = {name: share for name, (_, share) in examples.shares().items()}
-      examples = examples.each_row_once()
+      examples = examples.each_row_once()  # rows that weights repeat are not duplicates
     found[split] = each = statistics(examples, tokens, config.data, environment, processor)
     limit = config.data.max_prompt_tokens
     longer = int((each.prompt_tokens > limit).sum())
@@ -166,6 +167,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
   common = overlap(found["training"], found["test"])
   such = ""
   if len(common):
+    # Long prompts count as well, so this one may be longer than the limit.
     example, data = task.test[int(common[0])], _any_length(config)
     prompts = PromptSet([example], tokens, data, environment=environment, processor=processor)
     (first,) = prompts.make([0])

@@ -61,7 +61,8 @@ def leaving_on_second_signal(request: StopRequest) -> Iterator[None]:
   """In the block, the first SIGTERM, Ctrl-C or SIGHUP requests a stop, and the second one exits.
 
   A thread reads the signals, because the main thread may be inside a compiler or a function that
-  does not return. A signal that was already ignored, such as SIGHUP under `nohup`, stays ignored.
+  does not return. The signals also have handlers, because their default would end the process. A
+  signal that was already ignored, such as SIGHUP under `nohup`, stays ignored.
   """
   if threading.current_thread() is not threading.main_thread():
     yield  # only the main thread may handle signals
@@ -145,7 +146,7 @@ def _watch(
       if first_at is None:
         first_at = now
         on_signal(number, None)
-      elif number != signal.SIGTERM or now - first_at > _SAME_SECONDS:
+      elif number != signal.SIGTERM or now - first_at > _SAME_SECONDS:  # not Slurm's repetition
         _leave(number)
 
 

@@ -137,6 +137,7 @@ class Terminal:
       step: The step that sampled the completions.
       rows: Each has `prompt`, `completion`, `reward` (or None) and `length`, and perhaps `turns`.
     """
+    # 24 cells are for the other columns and the gaps. A prompt gets a third of what remains.
     prompt_width = max(10, (self._console.width - 24) // 3)
     completion_width = max(10, self._console.width - 24 - prompt_width)
     table = Table(
@@ -158,7 +159,7 @@ class Terminal:
         str(row["length"]),
       )
     if isinstance(self._bar, notebook.Bar):
-      with self._console.capture() as captured:
+      with self._console.capture() as captured:  # the bar shows the table below itself
         self._console.print(table)
       self._bar.update(self._task, below=captured.get())
     else:
@@ -250,7 +251,7 @@ class _Clock:
       return None
     a_step = statistics.median(self._steps)
     if self._evaluations:
-      share = len(self._evaluations) / (step - self._first)
+      share = len(self._evaluations) / (step - self._first)  # evaluations for each step
       a_step += share * statistics.median(self._evaluations)
     return a_step * steps_left
 

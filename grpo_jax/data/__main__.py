@@ -22,6 +22,7 @@ from grpo_jax.storage.reading import read_config
 
 
 def main(argv: list[str]) -> None:
+  """Prints the data that the flags select."""
   del argv
   values = flags.FLAGS
   if values.list or values.knobs is not None:
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
       lines = task_lines() if values.knobs is None else knob_lines(values.knobs)
       print("\n".join(lines))
     return
-  if (values.step is None) == (not values.stats):
+  if (values.step is None) == (not values.stats):  # both flags are set, or none
     raise ConfigError("give either --step=N or --stats, or --list for the tasks of reasoning_gym")
   if values.prompts < 1:
     raise ConfigError(f"flag --prompts={values.prompts}: it must be at least 1")

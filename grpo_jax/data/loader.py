@@ -126,7 +126,7 @@ def prompt_batch(
   columns: dict[str, list[Any]] = {"prompts": [prompt.text for prompt in made]}
   for field in prompts.fields:
     columns[field] = [prompt.example[field] for prompt in made]
-  if all(prompt.messages for prompt in made):
+  if all(prompt.messages for prompt in made):  # with data.chat
     columns["messages"] = [prompt.messages for prompt in made]
   tokens = [prompt.ids for prompt in made]
   prompts_PS, lengths_P = processes.join_rows(
@@ -142,12 +142,15 @@ def prompt_batch(
 def _images(
   prompts: PromptSet, made: Sequence[Prompt], max_tokens: int, processes: Processes
 ) -> HostImages | None:
-  """The images of the prompts of all processes. `made` are the prompts of this process."""
+  """The images of the prompts of all processes, or None if no prompt has images.
+
+  `made` are the prompts of this process. All processes pad to the same sizes, to S = `max_tokens`.
+  """
   needed = processes.join_rows(needed_sizes(made)).max(0)
   if not needed[0]:
     return None
 
-  def arrays() -> HostImages:
+  def arrays() -> HostImages:  # in `on_each`, so that all processes raise
     sizes = int(needed[0]), int(needed[1])
     try:
       return prompts.images.arrays(made, max_tokens, sizes, prompts.most_images)
@@ -193,7 +196,7 @@ def supervised_batch(
     )
   end_id = tokenizer.stop_ids[0]
 
-  def encode() -> list[list[int]]:
+  def encode() -> list[list[int]]:  # in `on_each`, so that all processes raise
     solutions = batch.columns["solution"]
     if not all(isinstance(solution, str) for solution in solutions):
       raise RunFailed(
@@ -204,7 +207,7 @@ def supervised_batch(
 
   encoded = processes.on_each(encode)
   tokens = [[*ids, end_id] for ids in encoded]
-  fitting = [ids if len(ids) <= max_tokens else [] for ids in tokens]
+  fitting = [ids if len(ids) <= max_tokens else [] for ids in tokens]  # [] has no loss
   completions_PT, lengths_P = processes.join_rows(
     (_pad(fitting, max_tokens, tokenizer.pad_id), np.array([*map(len, fitting)], np.int32))
   )

@@ -179,7 +179,8 @@ class PromptSet:
     self._counts_later = len(split) > data.count_at_start and not count_all
     places = _places(len(split), _SAMPLED if self._counts_later else 0)
     counts = self._counts(places, processes)
-    if self._counts_later and not (counts[:, 0] <= data.max_prompt_tokens).any():  # a larger sample
+    if self._counts_later and not (counts[:, 0] <= data.max_prompt_tokens).any():
+      # No prompt of the sample fits. One of a larger sample may, so the split is not refused yet.
       places = _places(len(split), _MOST_STAND_INS)
       counts = self._counts(places, processes)
     lengths = counts[:, 0]
@@ -189,7 +190,7 @@ class PromptSet:
     kept = fits if count_all else fits | unopened
     self._kept = None if self._counts_later else np.flatnonzero(kept)
     self.most_images: tuple[int, int] | None = None
-    if not self._counts_later and (kept == fits).all():
+    if not self._counts_later and (kept == fits).all():  # else prompts of unknown length remain
       longest = -(-int(lengths[fits].max()) // _STEP) * _STEP
       self.max_tokens = min(longest, data.max_prompt_tokens)
       pictures, tokens = counts[fits, 1:].max(0)
@@ -261,14 +262,17 @@ class PromptSet:
     own = places[processes.own_rows(len(places))]
     return processes.join_rows(processes.on_each(lambda: self._count(own)))
 
-  def _count(self, own: np.ndarray) -> np.ndarray:
-    """For each prompt: tokens, pictures, most visual tokens of a picture. int32 [N, 3]."""
+  def _count(self, places: np.ndarray) -> np.ndarray:
+    """Counts (tokens, pictures, most visual tokens of a picture) of each prompt, int32 [N, 3].
+
+    The tokens of a prompt whose environment cannot begin are `_UNOPENED`.
+    """
     at_once = _AT_ONCE if self.images is None else _WITH_IMAGES
-    counts = [np.zeros((0, 3), np.int32)]
-    with doing("tokenising", len(own), "prompts") as work:
-      for start in range(0, len(own), at_once):
-        made = self._make(own[start : start + at_once].tolist())
-        lengths = np.array([_UNOPENED if one.problem else len(one.ids) for one in made], np.int32)
+    counts = [np.zeros((0, 3), np.int32)]  # the result if this process has no prompts
+    with doing("tokenising", len(places), "prompts") as work:
+      for start in range(0, len(places), at_once):
+        made = self._make(places[start : start + at_once].tolist())
+        lengths = np.array([_UNOPENED if x.problem else len(x.ids) for x in made], np.int32)
         sizes = needed_sizes(made) if self.images else np.zeros((len(made), 2), np.int32)
         counts.append(np.column_stack([lengths, sizes]))
         work.advance(len(made))
@@ -315,6 +319,7 @@ class PromptSet:
       for index, example, opening in zip(indices, examples, openings, strict=True)
       if not isinstance(opening, str)
     ]
+    # All prompts that can be made are made together, and then put between the others.
     made = iter(self._make_opened(*map(list, zip(*opened))) if opened else [])
     prompts = []
     for example, opening in zip(examples, openings):
@@ -333,6 +338,9 @@ class PromptSet:
   ) -> list[Prompt]:
     """Makes prompts whose environments can begin.
 
+    Without data.chat, the texts of an opening are appended to the prompt's text. `Prompt.text` has
+    a placeholder for each image, which the token ids replace by image tokens.
+
     Args:
       indices: The places of the examples in the split, for error messages.
       examples: The examples.
@@ -340,14 +348,14 @@ class PromptSet:
     """
     tokenizer = self._tokenizer
     tools = [self._tools(example, i) for example, i in zip(examples, indices)]
-    examples, seen = self._see(examples)
+    examples, images_of_rows = self._see(examples)
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
     if self._data.chat:
       messages = [
         self._conversation(*of_example) for of_example in zip(examples, openings, strict=True)
       ]
       if self.images is not None:
-        messages = [self._place(own, one) for own, one in zip(messages, seen)]
+        messages = [self._place(turns, of_row) for turns, of_row in zip(messages, images_of_rows)]
       else:
         _check_texts(messages, f"data.prompt={self._data.prompt!r}")
       texts = self._rendered(messages, tools)
@@ -358,12 +366,12 @@ class PromptSet:
         for example, opening in zip(examples, openings, strict=True)
       ]
       if self.images is not None:
-        texts = [self.images.before(text, *one) for text, one in zip(texts, seen)]
+        texts = [self.images.before(text, *of_row) for text, of_row in zip(texts, images_of_rows)]
       prefix_ids = tokenizer.prefix_ids
     expanded, layouts = texts, [()] * len(texts)
     if self.images is not None:
-      both = [self.images.expand(text, *one) for text, one in zip(texts, seen)]
-      expanded, layouts = [text for text, _ in both], [layout for _, layout in both]
+      pairs = [self.images.expand(text, *of_row) for text, of_row in zip(texts, images_of_rows)]
+      expanded, layouts = [text for text, _ in pairs], [layout for _, layout in pairs]
     text_ids = self._encode(expanded)
     if not all(text_ids):
       raise ConfigError(
@@ -372,7 +380,7 @@ class PromptSet:
     return [
       Prompt(example, text, [*prefix_ids, *ids], conversation, tuple(images), layout, where)
       for example, text, ids, conversation, (images, where), layout in zip(
-        examples, texts, text_ids, messages, seen, layouts
+        examples, texts, text_ids, messages, images_of_rows, layouts
       )
     ]
 
@@ -397,11 +405,11 @@ class PromptSet:
   def _none_fits(self, places: np.ndarray, lengths: np.ndarray) -> ConfigError:
     """The error for a split without a usable prompt. The arguments are as in `_shortest`."""
     size, most = len(self._split), self._data.max_prompt_tokens
-    some = f"all {size}" if len(lengths) == size else f"each of {len(lengths)} drawn"
+    which = f"all {size}" if len(lengths) == size else f"each of {len(lengths)} drawn"
     if (lengths == _UNOPENED).all() and len(lengths):
-      return ConfigError(f"{self._why_no_prompt}; it can begin with no other of {some} examples")
+      return ConfigError(f"{self._why_no_prompt}; it can begin with no other of {which} examples")
     return ConfigError(
-      f"data.max_prompt_tokens={most} drops {some} prompts; the shortest one has"
+      f"data.max_prompt_tokens={most} drops {which} prompts; the shortest one has"
       f" {self._shortest(places, lengths)} tokens"
     )
 
@@ -419,8 +427,8 @@ class PromptSet:
     if shortest <= self._far_too_long:
       return str(shortest)
     self._far_too_long = _UNOPENED  # so that `_encode` encodes the whole text
-    (one,) = self._make([int(places[lengths.argmin()])])
-    return f"about {len(one.ids)}"
+    (prompt,) = self._make([int(places[lengths.argmin()])])
+    return f"about {len(prompt.ids)}"  # another prompt may have a longer beginning and be shorter
 
   def _tools(self, example: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
     """The schemas of the tools in the prompt of an example, which has the place `index`."""
@@ -436,7 +444,7 @@ class PromptSet:
   ) -> list[str]:
     """Renders conversations as texts. Conversations with the same tools form one batch."""
     texts = [""] * len(messages)
-    together: dict[str, list[int]] = {}
+    together: dict[str, list[int]] = {}  # places in `messages`, keyed by the JSON of their tools
     for place, schemas in enumerate(tools):
       together.setdefault(json.dumps(schemas, default=str), []).append(place)
     for places in together.values():
@@ -453,12 +461,16 @@ class PromptSet:
     """Reads the image columns. Returns (examples, (images, name in error messages) of each)."""
     if self.images is None:
       return [without_images(example) for example in examples], [([], "")] * len(examples)
-    read = [self.images.read(example) for example in examples]
-    return [example for example, _, _ in read], [(images, where) for _, images, where in read]
+    rows = [self.images.read(example) for example in examples]
+    return [example for example, _, _ in rows], [(images, where) for _, images, where in rows]
 
-  def _place(self, messages: chat.Messages, seen: tuple[list[AnyImage], str]) -> chat.Messages:
-    """A conversation with its images assigned. The list in `seen` becomes all of its images."""
-    images, where = seen
+  def _place(self, messages: chat.Messages, of_row: tuple[list[AnyImage], str]) -> chat.Messages:
+    """A conversation with its images assigned.
+
+    `of_row` has the images of the row's columns, and the row's name in error messages. The list of
+    images is changed: it becomes all images of the conversation.
+    """
+    images, where = of_row
     messages, found = self.images.place(messages, images, where)
     images[:] = found
     return messages
@@ -483,12 +495,13 @@ class PromptSet:
     one other message remains, but not if the example has earlier turns.
     """
     template, data = self._template(example), self._data
-    field = template[1:-1]
+    field = template[1:-1]  # if the template is {FIELD} alone, which may contain a conversation
     if template == f"{{{field}}}" and isinstance(value_of(example, field), list):
       messages = value_of(example, field)
     else:
       text = self._filled(example, opening)
       messages = [{"role": "user", "content": text}] if text else []
+    # "appended" marks an opening that continues the last message. A chat template must not see it.
     if messages and opening and opening[0].get("appended"):
       last = {**messages[-1], "content": messages[-1]["content"] + opening[0]["content"]}
       messages = [*messages[:-1], last]
@@ -512,6 +525,7 @@ def _places(size: int, sampled: int) -> np.ndarray:
   """
   if not 0 < sampled < size:
     return np.arange(size)
+  # The key is fixed, so that every start and every process draws the same sample.
   words = np.random.Philox(key=np.array([size, 2**64 - 1], np.uint64)).random_raw(sampled)
   return np.unique(words % np.uint64(size)).astype(np.int64)
 

@@ -62,7 +62,7 @@ def statistics(
   Raises:
     ConfigError: An example cannot be read, or no prompt can be made of it.
   """
-  # No prompt is too long, and the set makes none at the start, because the loop makes all.
+  # No prompt is too long. The set counts only a sample at the start, because the loop makes all.
   data = dataclasses.replace(data, max_prompt_tokens=_ANY_LENGTH, count_at_start=0)
   prompts = PromptSet(split, tokenizer, data, environment=environment, processor=processor)
   lengths = np.zeros(len(split), np.int32)
@@ -73,17 +73,17 @@ def statistics(
   for start in range(0, len(split), _AT_ONCE):
     try:
       made = prompts.make(range(start, min(start + _AT_ONCE, len(split))))
-    except RunFailed as error:
+    except RunFailed as error:  # no run is under way that could save its state
       raise ConfigError(str(error)) from None
     tasks += [prompt.example.get("task") for prompt in made]
     for name in filled:
       filled[name] += sum(_has_value(prompt.example.get(name)) for prompt in made)
     texts = [prompt.example.get("solution") for prompt in made]
-    own = slice(start, start + len(made))
-    lengths[own] = [len(prompt.ids) for prompt in made]
-    hashes[own] = [_hash(prompt) for prompt in made]
+    part = slice(start, start + len(made))
+    lengths[part] = [len(prompt.ids) for prompt in made]
+    hashes[part] = [_hash(prompt) for prompt in made]
     encoded = tokenizer.encode_batch_after([text or "" for text in texts])
-    solutions[own] = [len(ids) + 1 if text else 0 for text, ids in zip(texts, encoded)]
+    solutions[part] = [len(ids) + 1 if text else 0 for text, ids in zip(texts, encoded)]
   return Statistics(lengths, solutions, hashes, tasks, filled)
 
 

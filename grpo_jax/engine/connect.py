@@ -100,6 +100,7 @@ class ExternalEngine:
     def check(server: EngineServer) -> None:
       facts = server.facts()
       check_facts(server.url, facts, config)
+      # One folder serves all servers, so a single server that needs the head decides.
       self._folders.is_untied = self._folders.is_untied or facts.is_untied
       check_tokenizer(server, run)
 
@@ -177,7 +178,7 @@ class Restarts:
       try:
         serves = server.folder()
         if serves == str(written.folder):
-          return "policy"
+          return "policy"  # the name by which servers call a whole model
       except ServerGone:  # it is restarting
         pass
       time.sleep(0.25)
@@ -206,7 +207,7 @@ def check_facts(url: str, facts: Facts, config: Config) -> None:
   """Raises ServerRefused if dtype, log-probs or row length of the server at `url` do not fit."""
   dtype, longest = config.sampling.dtype or config.model.dtype, longest_row(config)
   kind = ENGINES[config.rollout.engine]
-  for holds, is_so, wanted in (
+  for holds, is_so, wanted in (  # (whether a setting fits, the server's setting, the right option)
     (facts.dtype == dtype, f"computes in {facts.dtype}", f"--dtype {dtype}"),
     (
       facts.logprobs_mode == "processed_logprobs",
@@ -214,7 +215,7 @@ def check_facts(url: str, facts: Facts, config: Config) -> None:
       "--logprobs-mode processed_logprobs",
     ),
     (
-      facts.longest > longest,
+      facts.longest > longest,  # not >=: a server also draws a token after a row to score
       f"has room for {facts.longest} tokens",
       f"{kind.length_option} {longest + kind.spare}",
     ),
@@ -236,7 +237,7 @@ def check_tokenizer(server: EngineServer, run: Run) -> None:
   plain = {token: text for token, text in texts.items() if text.isascii() and text.isalnum()}
   for token in [*plain][:: max(1, len(plain) // _TOKENS_COMPARED)]:
     text = server.text(token)
-    if text.strip() != plain[token]:
+    if text.strip() != plain[token]:  # decoders differ in whether they keep a leading space
       raise ServerRefused(
         f"{server.url} has another tokenizer: token {token} is {text!r} there and {plain[token]!r}"
         " here; start it with the model or the --tokenizer of the run"

@@ -102,9 +102,9 @@ class DrawnFile:
         raise ConfigError(f"config key rollout.replay is {replay!r}: there is no such file")
       self._look_up(self._replayed)
     if path.exists():
-      whole = self._look_up(path)
-      if path.stat().st_size > whole:  # the last line is incomplete after a SIGKILL
-        os.truncate(path, whole)
+      complete = self._look_up(path)
+      if path.stat().st_size > complete:  # the last line is incomplete after a SIGKILL
+        os.truncate(path, complete)
     self._file = AppendedFile(path)
 
   def find(self, name: str, version: int, asked: GroupTerms) -> Recorded | None:
@@ -208,7 +208,7 @@ def _can_be(row: Sequence[RecordedTurn], limit: int, asked: GroupTerms) -> bool:
   # The last reply is not counted: a reply that does not fit ends the row and is not added to it.
   return (
     bool(sizes)
-    and 1 <= min(sizes)
+    and 1 <= min(sizes)  # a turn has at least one token
     and max(sizes) <= (asked.turn_tokens or limit)
     and sum(sizes) + sum(map(len, replies[:-1])) <= limit
     and max(ids) < asked.vocabulary

@@ -107,13 +107,7 @@ class ServersAndRecord(Protocol):
 class EngineGroups:
   """A `GroupSampler` that lets servers draw rows, or reads them from the record of a run."""
 
-  def __init__(
-    self,
-    hub: ServersAndRecord,
-    feed: Feed,
-    members: int,
-    rules: Rules,
-  ):
+  def __init__(self, hub: ServersAndRecord, feed: Feed, members: int, rules: Rules):
     """Creates the sampler. It draws nothing yet.
 
     Args:
@@ -184,7 +178,7 @@ class EngineGroups:
       return
     params, version = self._feed()
     weights = self._hub.weights(params)
-    if self._groups and weights is not self._current:
+    if self._groups and weights is not self._current:  # the servers draw with one version at a time
       return
     self._current, requests, self._waiting = weights, self._waiting, []
     for request in requests:
@@ -203,6 +197,7 @@ class EngineGroups:
     length = int(prompts.lengths_n[request.place])
     prompt = np.asarray(prompts.tokens_nS)[request.place][:length].tolist()
     settings, rules = request.settings, self._rules
+    # Settings are numbers for all rows, or arrays [G].
     limits = T if settings.max_tokens is None else settings.max_tokens
     limits_G = np.minimum(np.broadcast_to(np.asarray(limits), G), T)
     temperature_G = np.broadcast_to(np.asarray(settings.temperature), G)
@@ -232,12 +227,13 @@ class EngineGroups:
         "config key rollout.replay: a tool or environment answers otherwise than it did in the run"
         " that is replayed, so what the policy wrote after that is not known"
       )
-    most, request = row.limit - len(row.tokens), row.group.request
-    if request.turn_tokens:
+    most, request = row.limit - len(row.tokens), row.group.request  # `most` tokens in this turn
+    if request.turn_tokens:  # 0 means no limit of its own for a turn
       most = min(most, request.turn_tokens)
     prompt = row.group.prompt + row.tokens
     rules = self._rules
     ask = Ask(prompt, most, row.temperature, _seed(row), rules.stop_ids, rules.stop)
+    # Several samplers may share the servers and use the same numbers, so `id(self)` is in the key.
     job = RowRequest(ask, (id(self), request.number), self._done)
     self._rows_of[job] = row
     self._hub.servers.use(self._current)
@@ -314,7 +310,7 @@ class EngineGroups:
       for row in group.rows:
         at, count = (p, row.member), len(row.tokens)
         tokens_PGT[at][:count], sampled_PGT[at][:count] = row.tokens, row.is_sampled
-        logprobs_PGT[at][:count] = np.minimum(row.logprobs, 0)
+        logprobs_PGT[at][:count] = np.minimum(row.logprobs, 0)  # rounding may put one above 0
         # A greedy choice has probability 1, so its behaviour log-prob is 0.
         behavior_PGT[at] = logprobs_PGT[at] if row.temperature else 0
         lengths_PG[at], stopped_by_PG[at] = count, row.stopped_by

@@ -44,7 +44,7 @@ def keep(
   Raises:
     ConfigError: The program cannot be started.
   """
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that `finally` ends the server
   process: subprocess.Popen | None = None
   try:
     while True:

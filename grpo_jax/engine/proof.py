@@ -72,7 +72,7 @@ def mismatch(
     largest_gap: The largest mean absolute difference that rounding explains, in nats.
   """
   gap = float(np.abs(ours_BN - np.asarray(theirs_BN)).mean())
-  if not gap <= largest_gap:
+  if not gap <= largest_gap:  # also if it is NaN
     return (
       f"its log-probs of a probe differ from this run's by {gap:.3g} on average, and rounding"
       f" explains {largest_gap:g}"

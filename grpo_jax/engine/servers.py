@@ -144,7 +144,7 @@ class Servers:
         return
       self._wait("rows that were begun", lambda: not any(state.jobs for state in self._places))
       self._wanted = weights
-      self._homes.clear()
+      self._homes.clear()  # the caches of prompts are of no use under new weights
       self._changed.notify_all()
       with doing("bringing the weights to the engine", is_routine=True):
         self._wait("a server", self._are_ready)
@@ -243,6 +243,7 @@ class Servers:
         self._changed.wait_for(lambda: self._is_closed or self._has_work(state), _LOOK)
         if self._is_closed or self._failure:
           return
+        # A server that draws is only checked every _BEAT seconds. Others are checked each time.
         wanted, is_due = self._wanted, time.monotonic() - looked_at >= _BEAT
         if not (state.is_gone or not state.is_known or self._has_work(state) or is_due):
           continue
@@ -317,7 +318,7 @@ class Servers:
     Returns None if the request was dropped or the servers are closed. Raises ServerRefused after a
     4xx status or a wrong answer, or after repeated failures.
     """
-    lost = refused = 0
+    lost = refused = 0  # how often servers went away, and how often they answered with an error
     while True:
       with self._server_for(job) as state:
         if state is None:

@@ -60,7 +60,7 @@ class SglangServer(EngineServer):
       )
       meta = self._generate(rest.prompt, sampling, name, owner=ask)
       new_logprobs, new_tokens = _columns(meta.get("output_token_logprobs"))
-      end = meta.get("finish_reason")
+      end = meta.get("finish_reason")  # {"type": "stop", "length" or "abort", "matched": ...}
       end = end if isinstance(end, dict) else {}
       new = checked(self.url, rest, new_tokens, new_logprobs, end.get("type"))
       tokens, logprobs = tokens + new.tokens, logprobs + new.logprobs
@@ -164,7 +164,7 @@ def command(
   if lora.rank:
     found += ["--enable-lora", "--max-lora-rank", str(lora.rank)]
     found += ["--lora-target-modules", *lora.targets]
-  elif not folder:
+  elif not folder:  # the run brings all weights, and with LoRA only adapters
     found += ["--load-format", "dummy"]
   return found + (["--device", "cpu"] if on_cpu else [])
 

@@ -178,7 +178,7 @@ def command(
     found += ["--tensor-parallel-size", str(config.rollout.engine_tensor)]
   if config.lora.rank:
     found += ["--enable-lora", "--max-lora-rank", str(_rank(config.lora.rank))]
-  elif not folder:
+  elif not folder:  # the run brings all weights, and with LoRA only adapters
     found += ["--load-format", "dummy"]
   if on_cpu:
     # vLLM 0.32 crashes on CPUs when it splits the prompt of a row that has a seed.

@@ -110,6 +110,7 @@ class Folders:
     leaves = flatten_dict(params, sep="/")
     has_adapters = self._run.parameters.model.lora is not None
     for number, name in enumerate(sorted(leaves)):
+      # With LoRA only the adapters are trained, and else all arrays, of which none is an adapter.
       if has_adapters == name.endswith(_ADAPTERS):
         leaves[name] = _shaken(leaves[name], number)
     return self._write(unflatten_dict(leaves, sep="/"))
@@ -169,6 +170,7 @@ def _remove_left(owner: Path) -> None:
       return
     if file.read() != _OWNED:
       return
+    # Also matches folders that the run had not finished writing: .NAME.partial-NUMBER.
     name = re.compile(rf"\.?{owner.stem}-[0-9]+(\.partial-[0-9]+)?")
     for left in [*owner.parent.iterdir()]:
       if name.fullmatch(left.name):

@@ -43,6 +43,7 @@ class ToolsAndEnvironments(NamedTuple):
   @property
   def are_async(self) -> bool:
     """Whether calls need an event loop: a function is async, or an environment stays."""
+    # A factory is a `functools.partial` of the class, or the class itself.
     classes = [getattr(one, "func", one) for one in self.environments.values()]
     methods = [
       getattr(one, name, None)
@@ -72,7 +73,7 @@ def load(tools: tuple[str, ...], name: str) -> ToolsAndEnvironments:
   """Loads environment.tools and environment.name. Raises ConfigError if one cannot be found."""
   environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
   found: dict[str, Tool] = {}
-  for one in (tool for name in tools for tool in names.resolve_tools(name)):
+  for one in (tool for entry in tools for tool in names.resolve_tools(entry)):
     if name_of(one) in found:
       raise ConfigError(
         f"environment.tools: two tools are called {name_of(one)}, and a model can call only one of"
@@ -100,20 +101,20 @@ def callable_tools(
   """
   parts = _loaded(tools, "")
 
-  def called(schema: Mapping[str, Any]) -> Callable[..., Awaitable[str]]:
+  def function_for(schema: Mapping[str, Any]) -> Callable[..., Awaitable[str]]:
     async def call(**arguments: Any) -> str:
       name = schema["function"]["name"]
       if problem := check_arguments(schema, arguments):
         return f"error: {problem}"
       request = {"tool": name, "arguments": arguments}
-      found = await _outcome(parts, request, as_thread=True)
-      if "error" in found:
-        raise Unreachable(found["error"])
-      return found["content"]
+      answer = await _outcome(parts, request, as_thread=True)
+      if "error" in answer:
+        raise Unreachable(answer["error"])
+      return answer["content"]
 
     return call
 
-  return {schema["function"]["name"]: called(schema) for schema in schemas or ()}
+  return {schema["function"]["name"]: function_for(schema) for schema in schemas or ()}
 
 
 def act(
@@ -125,7 +126,7 @@ def act(
   parts: ToolsAndEnvironments | None = None,
   **columns: Any,
 ) -> list[float]:
-  """Answers requests, and logs the outcomes. Has the signature of a reward function for workers.
+  """Answers requests as a reward function for workers: logs the outcomes, and returns only zeros.
 
   Args:
     requests: The requests, as `_outcome` describes them.
@@ -240,8 +241,9 @@ async def _call_methods(parts: ToolsAndEnvironments, request: Request, as_thread
           contents.append({"content": _as_text(value), "failed": False})
       except Exception as error:
         contents.append({"content": f"error: {_message(error)}", "failed": True})
-    if is_last and callable(pay := getattr(environment, "get_reward", None)):
-      reward = reward_of(await _call(as_thread, pay))
+    if is_last and callable(get_reward := getattr(environment, "get_reward", None)):
+      reward = reward_of(await _call(as_thread, get_reward))
+  # Reward functions get the object as it is now, before `_state_of` closes it.
   pickles = getattr(environment, "pickles", True)
   ended = base64.b64encode(_pickled(environment)).decode() if is_last and pickles else ""
   state = await _state_of(environment, request["key"], is_last, as_thread)
@@ -253,6 +255,7 @@ async def _environment_of(
   parts: ToolsAndEnvironments, request: Request, as_thread: bool
 ) -> EnvironmentObject:
   """Finds or unpickles the environment of a conversation. The first request creates it."""
+  # Taken out while it is called, so that one that fails does not stay. `_state_of` puts it back.
   environment: EnvironmentObject | None = _KEPT.pop(request["key"], None)
   if environment is not None:
     return environment

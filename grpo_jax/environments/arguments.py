@@ -79,12 +79,13 @@ def _value(schema: Any, value: Any, root: Schema, depth: int) -> Any:
   schemas = list(_alternatives(schema, root))
   if isinstance(value, UnquotedText):
     value = _read(schemas, value)
-  if depth == _DEEPEST:
+  if depth == _DEEPEST:  # deeper values stay as they are
     return value
   if isinstance(value, list):
     items = next((one["items"] for one in schemas if "items" in one), None)
     return [_value(items, inner, root, depth + 1) for inner in value]
   if isinstance(value, dict):
+    # `others` is the schema of the values whose names are not in `properties`.
     others = next((one["additionalProperties"] for one in schemas if _has_others(one)), None)
     by_name = dict[str, Any]()
     for one in schemas:
@@ -93,6 +94,7 @@ def _value(schema: Any, value: Any, root: Schema, depth: int) -> Any:
       name: _value(by_name.get(name, others), inner, root, depth + 1)
       for name, inner in value.items()
     }
+  # A model may write 3.0 where the schema asks for an integer.
   names = _names(schemas)
   is_whole = type(value) is float and value.is_integer()
   return int(value) if is_whole and "integer" in names and "number" not in names else value
@@ -102,7 +104,9 @@ def _read(schemas: Sequence[Schema], text: UnquotedText) -> Any:
   """Converts an unquoted text to the value of another type that `schemas` allow, or to a str."""
   choices = [choice for one in schemas for choice in _choices(one)]
   names = _names(schemas)
-  if text in [choice for choice in choices if isinstance(choice, str)]:
+  if text in [
+    choice for choice in choices if isinstance(choice, str)
+  ]:  # so "5" in an enum stays a text
     return str(text)
   word = text.strip()
   if "boolean" in names and word.lower() in ("true", "false"):
@@ -120,7 +124,7 @@ def _read(schemas: Sequence[Schema], text: UnquotedText) -> Any:
 
 def _alternatives(schema: Any, root: Schema) -> Iterator[Schema]:
   """Yields a schema and the options in anyOf, oneOf and allOf. Resolves each reference once."""
-  queue, seen = [schema], set[str]()
+  queue, seen = [schema], set[str]()  # `seen`: references, which may form a cycle
   for one in queue:
     if not isinstance(one, Mapping):
       continue
@@ -151,7 +155,7 @@ def _names(schemas: Sequence[Schema]) -> set[str]:
     names = one.get("type")
     names = names if isinstance(names, list) else [names]
     choices = _choices(one)
-    if names == [None]:
+    if names == [None]:  # without `type`, the types of the listed values count
       names = [name for name, kinds in _TYPES.items() for one in choices if type(one) in kinds]
     found.update(name for name in names if isinstance(name, str) and name in _TYPES)
     if one.get("nullable") is True:

@@ -35,10 +35,11 @@ def calculator(expression: str) -> str:
   if len(expression) > _MOST_CHARACTERS:
     raise ValueError(f"the expression has more than {_MOST_CHARACTERS} characters")
   try:
-    tree = ast.parse(expression.strip().replace(",", ""), mode="eval")
+    tree = ast.parse(expression.strip().replace(",", ""), mode="eval")  # "1,000" becomes 1000
   except (SyntaxError, ValueError, MemoryError, RecursionError):
     raise ValueError(f"{expression!r} is not an arithmetic expression") from None
   value = _value(tree.body)
+  # 6 / 3 gives "2", not "2.0". From 2**53 on, a float may not be exact.
   if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
     value = int(value)
   return str(value)
@@ -52,10 +53,11 @@ def _value(node: ast.AST) -> int | float:
     return _OPERATORS[type(node.op)](_value(node.operand))
   if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
     left, right = _value(node.left), _value(node.right)
+    # A large power would take too long to compute.
     if isinstance(node.op, ast.Pow) and abs(right) > _LARGEST_EXPONENT:
       raise ValueError(f"an exponent is larger than {_LARGEST_EXPONENT}")
     value = _OPERATORS[type(node.op)](left, right)
-    if isinstance(value, complex) or abs(value) > _LARGEST:
+    if isinstance(value, complex) or abs(value) > _LARGEST:  # complex: (-1) ** 0.5
       raise ValueError("the value is no number or too large")
     return value
   raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
@@ -95,6 +97,7 @@ class Retry:
   def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float | None, bool]:
     """Judges an answer. The conversation ends after a right answer or the last try."""
     self._tried += 1
+    # No name counts as that of a reward model, because a worker cannot compute models.
     score = resolve(self._function, "environment.name: retry", lambda name: False)
     columns = {name: [value] for name, value in self._example.items()}
     text = message["content"]

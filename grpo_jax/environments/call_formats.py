@@ -58,21 +58,21 @@ def hermes(text: str, names: Names) -> Read:
 def qwen3_coder(text: str, names: Names) -> Read:
   """Parses <function=...> and <parameter=...> elements between tags. Values are unquoted."""
 
-  def read(body: str) -> tuple[Calls, list[str]]:
+  def parsed(body: str) -> tuple[Calls, list[str]]:
     calls: Calls = []
     for function, inner in _functions(body):
       calls.append((function, dict(_parameters(inner, names.get(function)))))
     problem = "the call is not well-formed: it needs <function=NAME> and </function>"
     return calls, [] if calls else [problem]
 
-  return _tagged(read, text, HERMES)
+  return _tagged(parsed, text, HERMES)
 
 
 def glm4(text: str, names: Names) -> Read:
   """Parses a name, followed by <arg_key> and <arg_value> elements, between tags."""
   del names
 
-  def read(body: str) -> tuple[Calls, list[str]]:
+  def parsed(body: str) -> tuple[Calls, list[str]]:
     head, *pairs = body.split(_KEY[0])
     if not head.strip() or len(head.split()) != 1:
       return [], ["the call is not well-formed: it needs the name of one function"]
@@ -85,7 +85,7 @@ def glm4(text: str, names: Names) -> Read:
       arguments[key.strip()] = UnquotedText(value.split(_VALUE[1])[0])
     return [(head.strip(), arguments)], []
 
-  return _tagged(read, text, HERMES)
+  return _tagged(parsed, text, HERMES)
 
 
 def gemma4(text: str, names: Names) -> Read:
@@ -179,6 +179,7 @@ def mistral(text: str, names: Names) -> Read:
       calls += checked({"name": named[1], "arguments": value}, problems)
       named = _MISTRAL_NAMED.match(body := rest.removeprefix("[TOOL_CALLS]"))
     return Read(content.strip() if calls else text, calls, problems)
+  # Without the mark, only a text that begins like a list of calls is one.
   if not mark and not body.lstrip().startswith('[{"name"'):
     return Read(text, [], [])
   calls, problems = _json_calls(body, ("arguments",))
@@ -224,7 +225,7 @@ def _tagged(
   while (start := text.find(opens, place)) >= 0:
     end = text.find(closes, start)
     if end < 0:
-      if not calls and not malformed:  # the policy gets the answers to the others
+      if not calls and not malformed:  # otherwise the policy gets answers to other calls
         malformed.append(f"the call has no end: {closes} is missing")
       break
     found, problems = read(text[start + len(opens) : end].strip())
@@ -250,6 +251,7 @@ def _json_calls(text: str, keys: Sequence[str], separator: str = "") -> tuple[Ca
   problems, rest = list[str](), text
   while rest:
     value, rest, problem = first_json(rest)
+    # What follows a value must be a separator.
     if not problem and rest and not (separator and rest.startswith(separator)):
       problem = "there is more behind its JSON"
     if problem:
@@ -281,12 +283,12 @@ def _parameters(text: str, known: Collection[str] | None) -> Iterator[tuple[str,
   `known` are the tool's parameters. None accepts any name.
   """
   opens, closes = _PARAMETER
-  seen = set[str]()
+  seen = set[str]()  # the names that have come before
   first, *others = text.split(opens)
   pieces = [piece.partition(">") for piece in others]
   value: list[str] = []  # the pieces of the current value
   name = ""
-  for found, mark, rest in pieces:
+  for found, mark, rest in pieces:  # mark: the > after the name, or "" if it is missing
     is_new = mark and (known is None or (found.strip() in known and found.strip() not in seen))
     is_open = bool(value) and closes not in value[-1]
     if is_open and not is_new:
@@ -398,8 +400,9 @@ def _deepseek_call(body: str) -> tuple[Calls, list[str]]:
   name, fence, fenced = tail.partition("```json")
   if not mark:
     return [], [f"the call is not well-formed: it needs {DEEPSEEK_NAME}"]
-  name, given = (name, fenced.rpartition("```")[0]) if fence else (head, tail)
-  value, rest, problem = first_json(given.strip() or "{}")
+  # With a block, the name stands before it. Without, the name stands before DEEPSEEK_NAME.
+  name, written = (name, fenced.rpartition("```")[0]) if fence else (head, tail)
+  value, rest, problem = first_json(written.strip() or "{}")
   if problem or rest:
     return [], [f"the call is not well-formed: {problem or 'there is more behind its JSON'}"]
   problems = list[str]()
@@ -425,17 +428,17 @@ def _python_call(statement: ast.stmt) -> tuple[str, dict[str, Any]]:
   if not isinstance(call.func, ast.Name | ast.Attribute):
     raise ValueError("no name")
   arguments = {}
-  for one in call.keywords:
-    if one.arg is None:
+  for keyword in call.keywords:
+    if keyword.arg is None:
       raise ValueError("** has no name")
-    arguments[one.arg] = _python_value(one.value)
+    arguments[keyword.arg] = _python_value(keyword.value)
   return ast.unparse(call.func), arguments
 
 
 def _python_value(node: ast.expr) -> Any:
   """Converts a Python or JSON literal to its value. Raises ValueError for other expressions."""
   match node:
-    case ast.Name(id=("true" | "false" | "null") as word):
+    case ast.Name(id=("true" | "false" | "null") as word):  # words of JSON, which Python lacks
       return UnquotedText(word)
     case ast.Constant(value=None | bool() | int() | str() as value):
       return value

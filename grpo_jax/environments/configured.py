@@ -58,6 +58,7 @@ class Environments:
       for task, factory in self.parts.environments.items()
       if (methods := methods_of(factory)) is not None
     }
+    # Methods of two environments may have the same name, because a conversation has only one.
     names_of = [schema["function"]["name"] for schema in self.schemas]
     for schema in (one for own in self.of_tasks.values() for one in own):
       if schema["function"]["name"] in names_of:
@@ -120,6 +121,7 @@ class Environments:
     # A cache, because a step builds its prompts several times.
     new = {key: one for key, one in zip(keys, examples) if key not in self._known}
     if len(self._known) + len(new) > _MOST_KNOWN or self._characters > _MOST_CHARACTERS:
+      # Empty the cache, and make the openings of all these examples again.
       self._known, self._characters, new = {}, 0, dict(zip(keys, examples))
     openings = in_thread(lambda: run(self._open(new))).result()
     self._known |= openings
@@ -136,7 +138,7 @@ class Environments:
 
   async def _opening(self, factory: names.Factory, example: Mapping[str, Any]) -> Opening:
     """Makes an environment for an example, gets its first messages and closes it."""
-    method = "__init__()"
+    method = "__init__()"  # the method that runs, for the error line
     try:
       with as_exceptions():
         environment = factory()
@@ -147,7 +149,7 @@ class Environments:
         if callable(close := getattr(environment, "close", None)):
           await _result(close())
         return messages
-    except ConfigError:
+    except ConfigError:  # from an adapter, such as for a missing package
       raise
     except Exception as error:
       problem = acting.problem_with(error, method, factory)

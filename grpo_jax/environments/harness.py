@@ -58,14 +58,14 @@ def resolve(name: str) -> Play:
   """
   adapter, _, id = name.partition(":")
   if adapter == "verifiers":
-    verifiers_tasks.load(id)
+    verifiers_tasks.load(id)  # only to raise its errors here
     return functools.partial(verifiers_player.play, id=id)
   function = named(name, KEY, "give path/file.py:function, package.module:function or verifiers:ID")
   if not inspect.iscoroutinefunction(function):
     raise ConfigError(f"{KEY}: {name!r} is no async function: write async def")
-  given = dict.fromkeys(("example", "base_url", "api_key", "model"))
+  values = dict.fromkeys(("example", "base_url", "api_key", "model"))
   try:
-    inspect.signature(function).bind(**given | ({_TOOLS: None} if _takes_tools(function) else {}))
+    inspect.signature(function).bind(**values | ({_TOOLS: None} if _takes_tools(function) else {}))
   except TypeError as error:
     raise ConfigError(
       f"{KEY}: {name!r} cannot be called ({error}): it gets the arguments example, base_url,"
@@ -133,11 +133,12 @@ class Players:
       pool: The workers. With None, the harness runs in threads of this process.
       tools: environment.tools.
     """
-    resolve(harness)
+    resolve(harness)  # only to raise its errors here
     of_verifiers = harness.startswith("verifiers:")
     if pool is None and of_verifiers:
       raise ConfigError(f"config key reward.workers is 0: {harness} needs a worker; set 1 or more")
     self._harness, self._pool, self._tools = harness, pool, tools
+    # Calls are async, so one worker can make all of them concurrently.
     self._call = WorkerCall(
       key=f"{_WORKER}(harness={harness!r}, tools={list(tools)!r})",
       name="of the harness",

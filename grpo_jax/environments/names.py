@@ -85,7 +85,7 @@ def resolve_environment(name: str) -> Factory:
     ConfigError: No environment has this name, or it lacks a parameter that the entry sets.
   """
   plain, options = calls.parse(name, _KEY)
-  adapter, _, what = plain.partition(":")
+  adapter, _, what = plain.partition(":")  # such as "textarena" and the ID of a game
   if adapter in _ADAPTERS:
     return _bound(_ADAPTERS[adapter], (what,), options, name)
   if plain in ENVIRONMENTS:
@@ -100,8 +100,8 @@ def resolve_environment(name: str) -> Factory:
 
 
 def _check_methods(factory: Any, name: str) -> None:
-  """Raises ConfigError if a class lacks `reset`, or has neither `step` nor methods as tools."""
-  if not inspect.isclass(factory):
+  """Raises ConfigError if a class lacks `reset`, or has no `step`, `get_reward` or other method."""
+  if not inspect.isclass(factory):  # the class that a function returns is not known yet
     return
   public = [key for key, _ in inspect.getmembers(factory, inspect.isfunction) if key[0] != "_"]
   if not callable(getattr(factory, "reset", None)):

@@ -63,7 +63,7 @@ def reward_of(value: Any) -> float | None:
     number = math.nan if isinstance(value, (str, bytes)) else float(value)
   except Exception:  # an object of a user or of a package may raise anything
     number = math.nan
-  if not abs(number) <= LARGEST:
+  if not abs(number) <= LARGEST:  # also if it is NaN
     raise Mistake(f"the reward {shown(value)}: give a number of at most {LARGEST:g}, or None")
   return number
 
@@ -89,10 +89,10 @@ def played_of(value: Any) -> dict[str, Any]:
   taken = sorted(set(columns) & _TAKEN)
   if taken:
     raise Mistake(f"the column {taken[0]}, which reward functions have already: rename it")
-  given = value.get("metrics") or {}
-  if not isinstance(given, Mapping):
-    raise Mistake(f"metrics={shown(given)}: give a dict of numbers by name")
-  metrics = {str(name): _metric(name, number) for name, number in given.items()}
+  returned = value.get("metrics") or {}
+  if not isinstance(returned, Mapping):
+    raise Mistake(f"metrics={shown(returned)}: give a dict of numbers by name")
+  metrics = {str(name): _metric(name, number) for name, number in returned.items()}
   if taken := sorted({*metrics} & METRICS):
     raise Mistake(f"the metric {taken[0]}, which a run reports itself: rename it")
   return {

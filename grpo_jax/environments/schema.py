@@ -62,7 +62,7 @@ def schema_of(function: Callable[..., Any]) -> Schema:
   texts = _arguments(sections.get("Args", ""))
   hints, parameters = _hints(function, where)
   properties: dict[str, Schema] = {}
-  for argument in parameters:
+  for argument in parameters:  # `texts` has the description of each
     if argument not in texts:
       raise ConfigError(f"{where}: its docstring does not describe the argument {argument}")
     properties[argument] = _described(_schema(hints[argument], where), texts[argument], where)
@@ -118,6 +118,7 @@ def _arguments(section: str) -> dict[str, str]:
   indent, latest = "", ""
   for line in section.split("\n"):
     match = _ARGUMENT.match(line)
+    # A line NAME: TEXT is a new argument, unless it is indented more than the latest.
     if match and (not latest or len(match[1]) <= len(indent)):
       indent, latest = match[1], match[2]
       texts[latest] = [match[3]]
@@ -165,7 +166,7 @@ def _schema(hint: Any, where: str) -> Schema:
 def _union(kinds: tuple[Any, ...], where: str) -> Schema:
   """Builds the JSON schema of a union of type hints. None makes it nullable."""
   schemas = [_schema(kind, where) for kind in kinds if kind is not type(None)]
-  if len(schemas) == 1:
+  if len(schemas) == 1:  # an optional type
     made = schemas[0]
   elif all(one.keys() == {"type"} and isinstance(one["type"], str) for one in schemas):
     names = sorted({one["type"] for one in schemas})

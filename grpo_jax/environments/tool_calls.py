@@ -102,6 +102,7 @@ class Format(NamedTuple):
         calls.append(Call(name, arguments))
       else:
         malformed.append("the call is not well-formed: it has half of a character")
+    # If no call is left after these checks, the whole text is content.
     return Parsed(read.content if calls or not read.calls else text, calls, malformed)
 
 
@@ -197,6 +198,7 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
     )
 
   def read(text: str, names: Names) -> Read:
+    """Finds the matches. Without a group `name`, each is a call of the only tool."""
     calls: call_formats.Calls = []
     problems = list[str]()
     searched, rest = text[:_LONGEST], text[_LONGEST:]
@@ -211,4 +213,5 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
     content = (compiled.sub("", searched) + rest).strip() if calls else text
     return Read(content, calls, problems)
 
+  # A call may begin with any text (""), because a pattern does not tell how its matches begin.
   return Format(read, ("",), tuple(dict.fromkeys(_MARK.findall(_ESCAPE.sub("", pattern)))))

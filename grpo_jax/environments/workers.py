@@ -80,7 +80,7 @@ class Runner:
       columns={},
       is_async=self._parts.are_async,
       one_worker=self._parts.stay,
-      again=False,
+      again=False,  # a tool may have side effects
     )
     if pool is None and self._parts.stay:
       raise ConfigError(

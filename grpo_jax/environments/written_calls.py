@@ -37,7 +37,7 @@ def are_read(tokenizer: Tokenizer) -> bool:
     prompt, without = tokenizer.render([_ASKED], tools=[_TOOL]), tokenizer.render([_ASKED])
   except ConfigError:
     return True  # the template refuses this conversation, so nothing can be tested
-  if prompt == without:
+  if prompt == without:  # the template ignores tools
     return True
   family = family_of(tokenizer.template)
   if not family:
@@ -49,6 +49,7 @@ def are_read(tokenizer: Tokenizer) -> bool:
     ids = tokenizer.encode_batch_after([written])[0]
   except ConfigError:
     return True  # the vocabulary cannot encode the call, which is another problem
+  # The template may write more after the call than a model does, which ends at a stop id.
   end = next((i for i, token in enumerate(ids) if token in tokenizer.stop_ids), len(ids))
   text = tokenizer.decode(ids[:end], tokenizer.skipped(form.marks))
   if form.parse(text, [_TOOL]).calls == [Call(_NAME, json.dumps(_ARGUMENTS))]:

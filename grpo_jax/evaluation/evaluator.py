@@ -60,11 +60,7 @@ class Evaluator:
   """
 
   def __init__(
-    self,
-    run: Run,
-    scorers: Scorers,
-    exam: Entry | None = None,
-    remote: Remote | None = None,
+    self, run: Run, scorers: Scorers, exam: Entry | None = None, remote: Remote | None = None
   ):
     """Prepares the evaluation of the test split of the run's data, or of an exam.
 
@@ -93,6 +89,7 @@ class Evaluator:
     if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
     samples, at_once = self.config.samples, self.config.batch
+    # Without tasks, ask for "": only functions for all tasks score it.
     self._has_votes = samples > 0 and self._score.has_votes({*self._tasks} or {""})
     if samples and not self._has_votes and run.hosts.is_first:
       print(
@@ -101,7 +98,7 @@ class Evaluator:
         file=sys.stderr,
         flush=True,
       )
-    talkers = scorers.talkers if run.environments else None
+    talkers = scorers.talkers if run.environments else None  # exams have no environments
     make = functools.partial(make_rollout, run, at_once=at_once, talkers=talkers, remote=remote)
     self._greedy = make(1, greedy=True)
     self._sampled = make(samples) if samples else None
@@ -140,13 +137,14 @@ class Evaluator:
     unit = "problems" if samples == 1 else "draws"
     what = f"evaluating {self.name}".strip()
     with doing(what, samples * total, unit, is_routine=self._is_compiled) as work:
-      for ended, rollouts in rollout.parts(*arguments, on_ended=work.reach):
-        batch = prompt_batch(self.prompts, indices[ended], self._run.hosts)
+      for ended_numbers, rollouts in rollout.parts(*arguments, on_ended=work.reach):
+        batch = prompt_batch(self.prompts, indices[ended_numbers], self._run.hosts)
         pending.append(self._start(rollouts, batch, given.step))
-        numbers.extend(ended)
-      parts = zip(*(dataclasses.astuple(one.result()) for one in pending))
+        numbers.extend(ended_numbers)
+      fields = zip(*(dataclasses.astuple(one.result()) for one in pending))
+    # Back into the order of the problems, without the copies, which have the last numbers.
     order = np.argsort(numbers)[:total]
-    return Outcomes(*(np.concatenate(part)[order] for part in parts))
+    return Outcomes(*(np.concatenate(arrays)[order] for arrays in fields))
 
   def _start(self, rollouts: Rollouts, prompts: PromptBatch, step: int) -> Pending[Outcomes]:
     """Lets the workers score some problems, and vote if each has several completions."""
@@ -169,7 +167,7 @@ class Evaluator:
     own_majority = own_right_PG.mean(1, dtype=np.float32)  # without votes there is one completion
     if votes_PGJ is not None:
       own_majority = majority_right(first_scores(scores_PGJ[prompts.own], votes_PGJ), own_right_PG)
-    if not self._has_votes:
+    if not self._has_votes:  # NaN leaves maj@k out of the metrics
       own_majority = np.full_like(own_majority, np.nan)
     return Outcomes(
       right_NG=right_PG,
@@ -188,8 +186,8 @@ def accuracies(right_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
   """
   metrics = named("accuracy", estimators.proportion(int(right_N.sum()), len(right_N)))
   for task in dict.fromkeys(tasks):
-    own = right_N[np.array(tasks) == task]
-    metrics |= named(f"accuracy/{task}", estimators.proportion(int(own.sum()), len(own)))
+    of_task = right_N[np.array(tasks) == task]
+    metrics |= named(f"accuracy/{task}", estimators.proportion(int(of_task.sum()), len(of_task)))
   return metrics
 
 
@@ -229,6 +227,7 @@ def sample_metrics(draws: Outcomes, samples: int, tasks: Sequence[str] = ()) -> 
   """
   right_N = draws.right_NG.sum(1)
   metrics = _means(f"mean@{samples}", draws.right_NG.mean(1), tasks)
+  # Not for k = 1: pass@1 is mean@k.
   powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
   last = [samples] if samples > 1 else []
   for k in powers + last:
@@ -266,11 +265,7 @@ class Evaluators:
   """
 
   def __init__(
-    self,
-    run: Run,
-    scorers: Scorers,
-    only_exams: bool = False,
-    remote: Remote | None = None,
+    self, run: Run, scorers: Scorers, only_exams: bool = False, remote: Remote | None = None
   ):
     """Prepares the evaluations.
 
@@ -298,11 +293,11 @@ class Evaluators:
 
 
 def table(metrics: dict[str, float], config: Eval, max_tokens: int, exam: str = "") -> list[str]:
-  """Formats the metrics of the test split, or of an exam, as lines of text."""
+  """Formats an evaluation's metrics as lines of text. `exam` names an exam, "" the test split."""
   measured = [name for name in metrics if f"{name}_low" in metrics]
   width = max(14, *(len(name) + 1 for name in measured))
   greedy, draws = list[str](), list[str]()
-  for name in measured:
+  for name in measured:  # accuracies, also of tasks, are of the greedy completions
     low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
     line = f"  {name:{width}}{metrics[name]:7.1%}   95% interval {low:6.1%} to {high:6.1%}"
     (greedy if name.startswith(of_exam(exam, "eval/accuracy")) else draws).append(line)

@@ -42,7 +42,7 @@ def read_base(folder: Path | None) -> Base:
   if folder is None:
     return Base()
   card = _text(folder / FILE)
-  found = metadata(card)
+  found = metadata(card)  # {} without a card
   if not found.get("license"):
     found = read_json(folder / "config.json")
   names = ("license", "license_name", "license_link")
@@ -179,7 +179,7 @@ def _algorithm(algo: Algo) -> str:
 def _of_evaluation(row: Row) -> list[tuple[str, str, str]]:
   """Returns (name, value, interval) of each evaluation metric in a row of metrics.jsonl."""
   found = []
-  for name, value in row.items():
+  for name, value in row.items():  # only estimates have the two ends of an interval
     ends = row.get(f"{name}_low"), row.get(f"{name}_high")
     is_end = name.endswith(("_low", "_high")) and name.rpartition("_")[0] in row
     if not name.startswith("eval/") or is_end or value is None:

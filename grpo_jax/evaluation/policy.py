@@ -115,9 +115,9 @@ class Policy:
     max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
     numbers = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     check_numbers(numbers, "sample(): ")
-    questions = _questions(question)
+    questions = _questions(question)  # the same object if it is a list of questions
     image_lists = images if questions is question else [images]
-    if len(image_lists) not in (0, len(questions)):
+    if len(image_lists) not in (0, len(questions)):  # 0: no question has images
       raise ConfigError(
         f"sample(): there are {len(image_lists)} lists of images for {len(questions)} questions"
       )
@@ -126,9 +126,10 @@ class Policy:
       # All prompts up to this length are padded to it, and so share one compiled program.
       shortest = self.run.config.data.max_prompt_tokens
       prompts = [
-        self.prompt(one, shortest=shortest, images=own) for one, own in zip(questions, image_lists)
+        self.prompt(text, shortest=shortest, images=its)
+        for text, its in zip(questions, image_lists)
       ]
-      found = [self.complete(one, n, temperature, max_tokens, seed) for one in prompts]
+      found = [self.complete(prompt, n, temperature, max_tokens, seed) for prompt in prompts]
     return found if questions is question else found[0]
 
   def evaluate(
@@ -226,7 +227,8 @@ class Policy:
       images: The images of the prompt. They come first or where the chat template puts them.
 
     Raises:
-      ConfigError: The text is not UTF-8, or a question does not fit `data.prompt`.
+      ConfigError: The text is not UTF-8, a question does not fit `data.prompt`, sources have
+        templates of their own (`data.prompts`), or the model sees no images.
     """
     if isinstance(text, str) and not is_text(text):
       raise ConfigError(f"the prompt {shown(text)} is not text in UTF-8")
@@ -245,7 +247,8 @@ class Policy:
         f"config key data.prompt is {data.prompt!r}: a question cannot fill {len(fields)} fields;"
         " give the whole prompt (--prompt)"
       )
-    data = dataclasses.replace(data, mixture=(), prompts=())
+    data = dataclasses.replace(data, mixture=(), prompts=())  # this example is of no source
+    # A template without fields ignores the question, but an example needs a field.
     example = dict.fromkeys(fields or ["question"], text)
     if images:
       if self.run.processor is None:
@@ -266,7 +269,7 @@ class Policy:
   def complete(
     self, prompt: PromptBatch, n: int, temperature: float, max_tokens: int, seed: int
   ) -> list[Completion]:
-    """Completes the result of `prompt`. The other arguments are those of `sample`."""
+    """Completes the result of `prompt`. Other arguments and errors are those of `sample`."""
     length, positions = int(prompt.prompt_lengths_P[0]), self.run.parameters.model.max_positions
     if length + max_tokens > positions:
       raise ConfigError(

@@ -103,7 +103,7 @@ class MicroBatchPass:
 
   def __call__(self, params: Any, batch: Batch) -> Any:
     sizes = sizes_of(batch, self._platform)
-    if len(sizes) == 1:
+    if len(sizes) == 1:  # only rows
       return self.whole(params, batch)
     parts = self._split(batch)
     found = self._zeros(params, parts)
@@ -127,7 +127,7 @@ class MicroBatchPass:
     parts = with_places(self._split.eval_shape(batch), self._of_parts)
     self._zeros.compile_ahead(compiler, params, parts)
     found = with_places(self._zeros.eval_shape(params, parts), self._of_parts.batch)
-    for slots in _sizes_compiled_ahead(sizes, self._platform):
+    for slots in _sizes_compiled_ahead(sizes, self._platform):  # each for any first and end
       self._fill.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
     self._in_batch_order.compile_ahead(compiler, found, parts.order_P)
 
@@ -145,12 +145,12 @@ class MicroBatchPass:
   ) -> Any:
     """Computes parts first to end - 1 in `slots` slots, and writes their results into `found`."""
 
-    def one(i: jax.Array, found: Any) -> Any:
+    def fill_one(i: jax.Array, found: Any) -> Any:
       part = jax.tree.map(lambda x: x[i], parts.batch).replace(slots=slots)
-      own = self._function(params, part)
-      return jax.tree.map(lambda all_, new: all_.at[i].set(new), found, own)
+      results = self._function(params, part)
+      return jax.tree.map(lambda all_, new: all_.at[i].set(new), found, results)
 
-    return jax.lax.fori_loop(first, end, one, found)
+    return jax.lax.fori_loop(first, end, fill_one, found)
 
 
 def logprobs_pass(
@@ -225,17 +225,18 @@ class Update:
     P, G, T = batch.completions_PGT.shape
     m = self._rule.micro_batch or P
     sizes = sizes_of(batch, self._platform)
-    if len(sizes) == 1:
+    if len(sizes) == 1:  # only rows
       return self.whole(state, base, reference, batch)
-    seen = None
+    stats = None
     if self._rule.objective.looks_at(P // m):
-      seen = self._look((base, state.params), batch)
-    begun = self._begin(state.coefs, batch, seen)
+      stats = self._look((base, state.params), batch)
+    begun = self._begin(state.coefs, batch, stats)
     given = Given(state.params, base, reference, begun)
     sums = None if m == P else self._zeros(given)  # one micro-batch needs no sums
     found = segments(np.asarray(begun.parts.needed_M), sizes)
     if sums is None and not found:
-      found = [PackedSegment(sizes[0], 0, 1)]  # computes a gradient of 0, which moves momentum
+      # No group is left in the only micro-batch. Its gradient of 0 still moves the momentum.
+      found = [PackedSegment(sizes[0], 0, 1)]
     computed = 0  # tokens, padding included
     for slots, first, end in found:
       sums = self._add(given, sums, first, end, slots=slots)

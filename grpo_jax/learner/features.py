@@ -211,6 +211,8 @@ def _targets_in_place(batch: Batch, in_row: int) -> model.Packing:
   """The packing of the targets in the slots of `_first_in_place`."""
   P, G, T = batch.completions_PGT.shape
   S = batch.prompts_PS.shape[1]
+  # `before`: for each input token its slot, in which the next token is predicted. `token_PN`: for
+  # each slot its input token. In rows, both are the same numbers.
   before = jnp.broadcast_to(jnp.arange(G * in_row), (P, G * in_row))
   token_PN = before
   if batch.slots:
@@ -219,6 +221,7 @@ def _targets_in_place(batch: Batch, in_row: int) -> model.Packing:
   rest = S + before.reshape(P, G, in_row)[:, :, : T - 1]
   slot_PC = jnp.concatenate([first_PG1, rest], 2).reshape(P, G * T)
   row_PN, time_PN = jnp.divmod(token_PN, max(1, in_row))
+  # The target of each slot: the token after its input, unless that is the last of its row.
   is_target_PN = (token_PN >= 0) & (time_PN + 1 < T)
   after_PN = jnp.where(is_target_PN, row_PN * T + time_PN + 1, -1)
   of_prompt_S = jnp.where(jnp.arange(S) < G, jnp.arange(S) * T, -1)

@@ -110,10 +110,10 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     entropy = metrics.mean_value(measured["entropy"])
     return controllers.adapted(coefs, kl, entropy, completions, algo)
 
-  own = Objective(totals=totals_of, part_loss=part_loss, adapt=adapt, drop=drop, prepare=prepare)
+  goal = Objective(totals=totals_of, part_loss=part_loss, adapt=adapt, drop=drop, prepare=prepare)
   if token_selection.is_needed(algo):
-    own = dataclasses.replace(own, look=look)
-  return with_balance_loss(own, config, learner)
+    goal = dataclasses.replace(goal, look=look)
+  return with_balance_loss(goal, config, learner)
 
 
 def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
@@ -158,15 +158,17 @@ def with_balance_loss(
   def part_loss(
     params: model.Params, reference: Any, part: Batch, of_batch: tuple[Any, Routing | None]
   ) -> tuple[jax.Array, PartReport]:
-    own_totals, whole = of_batch
-    loss, report = objective.part_loss(params, reference, part, own_totals)
-    own = sum_rows(report.routing)
-    whole = own if whole is None else whole  # a single part is the whole batch
-    assigned_X, probs_X = whole.assigned_BLX.sum((0, 1)), own.probs_BLX.sum((0, 1))
-    balance = balance_loss(assigned_X, probs_X, whole.tokens_BL.sum())
+    inner_totals, of_all = of_batch
+    loss, report = objective.part_loss(params, reference, part, inner_totals)
+    of_part = sum_rows(report.routing)
+    of_all = of_part if of_all is None else of_all  # a single part is the whole batch
+    assigned_X, probs_X = of_all.assigned_BLX.sum((0, 1)), of_part.probs_BLX.sum((0, 1))
+    balance = balance_loss(assigned_X, probs_X, of_all.tokens_BL.sum())
     return loss + learner.router_aux_coef * balance, report
 
-  if objective.look is None:  # otherwise the objective's `prepare` already stores the routing
+  # Otherwise the objective's `prepare` already stores the routing. A single part needs no look,
+  # because its own pass has the loads of the whole batch.
+  if objective.look is None:
     objective = dataclasses.replace(objective, look=route, looks_at_one_part=False, prepare=prepare)
   # No group is dropped, because the balance loss has a gradient for every token.
   return dataclasses.replace(
@@ -186,6 +188,7 @@ def sampler_gap(
   gap_PGT = jnp.abs(jax.lax.stop_gradient(logprobs_PGT) - sampler_logprobs_PGT)
   gap_PGT = masked.masked(gap_PGT, mask_PGT)
   # Padding, where the gap is 0, counts in the maximum, which is then 0 without tokens, not -inf.
+  # In later updates of a batch, the policy is no longer that of the sampler.
   gaps = {
     "sampler/logprob_gap_mean": metrics.mean(gap_PGT, mask_PGT),
     "sampler/logprob_gap_max": metrics.largest(gap_PGT, jnp.ones_like(gap_PGT)),

@@ -83,6 +83,7 @@ def batch_stats(
   stats = token_stats(params, reference, inputs, batch.temperature_P, options)
 
   def in_rows(x_PW: jax.Array) -> jax.Array:
+    """[P, W] -> [P, G, T], with 0 outside of the loss mask."""
     rows = x_PW if targets is None else model.unpack(x_PW, targets)
     return masked.masked(rows.reshape(P, G, T), batch.mask_PGT)
 
@@ -155,10 +156,10 @@ def _split_on_each(x: jax.Array, chunks: int, config: model.ModelConfig) -> jax.
   A slice of T would have only tokens of a few devices, while the others would wait.
   """
   (B, T, *rest), shards = x.shape, config.context
-  own = T // shards
-  width = -(-own // chunks)
-  padding = [(0, 0), (0, 0), (0, chunks * width - own)] + [(0, 0)] * len(rest)
-  padded = jnp.pad(x.reshape(B, shards, own, *rest), padding)
+  on_device = T // shards
+  width = -(-on_device // chunks)
+  padding = [(0, 0), (0, 0), (0, chunks * width - on_device)] + [(0, 0)] * len(rest)
+  padded = jnp.pad(x.reshape(B, shards, on_device, *rest), padding)
   by_chunk = jnp.moveaxis(padded.reshape(B, shards, chunks, width, *rest), 2, 0)
   places = NamedSharding(config.rows.mesh, PartitionSpec(None, *config.rows.spec))
   by_chunk = by_chunk.reshape(chunks, B, shards * width, *rest)

@@ -85,7 +85,7 @@ def train_step(
   given = Given(state.params, base, reference, begun)
   M, m, G, T = begun.parts.batch.completions_PGT.shape
   sums = no_gradients(given, rule) if M > 1 else None
-  sums = add_gradients(given, sums, PackedSegment(0, 0, M), rule)
+  sums = add_gradients(given, sums, PackedSegment(0, 0, M), rule)  # in rows of T
   in_part = m * (batch.prompts_PS.shape[1] + G * (T - 1))  # the tokens computed, with padding
   return finish(state, begun, sums, in_part * (begun.parts.needed_M >= 0).sum(), rule)
 
@@ -136,11 +136,11 @@ class Sums(struct.PyTreeNode):
 
 def prepared(objective: Objective, policy: model.Params, batch: Batch, micro_batch: int) -> Batch:
   """Runs `Objective.look` where needed, and `Objective.prepare`: the batch, ready to be split."""
-  P, seen = len(batch.prompts_PS), None
+  P, stats = len(batch.prompts_PS), None
   if objective.looks_at(P // (micro_batch or P)):
     look = functools.partial(objective.look, policy)
-    seen = in_micro_batches(look, batch, micro_batch)
-  return objective.prepare(batch, seen)
+    stats = in_micro_batches(look, batch, micro_batch)
+  return objective.prepare(batch, stats)
 
 
 def begin(coefs: Coefficients, batch: Batch, rule: UpdateRule) -> Begun:
@@ -207,6 +207,7 @@ def finish(
   """
   tokens, batch = begun.tokens, begun.parts.batch
   grad_norm = optax.tree.norm(sums.grads)
+  # Without tokens the gradient does not matter, and the update does not count as skipped.
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
   next_state = _apply_gradient(state, sums, batch, rule)
   # Without tokens, or with a gradient that is not finite, only the step number changes.
@@ -250,8 +251,8 @@ def _micro_batch(begun: Begun, number: jax.Array | int) -> Batch:
 
 def _add_sums(before: Sums, of_part: Sums) -> Sums:
   """Adds the sums of one more micro-batch."""
-  own, new = ((x.grads, x.loss, x.report.routing) for x in (before, of_part))
-  grads, loss, routing = jax.tree.map(jnp.add, own, new)
+  old, new = ((x.grads, x.loss, x.report.routing) for x in (before, of_part))
+  grads, loss, routing = jax.tree.map(jnp.add, old, new)
   merged = metrics.merge(before.report.metrics, of_part.report.metrics)
   return Sums(grads, loss, PartReport(merged, routing))
 

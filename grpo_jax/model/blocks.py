@@ -183,7 +183,7 @@ def _stack(
   params: Any, config: ModelConfig, segment: Segment, number: int, shared: Shared
 ) -> LayerInputs:
   """The inputs, except `place`, of all layers of the stack whose first layer is layer `number`."""
-  name, in_model = f"layers_{number}", slice(number, segment.end, segment.period)
+  name, numbers = f"layers_{number}", slice(number, segment.end, segment.period)
   levels, embeddings_LBTN, experts_LBTU = shared.levels_KBSD, shared.embeddings_LBTN, None
   sparse = sparse_stacks(config)
   if shared.routes.given is not None and name in sparse:
@@ -195,9 +195,9 @@ def _stack(
   return LayerInputs(
     params=params[name],
     prefix=shared.prefix.get(name),
-    embeddings_BTN=None if embeddings_LBTN is None else embeddings_LBTN[in_model],
+    embeddings_BTN=None if embeddings_LBTN is None else embeddings_LBTN[numbers],
     experts_BTU=experts_LBTU,
-    number=jnp.arange(config.num_layers)[in_model] if has_levels else None,
+    number=jnp.arange(config.num_layers)[numbers] if has_levels else None,
   )
 
 

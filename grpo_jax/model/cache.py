@@ -129,13 +129,13 @@ def empty_cache(
   P = prefix.lengths_P.shape[0]
   has_heads = any(keys.shape[2] > 1 for keys in prefix.keys.values())
   axes = _axes(config, P, group_size, has_heads)
-
-  C = _slots_of_stacks(config, slots, rewind)
+  slots_of = _slots_of_stacks(config, slots, rewind)
 
   def zeros(name: str, of_prompts: jax.Array) -> jax.Array | Int8:
+    """The rows' empty stack of this name, in the form of that of the prompts, [L, P, K, S, E]."""
     L, _, K, _, E = of_prompts.shape
-    shape = (L,) if L > 1 else ()
-    whole = jnp.zeros((*shape, P, K, group_size, C[name], E), of_prompts.dtype)
+    shape = (L,) if L > 1 else ()  # a stack of one layer has no axis L
+    whole = jnp.zeros((*shape, P, K, group_size, slots_of[name], E), of_prompts.dtype)
     stack = without_axes(whole, axes)
     if not config.cache_dtype:
       return stack
@@ -165,11 +165,12 @@ def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
   Old keys and values of these rows may stay: attention masks them by `Cache.lengths_PG`.
   """
 
-  def begun(own: jax.Array, of_prompt: jax.Array) -> jax.Array:
-    begins = begins_PG.reshape(*begins_PG.shape, *[1] * (own.ndim - 3))
-    return jnp.where(begins, of_prompt[:, :, None], own)
+  def begun(of_rows: jax.Array, of_prompts: jax.Array) -> jax.Array:
+    """Updates an array of states, [L, P, G, ...], from that of the prompts, [L, P, ...]."""
+    begins = begins_PG.reshape(*begins_PG.shape, *[1] * (of_rows.ndim - 3))
+    return jnp.where(begins, of_prompts[:, :, None], of_rows)
 
-  if not cache.states:
+  if not cache.states:  # attention layers need no copy: rows read the prompt in `Cache.prefix`
     return cache
 
   def begin(states: PerStack) -> PerStack:
@@ -205,6 +206,7 @@ def within_windows(config: ModelConfig, prefix: Prefix) -> Prefix:
   """
 
   def last(name: str, x_LPKSE: jax.Array) -> jax.Array:
+    """The last tokens of the prompts in a stack, whose layers all have the same window."""
     window, S = config.kind(numbers[name][0]).window, x_LPKSE.shape[3]
     if not window or window >= S:
       return x_LPKSE
@@ -222,19 +224,21 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   """Turns the rows of a cache into prompts: the prompt that all rows share, then the row's tokens.
 
   Args:
-    cache: A cache of one prompt and P rows that have filled their slots.
+    cache: A cache of one prompt and P rows that have just filled their slots, so that slot c has
+      token c of the row.
     lengths_P: int32, how many tokens each new prompt has, including the shared ones.
   """
 
-  def whole(shared: jax.Array, own: jax.Array) -> jax.Array:
-    own = with_axes(own, cache.axes)
-    own_LKPCE = (own if own.ndim == 6 else own[None])[:, 0]
-    own_LPKCE = own_LKPCE.transpose(0, 2, 1, 3, 4)
-    shape = (*own_LPKCE.shape[:3], *shared.shape[-2:])
-    return jnp.concatenate([jnp.broadcast_to(shared, shape), own_LPKCE], axis=-2)
+  def joined(shared: jax.Array, of_rows: jax.Array) -> jax.Array:
+    """Appends the rows' slots to those of the shared prompt, [L, 1, K, S, E], in each row."""
+    of_rows = with_axes(of_rows, cache.axes)
+    rows_LKPCE = (of_rows if of_rows.ndim == 6 else of_rows[None])[:, 0]
+    rows_LPKCE = rows_LKPCE.transpose(0, 2, 1, 3, 4)
+    shape = (*rows_LPKCE.shape[:3], *shared.shape[-2:])
+    return jnp.concatenate([jnp.broadcast_to(shared, shape), rows_LPKCE], axis=-2)
 
   prefix = cache.prefix
-  keys, values = jax.tree.map(whole, (prefix.keys, prefix.values), (cache.keys, cache.values))
+  keys, values = jax.tree.map(joined, (prefix.keys, prefix.values), (cache.keys, cache.values))
   states = jax.tree.map(lambda x: x[:, 0], cache.states)
   return Prefix(keys, values, lengths_P, states, prefix.slots + cache.slots)
 
@@ -319,21 +323,22 @@ def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: 
   rows_N, (P, G) = rows_PG.reshape(-1), rows_PG.shape
   axes = _axes(config, P, G, "K" in cache.axes)
 
-  def own(stack: jax.Array) -> jax.Array:
+  def taken(stack: jax.Array) -> jax.Array:
+    # P and G become neighbours, and then one axis, whose indices are the numbers of rows.
     *L, _, K, _, C, E = (whole := with_axes(stack, cache.axes)).shape
     x = jnp.moveaxis(whole, -3, -4).reshape(*L, -1, K, C, E)
     x = jnp.take(x, rows_N, axis=len(L)).reshape(*L, P, G, K, C, E)
     return without_axes(jnp.moveaxis(x, -4, -3), axes)
 
-  keys, values = jax.tree.map(own, (cache.keys, cache.values))
+  keys, values = jax.tree.map(taken, (cache.keys, cache.values))
   lengths_PG = cache.lengths_PG.reshape(-1)[rows_PG]
   prefix = take_prompts(cache.prefix, prompts_P)
 
-  def taken(state: jax.Array) -> jax.Array:
+  def taken_state(state: jax.Array) -> jax.Array:
     L, _, _, *rest = state.shape
     return jnp.take(state.reshape(L, -1, *rest), rows_PG, axis=1)
 
-  states = jax.tree.map(taken, cache.states)
+  states = jax.tree.map(taken_state, cache.states)
   return cache.replace(
     keys=keys, values=values, lengths_PG=lengths_PG, prefix=prefix, states=states, axes=axes
   )
@@ -347,14 +352,14 @@ def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
   """
   P, G = by_PG.shape
 
-  def own(stack: jax.Array) -> jax.Array:
+  def rolled(stack: jax.Array) -> jax.Array:
     whole = with_axes(stack, cache.axes)
     C = whole.shape[-2]
     from_PGC = (jnp.arange(C) - by_PG[..., None]) % C
     index = from_PGC.reshape(*[1] * (whole.ndim - 5), P, 1, G, C, 1)
     return without_axes(jnp.take_along_axis(whole, index, axis=-2), cache.axes)
 
-  keys, values = jax.tree.map(own, (cache.keys, cache.values))
+  keys, values = jax.tree.map(rolled, (cache.keys, cache.values))
   return cache.replace(keys=keys, values=values)
 
 

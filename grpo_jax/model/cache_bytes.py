@@ -43,7 +43,7 @@ def cache_bytes(
       place += share * of_prompt * size * item
       # A byte for each number, and a scale of four bytes for a vector.
       row += share * own_slots * (size + 4 if config.cache_dtype else size * item)
-    for heads, state in kept.of_row:
+    for heads, state in kept.of_row:  # a row starts as a copy of its prompt's state
       place += _share(config, heads) * state
       row += _share(config, heads) * state
   return CacheBytes(place, row)

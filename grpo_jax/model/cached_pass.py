@@ -33,13 +33,14 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     v_BTKE: jax.Array | None,
     sinks_H: jax.Array | None = None,
   ) -> tuple[jax.Array, KeysAndValues | None]:
+    """A `seen.Attend`. Without keys and values, the layer borrows those of another layer."""
     (B, T, H, E), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
-    K, _, C, _ = with_axes(jax.tree.leaves(memory.stack)[0], cache.axes).shape[-4:]
+    K, _, C, _ = with_axes(jax.tree.leaves(memory.stack)[0], cache.axes).shape[-4:]  # of keys
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
 
     def put(stack: jax.Array, new: jax.Array) -> jax.Array:
       """Writes the T new tokens of this layer into the slots that follow the last written one."""
-      layer = [memory.place][: stack.ndim - new.ndim]
+      layer = [memory.place][: stack.ndim - new.ndim]  # empty if the stack has no axis L
       new = new.reshape((1,) * len(layer) + new.shape)
       start = [*layer, *[0] * len(cache.axes), cache.time % C, 0]
       return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config, cache.axes)
@@ -47,7 +48,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     def by_kernel(q_PKGRTE: jax.Array, own: KeysAndValues, prefix_mask: Any) -> jax.Array:
       """Attention [P, K, G, R, E] by the decoding kernel, for T = 1."""
       whole = jax.tree.map(lambda x: with_axes(x, cache.axes), own)
-      whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)
+      whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)  # with the axis L
       decode, visible_PG = _kernel(), cache.lengths_PG + 1
       # A row sees its own tokens, the new one included, as far back as the window reaches.
       visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
@@ -56,27 +57,29 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       return decode.attention(config, q_PKGRTE[..., 0, :], tokens, prefix, mask, sinks_H)
 
     def write(stack: Any, new_BTKE: jax.Array) -> Any:
+      """Writes new keys or values in the form of the stack: an array, or the two of an `Int8`."""
       new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
       new = without_axes(new, cache.axes)
       new = as_int8(new) if isinstance(stack, Int8) else new.astype(stack.dtype)
       return jax.tree.map(put, stack, new)
 
-    def read(stack: jax.Array) -> jax.Array:
+    def of_layer(stack: jax.Array) -> jax.Array:
       if stack.ndim == len(cache.axes) + 2:  # a stack of one layer has no axis L
         return stack
       return jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
 
-    stacks_of_own, written = memory.stack, None
+    stacks_of_own, written = memory.stack, None  # for a layer that borrows
     if k_BTKE is not None:
       values = None if v_BTKE is None else write(memory.stack[1], v_BTKE)
       stacks_of_own = written = write(memory.stack[0], k_BTKE), values
     prefix = _both(memory.prefix) if cache.prefix is not None else None
     prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window) if prefix else None
+    # The kernel computes one new token of each row, and reads whole blocks of slots.
     if T == 1 and decode_choice.fits(config) and C % decode_choice.SLOTS == 0:
       out = by_kernel(q_PKGRTE, _both(stacks_of_own), prefix_mask)
       return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), written
     mask = _own_mask(cache, T, C, window)
-    keys, values = jax.tree.map(read, _both(stacks_of_own))
+    keys, values = jax.tree.map(of_layer, _both(stacks_of_own))
     own, scoring = Own(keys, values, cache.axes.lower()), Scoring(config.attention_cap, sinks_H)
     out = softmax_attention(q_PKGRTE, own, mask, prefix, prefix_mask, scoring)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), written
@@ -107,17 +110,17 @@ def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) ->
     del empty  # every row has a state in the cache
     T = jax.tree.leaves(inputs_BT)[0].shape[1]
 
-    def read(stack: jax.Array) -> jax.Array:
+    def state_of_rows(stack: jax.Array) -> jax.Array:
       layer = jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
       return layer.reshape(P * G, *layer.shape[2:])
 
-    def write(stack: jax.Array, new_B: jax.Array) -> jax.Array:
+    def with_states(stack: jax.Array, new_B: jax.Array) -> jax.Array:
       layer = new_B.reshape(P, G, *new_B.shape[1:]).astype(stack.dtype)
       return jax.lax.dynamic_update_index_in_dim(stack, layer, memory.place, 0)
 
     is_token_BT = jnp.arange(T) < lengths_B[:, None]
-    out, state_B = scan(weights, inputs_BT, jax.tree.map(read, memory.stack), is_token_BT)
-    return out, jax.tree.map(write, memory.stack, state_B)
+    out, state_B = scan(weights, inputs_BT, jax.tree.map(state_of_rows, memory.stack), is_token_BT)
+    return out, jax.tree.map(with_states, memory.stack, state_B)
 
   return recur
 
@@ -136,6 +139,7 @@ def shared_inputs(
   """
 
   def pairs(layers: Cache | Prefix) -> dict[str, KeysAndValues]:
+    """For each stack, its keys and its values, or None where the keys are the values, too."""
     return {name: (keys, layers.values.get(name)) for name, keys in layers.keys.items()}
 
   return Shared(
@@ -162,7 +166,8 @@ def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
 
   Args:
     kept: For each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
-    tokens: T, the tokens of each row, padding included.
+    tokens: T, the tokens of each row. Padding counts as tokens here, so callers of `as_prefix` also
+      give it the lengths.
   """
 
   def ordered(x_LBTKE: jax.Array) -> jax.Array:
@@ -189,11 +194,11 @@ def _own_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Array:
     slots: C.
     window: As in `View`.
   """
-  place_T1 = jnp.arange(tokens)[:, None]
+  number_T1 = jnp.arange(tokens)[:, None]
   # How many tokens ago each slot was written. Slots older than the row's first token are not the
   # row's.
-  age_TC = (cache.time + place_T1 - jnp.arange(slots)) % slots
-  mask = age_TC <= cache.lengths_PG[:, None, :, None, None, None] + place_T1
+  age_TC = (cache.time + number_T1 - jnp.arange(slots)) % slots
+  mask = age_TC <= cache.lengths_PG[:, None, :, None, None, None] + number_T1
   return mask & (age_TC < window) if window else mask
 
 
@@ -202,9 +207,10 @@ def _prefix_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Arra
   slots_S, lengths_P = jnp.arange(slots), cache.prefix.lengths_P[:, None, None, None, None, None]
   mask = slots_S < lengths_P
   if window:
-    place = cache.lengths_PG[:, None, :, None, None, None] + jnp.arange(tokens)[:, None]
-    token = slots_S + jnp.maximum(lengths_P - slots, 0)  # see `within_windows`
-    mask &= lengths_P + place - token < window
+    # The numbers of the new tokens in their rows, and of the prompts' tokens in their prompts.
+    number = cache.lengths_PG[:, None, :, None, None, None] + jnp.arange(tokens)[:, None]
+    number_in_prompt = slots_S + jnp.maximum(lengths_P - slots, 0)  # see `within_windows`
+    mask &= lengths_P + number - number_in_prompt < window
   return mask
 
 

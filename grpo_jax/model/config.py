@@ -352,7 +352,7 @@ class ModelConfig:
     """The kind of the layer of this number: how it mixes tokens, and with which sizes."""
     window = self.windows[layer] if self.windows else 0
     borrows = layer >= self.num_layers - self.borrowing_layers
-    heads = self.num_kv_heads, self.head_dim
+    heads = self.num_kv_heads, self.head_dim  # K and E
     if not window:
       heads = self.global_kv_heads or heads[0], self.global_head_dim or heads[1]
     return LayerKind(

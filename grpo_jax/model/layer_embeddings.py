@@ -42,11 +42,11 @@ class PerLayerInputs(nn.Module):
     table = nn.Embed(c.vocab_size, L * N, name="embed").embedding.astype(c.dtype)
     if c.table is not None:
       table = jax.lax.with_sharding_constraint(table, c.table)
-    own = table[tokens_BT] * jnp.sqrt(N).astype(c.dtype)
+    looked_up = table[tokens_BT] * jnp.sqrt(N).astype(c.dtype)
     projected = Dense(c, (L * N,), name="projection")(x_BTD) * c.embed_dim**-0.5
     norm = RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="norm")
     shape = *tokens_BT.shape, L, N
-    inputs_BTLN = (norm(projected.reshape(shape)) + own.reshape(shape)) * 2**-0.5
+    inputs_BTLN = (norm(projected.reshape(shape)) + looked_up.reshape(shape)) * 2**-0.5
     return jnp.moveaxis(inputs_BTLN, 2, 0)
 
 

@@ -94,7 +94,7 @@ def _matmul_backward(
   """The gradients of x and of the kernel."""
   x, kernel_IO = saved
   dy = jax.lax.optimization_barrier(dy)  # or XLA would fuse transpositions with the code of dy
-  if x.ndim > 2:
+  if x.ndim > 2:  # tokens are split over devices (see `merged`)
     dkernel_IO = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=jnp.float32)
     return _product(on_cpu, dy, kernel_IO.T), dkernel_IO.astype(x.dtype)
   x_is_smaller = x.shape[1] <= dy.shape[1]

@@ -136,7 +136,7 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
 
   inputs, _ = _split_shape(name, leaf.shape)
   tiled = len(inputs) - 1  # the last input axis
-  tile = math.gcd(inputs[tiled], TILE)
+  tile = math.gcd(inputs[tiled], TILE)  # it must divide the axis
   other_axes = [axis for axis in range(leaf.ndim) if axis != tiled]
   return qwix.quantize(
     leaf, dtype, channelwise_axes=other_axes, tiled_axes={tiled: tile}, scale_dtype=jnp.bfloat16

@@ -69,6 +69,7 @@ def dynamic(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length:
   """
   E, original = 2 * len(frequencies), scaling.original_positions
   length = max(length, original)
+  # At the original length, the factor of theta is 1.
   theta = theta * (scaling.factor * length / original - (scaling.factor - 1)) ** (E / (E - 2))
   return _frequencies(theta, E)
 
@@ -98,6 +99,7 @@ def yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: in
   if scaling.truncate:
     first, last = math.floor(first), math.ceil(last)
   first, last = max(first, 0), min(last, E - 1)
+  # The share that is divided. The bound of 0.001 keeps the slope finite if the range is empty.
   divided = np.clip((np.arange(len(frequencies)) - first) / max(last - first, 0.001), 0, 1)
   return frequencies * (1 - divided + divided / scaling.factor)
 

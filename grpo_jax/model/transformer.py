@@ -61,6 +61,7 @@ class _Parts(nn.Module):
     groups = Groups(jnp.ones(1, jnp.int32), prompt_slots=1)
     attend, recur = in_groups(c, groups), recur_in_groups(c, groups)(None)
     per_layer_L11N = self.per_layer(token_11, x_11D) if c.per_layer_dim else None
+    # Parameters depend on shapes alone, so any angles and any window will do.
     for number, layer in enumerate(self.layers):
       kind = c.kind(number)
       rotated = c.rotary_dim or kind.head_dim
@@ -132,17 +133,20 @@ def routed_features(
   *,
   visual: Visual | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-  """`features`, and the experts that each token went through.
+  """Computes the results of `features`, and the experts that each token went through.
+
+  The arguments are those of `features`: tokens, positions, earlier tokens, lengths and images.
 
   Returns:
-    The results of `features`, and with `config.keeps_experts` integers [B, T, Y], otherwise None.
+    Final hidden states [B, T, D], the cache with these tokens in it, and the experts of each token,
+    integers [B, T, Y] with `config.keeps_experts`, otherwise None.
   """
   c, (B, T) = config, tokens_BT.shape
   lengths_B = jnp.full(B, T, jnp.int32) if lengths_B is None else lengths_B
   if cache is not None:
     _refuse_pictures(c, visual)
-    # Some scalings depend on the longest text. With that of the longest possible text, passes with
-    # and without a cache agree.
+    # Some scalings depend on the longest text. `length` makes all passes agree. Here T does not say
+    # how long texts are, because the cache has earlier tokens.
     angles = _angles(c, vision.positions(visual, positions_BT), c.length or c.max_positions)
     shared = cached_pass.shared_inputs(c, cache, lengths_B, *angles)
     out = _hidden(params, c, tokens_BT, shared, visual=visual)
@@ -192,9 +196,10 @@ def group_features(
   """
   c, routes = config, routes or Routes()
   longest = c.length or groups.prompt_slots + groups.slots
+  # A picture may take fewer positions than tokens. Then completions do not begin at `lengths_P`.
   next_P = groups.lengths_P if visual is None else visual.next_P
   positions = vision.positions(visual, groups.positions_from(next_P))
-  if c.context > 1:
+  if c.context > 1:  # each device computes the angles of its own tokens
     positions = constrain(positions, c.rows)
   angles = _angles(c, positions, longest)
   attend = in_groups(c, groups, vision.pictures(c, visual, groups.prompt_slots))
@@ -257,7 +262,7 @@ def _angles(
   if positions_BT.ndim == 3:
     return _angles_of_axes(config, positions_BT, longest)
   c = config
-  from_table = bool(c.length)
+  from_table = bool(c.length)  # a table has a row for each position, so it needs a bound
   rotated = c.rotary_dim or c.head_dim
   of_global = c.global_head_dim or rotated
   rope = rope_lib.angles(positions_BT, of_global, c.rope_theta, c.rope_scaling, longest, from_table)

@@ -37,7 +37,7 @@ class TowerParts(nn.Module):
     `encode` combines the modules to a pass.
     """
     v = self.config.vision
-    side = v.merge
+    side = v.merge  # that of the smallest picture, one visual token
     places_1N2 = jnp.asarray(np.stack(np.indices((side, side)), -1).reshape(1, -1, 2))
     patches_1NC = jnp.zeros((*places_1N2.shape[:2], int(np.prod(v.patch))), self.config.dtype)
     x_1NW = self.embed(patches_1NC, places_1N2)
@@ -68,6 +68,7 @@ def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") ->
   levels = _levels(tower, config, patches_BNC, places_BN2, remat)
   M = levels[0].shape[1]
   features_PKND = jnp.stack([level_BMD.reshape(P, I * M, -1) for level_BMD in levels], 1)
+  # A token's picture, and the number of its visual token among the M of this picture.
   picture_PS, number_PS = images.seen_PS2[..., 0], images.seen_PS2[..., 1]
   return Visual(
     features_PKND=features_PKND,
@@ -90,6 +91,7 @@ def _levels(
   x_BNW = parts.embed(patches_BNC, places_BN2)
   apply_layer = _layer(config, places_BN2, remat)
   is_full_L = np.array([not v.window or i in v.full_layers for i in range(v.num_layers)])
+  # The loop over layers stops after each layer whose output becomes a further level.
   ends = sorted({0, v.num_layers, *(layer + 1 for layer in v.level_layers)})
   levels: list[jax.Array] = []
   for first, end in itertools.pairwise(ends):
@@ -132,9 +134,9 @@ def _rotation(config: ModelConfig, places_BN2: jax.Array) -> Rotation | None:
 def put(x_BTD: jax.Array, visual: Visual) -> jax.Array:
   """Replaces the embeddings of image tokens by the visual tokens of level 0."""
   S = visual.seen_PS.shape[1]
-  own_BSD = at_tokens(visual, 0).astype(x_BTD.dtype)
+  visual_BSD = at_tokens(visual, 0).astype(x_BTD.dtype)
   is_seen_BS1 = visual.is_seen_PS[..., None]
-  return jnp.concatenate([jnp.where(is_seen_BS1, own_BSD, x_BTD[:, :S]), x_BTD[:, S:]], 1)
+  return jnp.concatenate([jnp.where(is_seen_BS1, visual_BSD, x_BTD[:, :S]), x_BTD[:, S:]], 1)
 
 
 def as_padding(tokens_BT: jax.Array, visual: Visual, pad_id: int) -> jax.Array:
@@ -147,8 +149,8 @@ def as_padding(tokens_BT: jax.Array, visual: Visual, pad_id: int) -> jax.Array:
 def at_tokens(visual: Visual, level: int) -> jax.Array:
   """[P, S, D]: the visual token of this level that replaces each token of a prompt, or 0."""
   index_PS1 = jnp.maximum(visual.seen_PS, 0)[..., None]  # text reads number 0, masked below
-  own_PSD = jnp.take_along_axis(visual.features_PKND[:, level], index_PS1, axis=1)
-  return jnp.where(visual.is_seen_PS[..., None], own_PSD, 0)
+  visual_PSD = jnp.take_along_axis(visual.features_PKND[:, level], index_PS1, axis=1)
+  return jnp.where(visual.is_seen_PS[..., None], visual_PSD, 0)
 
 
 def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:

@@ -46,8 +46,8 @@ class Hosts:
     Args:
       mesh: The devices that learn.
       sampler_shards: The number of shards into which the sampler's meshes split rows.
-      is_apart: Whether these meshes consist of devices that only sample. If `sampler_shards` is 1,
-        it is ignored.
+      is_apart: Whether these meshes consist of devices that only sample. Ignored if
+        `sampler_shards` is 1, because then no other process has such devices.
     """
     self.mesh, self._sampler_shards = mesh, sampler_shards
     self.learner_row_shards = math.prod(mesh.shape[axis] for axis in ROW_AXES)

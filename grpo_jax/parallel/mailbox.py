@@ -31,6 +31,7 @@ class Mailbox:
       RunFailed: `close` was called while this waited.
     """
     client, here = distributed.global_state.client, jax.process_index()
+    # Even if `mine` is empty, one piece is sent, because it says how many there are.
     pieces = [mine[i : i + _PIECE] for i in range(0, len(mine), _PIECE)] or [b""]
     for number, piece in enumerate(pieces):
       key = self._key(self._round, here, number)
@@ -38,7 +39,8 @@ class Mailbox:
     found = [
       mine if process == here else self._of(process) for process in range(jax.process_count())
     ]
-    # A process that began this round has read all messages of the round before.
+    # Now all processes have begun this round, so they have read the pieces of the round before,
+    # which are below this key.
     if self._round:
       client.key_value_delete(self._key(self._round - 1, here))
     self._round += 1

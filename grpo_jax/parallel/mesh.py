@@ -22,8 +22,8 @@ def split(config: Mesh, devices: Sequence[jax.Device]) -> tuple[list[jax.Device]
   """Splits the devices of a run into those that learn and those that only sample.
 
   Returns:
-    The devices of all processes that learn, and the last mesh.sampler devices of this process,
-    which only sample.
+    The devices that learn, in all processes, and those of this process that only sample: its last
+    mesh.sampler devices.
 
   Raises:
     ConfigError: A process would have no device left to learn.
@@ -41,6 +41,7 @@ def split(config: Mesh, devices: Sequence[jax.Device]) -> tuple[list[jax.Device]
       " one must learn"
     )
   learn = [device for own in by_process.values() for device in own[: -config.sampler]]
+  # If programs are only compiled for `devices`, this process may have none of them.
   local = by_process.get(jax.process_index(), next(iter(by_process.values())))
   return learn, local[-config.sampler :]
 
@@ -77,13 +78,13 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
   Raises:
     ConfigError: `tensor` is not such a multiple, or does not divide the devices.
   """
-  own, experts = mesh.shape["tensor"], mesh.shape["expert"]
-  if tensor % own or mesh.size % (experts * tensor):
+  old, experts = mesh.shape["tensor"], mesh.shape["expert"]
+  if tensor % old or mesh.size % (experts * tensor):
     raise ConfigError(
-      f"config key sampling.tensor is {tensor}: it must be a multiple of mesh.tensor = {own}, and"
+      f"config key sampling.tensor is {tensor}: it must be a multiple of mesh.tensor = {old}, and"
       f" divide the {mesh.size // experts} devices that mesh.expert leaves"
     )
-  if mesh.shape["fsdp"] == 1 and tensor == own and CONTEXT not in mesh.shape:
+  if mesh.shape["fsdp"] == 1 and tensor == old and CONTEXT not in mesh.shape:
     return mesh
   devices = mesh.devices.reshape(-1, 1, experts, tensor)
   return jax.sharding.Mesh(devices, AXES, axis_types=_auto(AXES))

@@ -73,14 +73,15 @@ def undivided(params: Any, mesh: Mesh) -> list[str]:
     for dimension, (axis, size) in enumerate(zip(_axes(name, leaf), leaf.shape)):
       if axis is None:
         continue
-      found, what = _weight_axes(mesh, axis, size), f"{name}: dimension {dimension} of {size}"
+      found, text = _weight_axes(mesh, axis, size), f"{name}: dimension {dimension} of {size}"
+      # Both axes should split this dimension, but perhaps only one of them divides it, or none.
       if axis == "fsdp" and mesh.shape.get(CONTEXT, 1) > 1:
         both = mesh.shape[axis] * mesh.shape[CONTEXT]
         alone = f"it is split over {found} alone" if found else "it is whole on each device"
         if size % both:
-          lines.append(f"{what} is not divisible by fsdp x context = {both}: {alone}")
+          lines.append(f"{text} is not divisible by fsdp x context = {both}: {alone}")
       elif found is None:
-        lines.append(f"{what} is not divisible by {axis}={mesh.shape[axis]}")
+        lines.append(f"{text} is not divisible by {axis}={mesh.shape[axis]}")
   return lines
 
 

@@ -41,7 +41,7 @@ class Watch:
       host: A name or address of the first process's machine.
       agree: agree(array) -> the array that the first process passed, on every process.
     """
-    listener, offer = None, np.zeros(2, np.int32)
+    listener, offer = None, np.zeros(2, np.int32)  # (port, secret). Port 0: nobody listens
     if self._index == 0:
       with contextlib.suppress(OSError):
         dual = socket.has_dualstack_ipv6()

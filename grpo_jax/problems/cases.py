@@ -29,12 +29,13 @@ def cases_in(given: Any, name: str, function: str = "") -> tuple[Case, ...]:
   given = json_in(given, name)
   if isinstance(given, Mapping):
     function = given.get("fn_name") or ""
+    # Some data sets name the lists `input` and `output`.
     inputs, outputs = (given.get(key, given.get(key[:-1])) for key in ("inputs", "outputs"))
     if not isinstance(inputs, list) or not isinstance(outputs, list):
       raise Unreadable(f"{name} has no lists inputs and outputs")
     if len(inputs) != len(outputs):
       raise Unreadable(f"{name} has {len(inputs)} inputs and {len(outputs)} outputs")
-    cases = [_case(one, other, function) for one, other in zip(inputs, outputs)]
+    cases = [_case(entry, expected, function) for entry, expected in zip(inputs, outputs)]
   elif isinstance(given, list):
     cases = [_typed_case(one, name, function) for one in given]
   else:
@@ -50,13 +51,15 @@ def _typed_case(case: Any, name: str, function: str) -> Case:
     raise Unreadable(f"{name} has a case without input and output")
   kind = case.get("testtype") or case.get("type")
   metadata = case.get("metadata")
-  named = metadata.get("func_name") if isinstance(metadata, Mapping) else None
-  function = case.get("fn_name") or named or function
+  in_metadata = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+  function = case.get("fn_name") or in_metadata or function
   if kind == "functional":
     if not function:
       raise Unreadable(f"{name} has a case that calls a function, and nothing names it")
+    # LiveCodeBench has an argument as JSON in each line.
     arguments = [json_in(line, name) for line in str(case["input"]).split("\n") if line.strip()]
     return Case(arguments, json_in(case["output"], name), function)
+  # A case without a type is a call if anything names a function.
   is_call = kind == "function_call" or (kind is None and function)
   return _case(case["input"], case["output"], function if is_call else "")
 

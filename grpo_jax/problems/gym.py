@@ -138,7 +138,7 @@ def same_everywhere(seed: int) -> Iterator[None]:
   """
   state, numpy_state = random.getstate(), np.random.get_state()
   random.seed(seed)
-  np.random.seed(seed % 2**32)
+  np.random.seed(seed % 2**32)  # numpy accepts no larger seeds
   try:
     with contextlib.redirect_stdout(sys.stderr):
       yield

@@ -42,19 +42,19 @@ class PytestFile:
 def pytest_file(row: Row) -> PytestFile:
   """Parses the file in the column `test` of a row. Raises Unreadable if it is not Python."""
   text = text_in(row, "test")
-  without = _WithoutSolution()
+  remover = _WithoutSolution()
   try:
-    tree = ast.fix_missing_locations(without.visit(ast.parse(text)))
+    tree = ast.fix_missing_locations(remover.visit(ast.parse(text)))
     code = ast.unparse(tree)
   except (SyntaxError, ValueError, RecursionError) as error:
     raise Unreadable(f"test is not Python ({error!s:.80})") from None
-  found = [alias for alias in without.found if alias.name != "*"]
+  found = [alias for alias in remover.found if alias.name != "*"]
   return PytestFile(
     tree=tree,
     code=code,
     names=tuple(dict.fromkeys(alias.name for alias in found)),
     aliases=frozenset(alias.asname or alias.name for alias in found),
-    imports_all=not found or len(found) < len(without.found),
+    imports_all=not found or len(found) < len(remover.found),
   )
 
 
@@ -82,38 +82,40 @@ def _calls(file: PytestFile) -> list[str]:
   Raises:
     Unreadable: There are no tests.
   """
-  read = {node.id for node in ast.walk(file.tree) if isinstance(node, ast.Name)}
+  used_names = {node.id for node in ast.walk(file.tree) if isinstance(node, ast.Name)}
   classes: dict[str, dict[str, ast.FunctionDef]] = {}  # each class -> its methods by name
-  calls, there_is_none = [], True
+  calls, has_no_tests = [], True
   for node in file.tree.body:
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, str]] = []  # (name of a function or method, code that calls it)
     if isinstance(node, ast.FunctionDef):
       has_arguments = len(node.args.args) > len(node.args.defaults)
-      is_helper = has_arguments and not node.decorator_list and node.name in read
+      is_helper = has_arguments and not node.decorator_list and node.name in used_names
       found = [] if is_helper else [(node.name, f"{node.name}()")]
     elif isinstance(node, ast.ClassDef):
       bases = [classes.get(base.id, {}) for base in node.bases if isinstance(base, ast.Name)]
-      methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
-      for base in reversed(bases):
+      methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+      for base in bases:  # the first base that has a method wins
         methods = base | methods
       classes[node.name] = methods
       found = [(name, _call_of_method(node.name, name, methods)) for name in methods]
     tests = [call for name, call in found if name.startswith("test")]
-    there_is_none = there_is_none and not tests
+    has_no_tests = has_no_tests and not tests
+    # If no single names were imported, any name may be the program's, so all tests count.
     if file.imports_all or _reached(node, file.tree) & file.aliases:
       calls += tests
   if not calls:
     raise Unreadable(
-      f"test has no function test_...{'' if there_is_none else ' that uses solution'}"
+      f"test has no function test_...{'' if has_no_tests else ' that uses solution'}"
     )
   return calls
 
 
-def _call_of_method(owner: str, name: str, methods: Mapping[str, ast.FunctionDef]) -> str:
-  """The code that runs test `name` of class `owner` after the class's setup methods."""
-  lines = [f"_of_test = {owner}()"]
+def _call_of_method(class_name: str, name: str, methods: Mapping[str, ast.FunctionDef]) -> str:
+  """The code that runs test `name` of class `class_name` after the class's setup methods."""
+  lines = [f"_of_test = {class_name}()"]
   for setup in ("setup_class", "setUpClass", "setup_method", "setUp"):
     if setup in methods:
+      # pytest passes the test method to a setup_method that takes one.
       wants_method = setup == "setup_method" and len(methods[setup].args.args) > 1
       lines.append(f"_of_test.{setup}({f'_of_test.{name}' if wants_method else ''})")
   return "\n".join([*lines, f"_of_test.{name}()"])
@@ -121,19 +123,20 @@ def _call_of_method(owner: str, name: str, methods: Mapping[str, ast.FunctionDef
 
 def _reached(node: ast.stmt, tree: ast.Module) -> set[str]:
   """The names that a statement uses, directly or through other definitions in the file."""
-  binds = collections.defaultdict[str, list[ast.stmt]](list)
-  for other in tree.body:
-    if isinstance(other, (ast.FunctionDef, ast.ClassDef)):
-      binds[other.name].append(other)
+  definitions = collections.defaultdict[str, list[ast.stmt]](list)  # name -> what defines it
+  for top in tree.body:
+    if isinstance(top, (ast.FunctionDef, ast.ClassDef)):
+      definitions[top.name].append(top)
       continue
-    for one in ast.walk(other):
-      if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-        binds[one.id].append(other)
-  found, left = set[str](), [node]
-  while left:
-    for one in ast.walk(left.pop()):
-      name = one.id if isinstance(one, ast.Name) else one.arg if isinstance(one, ast.arg) else ""
+    for sub in ast.walk(top):
+      if isinstance(sub, ast.Name) and isinstance(sub.ctx, ast.Store):
+        definitions[sub.id].append(top)
+  found, pending = set[str](), [node]
+  while pending:
+    for sub in ast.walk(pending.pop()):
+      # The name of an argument may be that of a fixture.
+      name = sub.id if isinstance(sub, ast.Name) else sub.arg if isinstance(sub, ast.arg) else ""
       if name and name not in found:
         found.add(name)
-        left += binds[name]
+        pending += definitions[name]
   return found

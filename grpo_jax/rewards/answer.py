@@ -131,7 +131,7 @@ def answer_of(name: str, values: Any, completions: Sequence[str], log: CallLog) 
     # Iterating over these types does not give one score per completion in order.
     if isinstance(values, (str, bytes, Mapping, Set)):
       raise TypeError
-    values = list(values)
+    values = list(values)  # its length is checked below
     steps = [_as_steps(value, text) for value, text in zip(values, completions)]
   except Exception:
     raise ContractError(
@@ -198,6 +198,7 @@ def scores_of(answers: Mapping[str, Answer], weights: Sequence[float]) -> dict[s
     name: np.array([_mean_reward(steps) for steps in answer.steps], np.float32)
     for name, answer in answers.items()
   }
+  # A missing score, NaN, adds nothing to the sum.
   sums_N = np.asarray(weights) @ np.nan_to_num(np.array([*scores.values()], np.float64))
   largest = np.abs(sums_N).max(initial=0)
   if largest > LARGEST:

@@ -149,7 +149,7 @@ def _first_of_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
     try:
       os.setpgid(0, 0)
       for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # instead of a handler of the run
       act(lambda one: _tell(writing, one))
     finally:
       os._exit(0)
@@ -159,7 +159,8 @@ def _first_of_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
     return os.read(reading, 1) if is_there else b""
   finally:
     os.close(reading)
-    for kill in (os.killpg, os.kill):  # the group also has the processes that the function started
+    # The group also has the processes that the function started, but may not exist yet.
+    for kill in (os.killpg, os.kill):
       with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(process, signal.SIGKILL)
     os.waitpid(process, 0)

@@ -79,9 +79,10 @@ def call_in_parts(
     return call_here(function, name, columns, step)
   except RewardError as error:
     part_size = group_size if count > group_size else 1
-    if isinstance(error.__cause__, ConfigError):
+    if isinstance(error.__cause__, ConfigError):  # no call of the function would succeed
       raise
     is_smallest = count <= 1 or (part_size == 1 and has_mark(function, "whole_groups"))
+    # A function that breaks the contract would do so with fewer completions, too.
     if isinstance(error, ContractError) or is_smallest:
       return no_answer(count, "error", str(error))
   parts = [range(start, min(start + part_size, count)) for start in range(0, count, part_size)]
@@ -203,7 +204,7 @@ def check_arguments(
   except (TypeError, ValueError):  # some functions that are written in C have none
     return
   taken = taken_by(function, dict.fromkeys(names))
-  try:
+  try:  # `bind` fails for a name that the function does not take, unless it is optional
     signature.bind(**{name: None for name in names if name in taken or name not in optional})
   except TypeError as error:
     raise ConfigError(

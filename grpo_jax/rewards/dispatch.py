@@ -97,15 +97,16 @@ class Caller:
     if known or not conversation.is_asked(function):
       return ""
     with doing(f"calling reward function {name_of(function)} for the first time"):
-      answers = (self._asked(function, columns) for columns in trials)
-      problem, found = "", False
-      while not found and (answer := next(answers, None)):
-        found = any(reward > 0 for steps in answer.steps for _, reward in steps)
+      answers = (self._asked(function, columns) for columns in trials)  # made one by one
+      problem, has_read = "", False
+      while not has_read and (answer := next(answers, None)):
+        # `_asked` gives a reward of 1 if the function reads messages.
+        has_read = any(reward > 0 for steps in answer.steps for _, reward in steps)
         problem = answer.failures[0].text if answer.failures else problem
         if any(one.kind in ("timeout", "crash") for one in answer.failures):
           break
-    self._conversational.append((function, found))
-    return "" if found else problem
+    self._conversational.append((function, has_read))
+    return "" if has_read else problem
 
   def reads_messages(self, function: Reward) -> bool:
     """Whether a function gets messages, rather than texts, if the prompts are conversations."""
@@ -163,7 +164,7 @@ class Caller:
       first = place * len(groups)
       return joined(count, zip(groups, answers[first : first + len(groups)]))
 
-    def of_this_process(function: Reward) -> Answer:
+    def of_this_process(function: Reward) -> Answer:  # workers call `voting` themselves
       called = voting(function, group_size) if votes else function
       return self._call_here(called, self._columns_of(function, columns), step, group_size)
 
@@ -290,6 +291,7 @@ def start_for_tasks(
     votes: As for `Caller.start`.
   """
   start = functools.partial(caller.start, step=step, group_size=group_size, votes=votes)
+  # Functions for all tasks are started together, so that their calls are one job of the pool.
   for_all_tasks = [function for function, entry in functions if not tasks_in(entry)]
   answers_for_all = iter(start(for_all_tasks, columns))
   found = []

@@ -105,7 +105,7 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   plain_name, given = calls.parse(name, key)
   if plain_name in REWARDS:
     return options.bind(REWARDS[plain_name], plain_name, given, key)
-  if plain_name != name:
+  if plain_name != name:  # with parameters
     return options.bind(resolve(plain_name, key, is_model), plain_name, given, key)
   if is_model(name):
     raise ConfigError(f"{key}: {name!r} is a model, which only reward.functions may name")
@@ -128,12 +128,12 @@ def named(name: str, key: str, choices: str) -> Any:
   Raises:
     ConfigError: There is no such function, or it is not callable.
   """
-  file, _, attribute = name.rpartition(":")
-  if not file.endswith(".py") and all(part.isidentifier() for part in file.split(".")):
-    return _function_of(import_module(file, key), attribute, name, key)
-  if not file.endswith(".py"):
+  location, _, attribute = name.rpartition(":")
+  if not location.endswith(".py") and all(part.isidentifier() for part in location.split(".")):
+    return _function_of(import_module(location, key), attribute, name, key)
+  if not location.endswith(".py"):
     raise ConfigError(f"{key}: {name!r} is unknown: {choices}")
-  path = pathlib.Path(file).expanduser()
+  path = pathlib.Path(location).expanduser()
   if not path.is_file():
     raise ConfigError(f"{key}: {name!r}: there is no file {path}")
   return _function_of(load_module(path.resolve(), key), attribute, name, key)
@@ -157,7 +157,7 @@ def resolve_all(
   functions = []
   for name in names:
     plain_name, _ = calls.split(name)
-    if plain_name == name not in REWARDS and is_model(name):
+    if plain_name == name not in REWARDS and is_model(name):  # a model takes no parameters
       functions.append(load_model(name))
     else:
       functions.append(resolve(name, "reward.functions", is_model))

@@ -57,7 +57,7 @@ def bind(
   """
   given, where = dict(options), f"{key}: {name}"
   is_ours = getattr(function, "__module__", "").startswith("grpo_jax.rewards.")
-  new_name = given.pop("name", "")
+  new_name = given.pop("name", "")  # a parameter that every function has
   if not isinstance(new_name, str) or (new_name and not re.fullmatch(r"[\w.-]+", new_name)):
     raise ConfigError(f"{where}(name={shown(new_name)}): name must be letters, digits and _.-")
   parameters = _parameters(function, is_ours)
@@ -133,10 +133,11 @@ def _problem(value: Any, parameter: inspect.Parameter) -> str:
   if typing.get_origin(kind) is typing.Annotated:
     kind, *metadata = typing.get_args(kind)
   kind = typing.get_origin(kind) or kind
-  if kind not in _KINDS:
+  if kind not in _KINDS:  # an annotation such as Any, or none
     kind = type(parameter.default)
   fits = type(value) is kind or (kind is float and type(value) is int)
   fits = fits or (kind in (list, tuple) and type(value) in (list, tuple))
+  # The default may be of another type, such as None.
   if kind in _KINDS and not fits and value is not parameter.default:
     return f"must be {_KINDS[kind]}"
   ranges = [interval for interval in metadata if isinstance(interval, Range)]

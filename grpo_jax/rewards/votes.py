@@ -41,7 +41,7 @@ def voting(function: Callable[..., Any], group_size: int = 0) -> Callable[..., A
       raise ValueError(f"answer_of must return a list of {count} answers")
     same = getattr(function, "same_answer", None)
     scores: list[int | None] = []
-    for start in range(0, count, group_size or max(1, count)):
+    for start in range(0, count, group_size or max(1, count)):  # the step of a range is not 0
       group = answers[start : start + (group_size or count)]
       scores += [None if one is None else start + one for one in _first_equals(group, same)]
     return scores

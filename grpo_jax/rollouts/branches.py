@@ -79,7 +79,7 @@ def branches_of(traces: Sequence[Trace], count: int) -> tuple[list[Branch], int]
     return sum(call >= 0 and call not in learned for call in path.calls)
 
   first = tuple(traces[0].prompt) if traces else ()
-  choices = [path for path in paths if path.tokens[: len(first)] == first]
+  choices = [path for path in paths if path.tokens[: len(first)] == first]  # for the first branch
   while paths and len(found) < count:
     best = max(choices, key=new_tokens)
     if not new_tokens(best):
@@ -138,7 +138,7 @@ def as_completions(
     sampled_PGT=np.zeros((*shape, T), bool),
     logprobs_PGT=np.zeros((*shape, T), np.float32),
     behavior_logprobs_PGT=np.zeros((*shape, T), np.float32),
-    stopped_by_PG=np.full(shape, -1, np.int32),
+    stopped_by_PG=np.full(shape, -1, np.int32),  # -1: a limit cut the row off
   )
   for index, row in rows.items():
     length = len(row.tokens)

@@ -89,12 +89,13 @@ class Completer:
       on_ended: Called repeatedly with the number of completions that have ended.
     """
     left = len(prompts.prompt_lengths_P)
+    # The weights do not change, so their version is always 0.
     player = self.player(lambda: (params, 0), min(self._at_once or left, left))
     player.submit([Opened(p, prompts, p, key, p, temperature) for p in range(left)])
     while left:
-      some = player.advance()
+      groups = player.advance()
       on_ended(player.ended)
-      for played in some:
+      for played in groups:
         left -= len(played.numbers)
         yield played
 
@@ -147,7 +148,7 @@ def make_rollout(
     remote: Makes a sampler in other processes. None samples in this one.
   """
   sampling, decode = run.config.sampling, run.tokenizer.decode
-  if talkers is not None and not isinstance(talkers, Talkers):
+  if talkers is not None and not isinstance(talkers, Talkers):  # a harness
     return whole_batches(talkers.rollout(group_size, greedy), decode)
   end = end_at(sampling.stop, decode) if sampling.stop else None
 
@@ -163,7 +164,7 @@ def make_rollout(
 
   def prompts_of(batch: PromptBatch) -> Prompts:
     images = images_of(batch)
-    if remote is not None:
+    if remote is not None:  # `sampler` is only set if this process samples
       return Prompts(batch.prompts_PS, batch.prompt_lengths_P, images=images)
     return sampler.prompts(batch.prompts_PS, batch.prompt_lengths_P, images)
 
@@ -171,7 +172,7 @@ def make_rollout(
     if remote is not None:
       draws = remote(feed, group_size, keeps_experts)
     else:
-      options = dict(keeps_versions=changes, in_order=changes)
+      options = dict(keeps_versions=changes, in_order=changes)  # `changes`: an endless stream
       draws = sampler.stream(feed, prompts, group_size, end, **options)
     shared = group_size, decode, run.hosts
     return PolicyPlayer(draws, prompts_of, settings_at, *shared, talkers=talkers)

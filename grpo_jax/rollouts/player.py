@@ -184,6 +184,7 @@ class BatchPlayer:
     batch = [group for group in self._waiting if group.prompts is first.prompts]
     assert [group.place for group in batch] == [*range(len(first.prompts.prompt_lengths_P))]
     self._waiting = self._waiting[len(batch) :]
+    # A step's batches share a key. 2**30 keeps theirs apart from those of rows, fold_in(key, row).
     key = first.key if first.row == 0 else jax.random.fold_in(first.key, 2**30 + first.row)
     rollouts = self._complete(self._feed()[0], first.prompts, key, first.temperature)
     self.ended += rollouts.completions.lengths_PG.size

@@ -170,13 +170,13 @@ class Talk:
       None if the row has ended.
     """
     # A question older than `seconds` is not waited for, so that it does not delay other rows.
-    left = {at: one.since + seconds - time.monotonic() for at, one in self._questions.items()}
-    young = [self._questions[at].outcomes for at in left if left[at] > 0]
-    wait_for_all(young, max(left.values(), default=0.0))
+    time_left = {at: one.since + seconds - time.monotonic() for at, one in self._questions.items()}
+    young = [self._questions[at].outcomes for at in time_left if time_left[at] > 0]
+    wait_for_all(young, max(time_left.values(), default=0.0))
     if until_one:
       wait_for_one([one.outcomes for one in self._questions.values()])
     hosts = self._talkers.hosts
-    lines = hosts.on_each(lambda: [json.dumps(one) for one in self._take_answers()])
+    lines = hosts.on_each(lambda: [json.dumps(answer) for answer in self._take_answers()])
     found: list[tuple[int, int, list[int] | None]] = []
     for number, member, new_turns, ids in map(json.loads, hosts.join_lines(lines)):
       before = self._conversations.get((number, member), Conversation())
@@ -193,7 +193,7 @@ class Talk:
         found_PG[p, member] = self._conversations.pop((number, member))
         self._states.pop((number, member), None)
       del self._prompts[number]
-    if not self._prompts:
+    if not self._prompts:  # no group is in flight, so no later call reports errors of closing
       self._end_all(self._closing)
     return found_PG
 
@@ -211,12 +211,13 @@ class Talk:
     """Returns (group, member, the new turns, the reply's tokens or None) for each ready answer."""
     found, ended = [], []
     for at in [at for at, one in self._questions.items() if one.outcomes.is_ready]:
-      question = self._questions.pop(at)
+      question = self._questions.pop(at)  # `at` is (group, member)
       asked = question.asked
       answer = self._answer(asked, question.outcomes.result())
       news, ids = self._turns_and_reply(asked, answer)
       if ids is None and asked.methods is not None and not (answer.has_ended or answer.problem):
-        # The methods' answers do not fit, so the row ends. Ask the environment for its reward.
+        # The methods' answers do not fit, so the row ends. Ask the environment for its reward. The
+        # answer to this request has no messages, so the row ends when it comes.
         asked = asked._replace(
           requests=[self._request_of_methods(asked.row, [], True)], is_last=True
         )
@@ -226,6 +227,7 @@ class Talk:
       found.append((*at, news, ids))
       if ids is None:
         ended.append(self._key(*at))
+    # A row may end at a limit, before its environment is done. Then a worker may still have it.
     self._closing.append(self._talkers.runner.close(ended))
     self._end_all([one for one in self._closing if one.is_ready])
     return found
@@ -249,6 +251,8 @@ class Talk:
     content, calls = self._calls(tokens, self._schemas(example), conversation.calls)
     task = str(example.get("task", ""))
     methods = self._talkers.environments.parts.methods_of_task(task)
+    # An environment with methods also gets turns without calls: such a turn is the last, and the
+    # environment returns its reward.
     if calls or methods is not None:
       valid: list[Request] = [
         {"tool": call.name, "arguments": call.arguments}
@@ -261,14 +265,14 @@ class Talk:
         requests.append(self._request_of_methods(row, to_methods, is_last or not calls))
       return _Asked(row, text, content if calls else text, calls, requests, is_last, methods)
     is_first = index not in self._states
-    if self._talkers.environments.parts.of_task(task) is None:
+    if self._talkers.environments.parts.of_task(task) is None:  # nothing answers: the row ends
       return _Asked(row, text, text, [], [], is_last)
     request = {
       "task": task,
-      "example": example if is_first else None,
+      "example": example if is_first else None,  # later, the environment has it
       "is_first": is_first,
       "state": self._states.pop(index, ""),
-      "key": self._key(*index),
+      "key": self._key(*index),  # names the conversation in its worker
       "message": {"role": POLICY, "content": text},
       "is_last": is_last,
     }
@@ -286,10 +290,10 @@ class Talk:
     is_first = index not in self._states
     return {
       "task": str(example.get("task", "")),
-      "example": example if is_first else None,
+      "example": example if is_first else None,  # later, the environment has it
       "is_first": is_first,
       "state": self._states.pop(index, ""),
-      "key": self._key(*index),
+      "key": self._key(*index),  # names the conversation in its worker
       "calls": calls,
       "is_last": is_last,
     }
@@ -310,7 +314,7 @@ class Talk:
 
     Args:
       tokens: The tokens of the turn.
-      schemas: The schemas of the tools that the policy may call.
+      schemas: The schemas of the tools that the policy may call. If empty, returns ("", []).
       before: How many calls the completion had before this turn.
     """
     calls: list[_Called] = []
@@ -328,56 +332,57 @@ class Talk:
       content = content.replace(mark, "")
     return content, calls + [_Called("unknown", problem, "", {}) for problem in parsed.malformed]
 
-  def _answer(self, one: _Asked, outcomes: Sequence[Outcome]) -> _Answer:
+  def _answer(self, asked: _Asked, outcomes: Sequence[Outcome]) -> _Answer:
     """Builds the answer to a turn from the outcomes of its requests."""
-    if one.methods is not None:
-      return self._answer_of_methods(one, one.methods, outcomes)
-    if one.calls and one.is_last:
+    if asked.methods is not None:
+      return self._answer_of_methods(asked, asked.methods, outcomes)
+    if asked.calls and asked.is_last:  # the calls were not executed
       return _Answer([])
-    if one.calls and (gone := _first_without_server(outcomes)):
+    if asked.calls and (gone := _first_without_server(outcomes)):
       problem, kind = self._problem_of(gone)
       return _Answer([], problem=problem, kind=kind)
-    if one.calls:
-      return _answer_of_tools(one.calls, iter(outcomes))
-    if not outcomes:
+    if asked.calls:
+      return _answer_of_tools(asked.calls, iter(outcomes))
+    if not outcomes:  # a turn without calls, and the task has no environment
       return _Answer([])
     (outcome,) = outcomes
     problem, kind = self._problem_of(outcome)
     if problem:
       return _Answer([], problem=problem, kind=kind)
-    self._states[one.row.prompt, one.row.member] = outcome["state"]
+    self._states[asked.row.prompt, asked.row.member] = outcome["state"]
     return _Answer([] if outcome["done"] else outcome["messages"], outcome["reward"])
 
   def _answer_of_methods(
-    self, one: _Asked, methods: Collection[str], outcomes: Sequence[Outcome]
+    self, asked: _Asked, methods: Collection[str], outcomes: Sequence[Outcome]
   ) -> _Answer:
     """Builds the answer to a turn, if the environment has methods as tools.
 
     Args:
-      one: The turn with its calls.
+      asked: The turn with its calls.
       methods: The names of the methods.
       outcomes: One for each valid call of another tool, then the environment's for all methods.
     """
-    *of_tools, found = outcomes
+    *of_tools, of_methods = outcomes
     # If the server of a tool is gone, the turn fails, even if the environment has answered.
-    problem, kind = self._problem_of(_first_without_server(of_tools) or found)
+    problem, kind = self._problem_of(_first_without_server(of_tools) or of_methods)
     if problem:
       return _Answer([], problem=problem, kind=kind)
-    if found["done"]:
-      ended = found["environment"]
-      return _Answer([], found["reward"], environment=ended, has_ended=True)
-    self._states[one.row.prompt, one.row.member] = found["state"]
-    tools, contents = iter(of_tools), iter(found["contents"])
+    if of_methods["done"]:
+      pickled = of_methods["environment"]
+      return _Answer([], of_methods["reward"], environment=pickled, has_ended=True)
+    self._states[asked.row.prompt, asked.row.member] = of_methods["state"]
+    # In the order of the calls again, which mix tools and methods.
+    tools, contents = iter(of_tools), iter(of_methods["contents"])
     ordered = [
-      next(contents if call.name in methods else tools) for call in one.calls if not call.problem
+      next(contents if call.name in methods else tools) for call in asked.calls if not call.problem
     ]
-    return _answer_of_tools(one.calls, iter(ordered))
+    return _answer_of_tools(asked.calls, iter(ordered))
 
   def _turns_and_reply(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
     """Returns (the turn and its reply, the reply's token ids). The ids are None if the row ends."""
     row, end = one.row, len(one.row.tokens)
-    start, called = self._conversation(row).tokens, _as_fields(one)
-    turns = [Turn(POLICY, one.text, start, end, answer.reward, called)]
+    start, fields = self._conversation(row).tokens, _as_fields(one)
+    turns = [Turn(POLICY, one.text, start, end, answer.reward, fields)]
     ids: list[int] | None = None
     if answer.messages and not one.is_last:
       ids = self._ids(answer.messages, row)
@@ -388,7 +393,7 @@ class Talk:
       turns += [turn_of(message, end, after) for message in answer.messages]
     calls, failures = len(one.calls), answer.failures
     news = Conversation(tuple(turns), calls, failures, answer.problem, answer.kind)
-    if answer.environment:
+    if answer.environment:  # pickled: its class is named by the task's entry, or that of all tasks
       by_task = names.by_task(self._settings.name)
       task = str(self._example(row.prompt).get("task", ""))
       news = news._replace(environment=(by_task.get(task, by_task.get("")), answer.environment))

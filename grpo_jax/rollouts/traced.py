@@ -58,10 +58,7 @@ class Harness:
     """Makes a function that completes each prompt of a batch `group_size` times."""
 
     def play(
-      params: Any,
-      prompts: PromptBatch,
-      key: jax.Array,
-      temperature: float = 1.0,
+      params: Any, prompts: PromptBatch, key: jax.Array, temperature: float = 1.0
     ) -> Rollouts:
       if prompts.images is not None:
         raise RunFailed(
@@ -93,25 +90,26 @@ class Harness:
     outcomes = self._players([self._request(endpoint, prompts, *at) for at in np.ndindex(shape)])
     played = {}
     for (p, g), outcome in zip(np.ndindex(shape), outcomes, strict=True):
-      traces = endpoint.recorder.take(f"{p}/{g}")
-      found, left_out = branches_of(traces, self._run.config.environment.branches)
-      played[p, g] = _Played(traces, found, outcome, left_out)
+      traces = endpoint.recorder.take(f"{p}/{g}")  # named as in the API key: see `_request`
+      branches_found, left_out = branches_of(traces, self._run.config.environment.branches)
+      played[p, g] = _Played(traces, branches_found, outcome, left_out)
     asked = self._prompts_of_groups(played, prompts)
     rows = {
       at: self._rows_of_rollout(one, int(asked.lengths_P[at[0]])) for at, one in played.items()
     }
     turns_PG = np.empty(shape, object)
-    for at, one in played.items():
+    for at, one in played.items():  # `lost` counts tokens of the policy that no row has
       lost = sum(sum(branch.sampled) for branch in one.branches)
       lost -= sum(sum(row.sampled) for row in rows[at])
       turns_PG[at] = self._conversation(rows[at][0], one)._replace(lost_tokens=lost)
     self._warn(turns_PG, [*played.values()])
     self._warn_of_prompts(turns_PG, played, asked)
     branches = self._branches_as_rows(rows, played, turns_PG)
-    texts_PG = np.vectorize(lambda one: one.last, otypes=[object])
+    texts_of = np.vectorize(lambda one: one.last, otypes=[object])
     return Rollouts(
+      # The first G rows of a prompt are the first branch of each rollout.
       jax.tree.map(lambda x: x[:, :members], branches.completions),
-      texts_PG(turns_PG),
+      texts_of(turns_PG),
       turns_PG,
       branches if self._run.config.environment.branches > 1 else None,
       asked,
@@ -155,12 +153,15 @@ class Harness:
     played: Mapping[tuple[int, int], "_Played"],
     turns_PG: np.ndarray,
   ) -> Branches:
-    """Converts branches to rows: for each group, the first of each rollout, the others, padding."""
+    """Converts branches to rows: for each group, the first of each rollout, the others, padding.
+
+    `found` has the branches without the group's prompt, and `played` the calls, by rollout [p, g].
+    """
     (P, G), config = turns_PG.shape, self._run.config
     B = G * config.environment.branches
     rollout_PB, turns_PB = np.zeros((P, B), np.int32), np.empty((P, B), object)
     rollout_PB[:, :G], turns_PB[:, :G] = np.arange(G), turns_PG
-    rows = {place: branches[0] for place, branches in found.items()}
+    rows = {index: branches[0] for index, branches in found.items()}  # keys [p, b], with b = g
     for p in range(P):
       others = [(g, branch) for g in range(G) for branch in found[p, g][1:]]
       for b, (g, branch) in enumerate(others, start=G):
@@ -182,10 +183,10 @@ class Harness:
     completions = run.config.batch.prompts * run.config.batch.group_size
     # One prefix-cache entry per conversation, but at most 2 * rows, to limit memory.
     rows = min(sampling.rows or _MOST_ROWS, completions)
-    rows, texts = (
+    rows, texts = (  # rounded up to multiples of the mesh's row shards
       -(-size // shape.row_shards) * shape.row_shards for size in (rows, min(completions, 2 * rows))
     )
-    sizes = Sizes(rows=rows, prompt_tokens=longest, waiting=2**20, texts=texts)
+    sizes = Sizes(rows=rows, prompt_tokens=longest, waiting=2**20, texts=texts)  # any number waits
     decoding = dataclasses.replace(decoding, max_tokens=limit)
     engine = Engine(shape, decoding, sizes, params, self._version)
     calls = run.config.environment.calls
@@ -213,11 +214,12 @@ class Harness:
       raise RunFailed(problem)
     turns = list(self._turns(branch, played.traces))
     by_policy = [i for i, turn in enumerate(turns) if turn.role == POLICY]
-    if by_policy:
+    if by_policy:  # it has none if the harness never called the policy
       turns[by_policy[-1]] = turns[by_policy[-1]]._replace(reward=outcome.get("reward"))
     return Conversation(
       turns=tuple(turns),
       calls=sum(len((turn.fields or {}).get("tool_calls", ())) for turn in turns),
+      # A tool that fails answers with such a text: see `acting.callable_tools`.
       failures=sum(turn.role == "tool" and turn.text.startswith("error: ") for turn in turns),
       problem=problem,
       kind=kind,
@@ -278,6 +280,7 @@ class Harness:
     for (p, g), one in played.items():
       shared = int(asked.lengths_P[p])
       for branch in one.branches:
+        # Longer prompts count as S tokens here, because the first warning is about their rest.
         longest = max(longest, branch.asked)
         worst = max(worst, (min(branch.asked, S), shared), key=lambda pair: pair[0] - pair[1])
       lost += turns_PG[p, g].lost_tokens
@@ -353,4 +356,5 @@ def _messages_between(traces: Sequence[Trace], before: int, after: int) -> list[
     answered = len(earlier) + 1
     calls = messages[answered - 1].get("tool_calls") or []
   found = with_names(calls, messages[answered:])
+  # With the role of the policy, a message that the program wrote would count as a policy turn.
   return [] if any(one["role"] == POLICY for one in found) else found

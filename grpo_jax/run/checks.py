@@ -29,7 +29,7 @@ def check_config(config: Config) -> None:
   """
   plugins.load(config.plugins)
   check_ranges(config)
-  config = corrected(config)
+  config = corrected(config)  # the checks must see the correction with which the run computes
   _check_batch(config)
   sampling = config.sampling
   check_algo(
@@ -48,7 +48,7 @@ def check_config(config: Config) -> None:
   sources = [source.name for source in sources_of(mixture_of(config.data))]
   reward = config.reward
   dispatch.check_tasks(reward.tasks, reward.functions, sources, config.eval.function)
-  entries_of(config.eval.tasks)
+  entries_of(config.eval.tasks)  # raises ConfigError for an invalid entry
   environment = config.environment
   if "environment" in reward.functions and not environment.has_messages:
     raise ConfigError(
@@ -83,6 +83,7 @@ def corrected(config: Config) -> Config:
   algo, high = config.algo, config.rollout.engine_correction
   if not config.rollout.engine or algo.has_correction or not high:
     return config
+  # A ratio that all tokens of a row share needs a correction that they share, too.
   level = "geometric" if RATIOS[algo.ratio].shared_by_row else algo.correction_level
   # With several updates of a batch, the correction must use the policy before the first update.
   old = algo.old_logprobs if algo.old_is_policy else "recomputed"
@@ -106,15 +107,16 @@ def _check_guided(config: Config) -> None:
       value,
       "completions with tools or an environment have several turns; leave one of them out",
     )
-  ends = {"min_tokens": 0, "stop": (), "stop_ids": ()}
-  for name, off in ends.items():
+  # Settings that also say when a completion may end, with the values that switch them off.
+  off_values = {"min_tokens": 0, "stop": (), "stop_ids": ()}
+  for name, off in off_values.items():
     _require(
       not sampling.regex or not getattr(sampling, name),
       "sampling.regex",
       sampling.regex,
       f"it says when a completion may end; set sampling.{name}={off}",
     )
-  without_escapes = re.sub(r"(?s)\\.", "_", sampling.regex)
+  without_escapes = re.sub(r"(?s)\\.", "_", sampling.regex)  # an escaped ( opens no group
   _require(
     not re.search(r"\(\?\w*x", without_escapes),
     "sampling.regex",
@@ -160,6 +162,7 @@ def _check_rollout(config: Config) -> None:
   )
   for name, is_off in (
     ("weights", rollout.weights != "newest"),
+    # With an engine, a replay learns from the completions of the file, whatever weights drew them.
     ("replay", not rollout.replay or bool(rollout.engine)),
   ):
     _require(
@@ -197,7 +200,7 @@ def _check_engine(config: Config) -> None:
     ):
       _require(not given, name, given, "it needs rollout.engine='vllm' or 'sglang'")
     return
-  urls = rollout.engine_urls
+  urls = rollout.engine_urls  # a replay asks no server
   _require(urls or rollout.replay, "rollout.engine_urls", urls, "name the servers of the engine")
   for url in urls:
     _require(is_url(url), "rollout.engine_urls", urls, "write each as http://HOST:PORT")
@@ -218,6 +221,7 @@ def _check_engine(config: Config) -> None:
     f"SGLang takes at most {_MOST_STOPS_OF_SGLANG} texts",
   )
   is_rslora = rollout.engine == "sglang" and config.lora.rank > 0 and config.lora.rslora
+  # (key, value, the value that it must have, why).
   refused: tuple[tuple[str, Any, Any, str], ...] = (
     ("rollout.listen", rollout.listen, "", "the engine takes the place of sampler processes"),
     ("mesh.sampler", config.mesh.sampler, 0, "the engine has devices of its own"),
@@ -410,24 +414,26 @@ def _check_sizes(config: Config) -> None:
     f"with warm_start.steps and the updates of a step that makes {steps} updates, of at most"
     f" {LARGEST_INT}",
   )
-  profile, last = config.log.profile, config.warm_start.steps + config.steps
+  profile, last = config.log.profile, config.warm_start.steps + config.steps  # (first, last step)
   _require(
     not profile or profile[1] <= last,
     "log.profile",
     profile,
     f"the run has {last} steps, those of the warm start included",
   )
-  row = config.data.max_prompt_tokens + config.sampling.max_tokens
+  # The tokens of a batch are counted in int32.
+  row_tokens = config.data.max_prompt_tokens + config.sampling.max_tokens
   for key, value, rows in (
     ("batch.prompts", config.batch.prompts, config.batch.prompts * config.batch.group_size),
     ("warm_start.batch", config.warm_start.batch, config.warm_start.batch),
+    # With eval.samples = 0, an evaluation draws only one greedy completion of each prompt.
     ("eval.batch", config.eval.batch, config.eval.batch * max(1, config.eval.samples)),
   ):
     _require(
-      rows * row <= LARGEST_INT,
+      rows * row_tokens <= LARGEST_INT,
       key,
       value,
-      f"that makes a batch of {rows} rows of up to {row} tokens; {LARGEST_INT} tokens fit",
+      f"that makes a batch of {rows} rows of up to {row_tokens} tokens; {LARGEST_INT} tokens fit",
     )
 
 

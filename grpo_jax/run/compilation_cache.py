@@ -46,7 +46,7 @@ def use(folder: str) -> None:
     return
   jax.config.update("jax_compilation_cache_dir", str(path))
   _report_failures_once(path)
-  if folder == AUTO:
+  if folder == AUTO:  # nothing is deleted from a folder that the user names
     bound(path.parent, _MOST_BYTES)
 
 
@@ -69,6 +69,7 @@ def bound(folder: Path, most_bytes: int) -> None:
   for entry in folder.rglob("*-cache"):
     with contextlib.suppress(OSError):  # another process has deleted it
       stat = entry.stat()
+      # A file system may not record reads: then st_atime is older than st_mtime.
       entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, entry))
   excess = sum(size for _, size, _ in entries) - most_bytes
   for _, size, entry in sorted(entries):

@@ -127,7 +127,7 @@ class Programs:
       shape = dataclasses.replace(shape, keeps_experts=keeps_experts)
       decoding = decoding_of(self._config.sampling, shape.stop_ids)
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
-      weights = count(self._parameters.abstract_policy)
+      weights = count(self._parameters.abstract_policy)  # with few, small grids are not worth it
       self._samplers[kind] = Sampler(shape, decoding, weights, self._rows_in_flight, self._guide)
     return self._samplers[kind]
 

@@ -187,6 +187,7 @@ def with_policy(config: Config, room: Room) -> Config:
     return dataclasses.replace(config, learner=dataclasses.replace(learner, remat_policy=policy))
 
   if room.free is not None and room.shape.platform != "cpu":
+    # A micro-batch of 0 is not chosen yet: it may then be as small as one prompt per device.
     prompts = -(-config.batch.micro_batch // room.shape.row_shards) or 1
     if room.needed(keeps(KEEPS_PRODUCTS))(prompts) <= room.free:
       return keeps(KEEPS_PRODUCTS)

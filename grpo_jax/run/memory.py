@@ -72,8 +72,8 @@ class Held:
     }
     if self.encodes_first:  # for batches that were sampled ahead
       held["visual tokens"] = self.config.rollout.max_staleness * self._visual_tokens
-    if not self.weights.is_apart:
-      held["base for sampling"] = self._copy_bytes(self.base)  # made once and kept
+    if not self.weights.is_apart:  # devices that also sample keep this copy while they learn
+      held["base for sampling"] = self._copy_bytes(self.base)
     return held
 
   @property
@@ -167,7 +167,7 @@ def sampler_bytes(
   is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
   of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _OLD_SLOTS_SHARE) if is_copied else (1.0, 0.0)
   copies = _LOGITS_COPIES_OF_FILTERS if changes_draws(config.sampling) else _LOGITS_COPIES
-  logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
+  logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4  # float32
   rows = config.sampling.rows if rows is None else rows
   calls = sampler_calls(config) if call is None else [call]
   # The first grid of a call is the largest: rows only ever move to smaller grids.
@@ -197,7 +197,7 @@ def images_of(
   if v is None or not pictures:
     return None
   array = jax.ShapeDtypeStruct
-  patches = tokens * v.merge**2
+  patches = tokens * v.merge**2  # the tower merges squares of patches to visual tokens
   axes, next_P = array((prompts, S, 3), jnp.int32), array((prompts,), jnp.int32)
   return Images(
     patches_PINC=array((prompts, pictures, patches, math.prod(v.patch)), jnp.float32),
@@ -288,6 +288,7 @@ def activation_bytes(
   tokens = config.rows_per_prompt * config.sampling.max_tokens // shape.context
 
   def needed(prompts: int) -> float:
+    # A chunk has at least one token of each prompt, and at most all tokens.
     in_chunk = min(max(chunk, prompts), prompts * tokens)
     return prompts * per_prompt + in_chunk * per_token
 
@@ -318,6 +319,7 @@ def _kept_bytes(
   def on_one_device(x: jax.ShapeDtypeStruct) -> float:
     last = x.shape[-1] if x.shape else 1
     padded = math.prod(x.shape[:-1]) * -(-last // lanes) * lanes * x.dtype.itemsize
+    # Each device has whole features of a token. Heads and hidden units are split.
     return padded if last == shape.embed_dim else padded / split
 
   def kept(compute: Callable[[model.Params, Any], jax.Array], inputs: Any) -> float:
@@ -341,7 +343,7 @@ def _kept_bytes(
 
   def of_tower(prompts: int) -> float:
     images = images_of(config, shape, prompts, most)
-    if images is None or shape.has_frozen_tower:
+    if images is None or shape.has_frozen_tower:  # a frozen tower keeps nothing for backward
       return 0.0
     encode = functools.partial(model.encode, config=shape, remat=remat)
     return kept(lambda params, images: encode(params, images=images).features_PKND, images)

@@ -63,27 +63,27 @@ class Parameters:
     shardings = sharding.model_shardings(shape, mesh, splits_tokens=True)
     self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
     init = functools.partial(model.init, config=self.model)
-    whole = self._placed(jax.eval_shape(init, jax.random.key(0)))
-    self._count = count(whole)
-    self._checkpoint_places = _places(whole)
-    self.abstract = whole
+    all_shapes = self._placed(jax.eval_shape(init, jax.random.key(0)))
+    self._count = count(all_shapes)
+    self._checkpoint_places = _places(all_shapes)
+    self.abstract = all_shapes
     self.abstract_base = None
     self._check_quantisation()
     if self.model.lora is None and self.model.has_frozen_tower:
-      self.abstract = {name: part for name, part in whole.items() if name != _TOWER}
-      self.abstract_base = {_TOWER: whole[_TOWER]}
+      self.abstract = {name: part for name, part in all_shapes.items() if name != _TOWER}
+      self.abstract_base = {_TOWER: all_shapes[_TOWER]}
     elif self.model.lora is not None:
-      self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
-      adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
+      self.abstract_base = self._placed(jax.eval_shape(self._base_of, all_shapes))
+      adapters = functools.partial(model.init_adapters, config=self.model, base=all_shapes)
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
-      self._check_tower_adapters(whole)
+      self._check_tower_adapters(all_shapes)
     self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
     self.abstract_state = self._abstract_state()
     is_elsewhere = bool(apart or config.rollout.listen or config.rollout.engine)
     self.encodes_first = self.model.has_frozen_tower and not is_elsewhere
     self.held = self._held(mesh_apart(mesh, apart) if apart else mesh)
     self.sampling = self.held.weights
-    if config.lora.path:
+    if config.lora.path:  # before the weights are loaded, which takes longer
       model.check_adapters(config.lora.path, self.model)
 
   @property
@@ -190,6 +190,7 @@ class Parameters:
     convert(name, array) returns the leaf for an array of the checkpoint.
     """
     path, converted = self._config.model.path, _places(abstract)
+    # As they are read. `converted` has the shardings of the results.
     places = {
       name: place
       for name, place in self._checkpoint_places.items()
@@ -219,6 +220,7 @@ class Parameters:
     """The arrays that the run holds, with the chosen sharding of the sampler's weights."""
 
     def on(there: Mesh) -> Held:
+      """The arrays, if the sampler's mesh is `there`."""
       return Held(
         config=self._config,
         shape=self.model,
@@ -280,6 +282,7 @@ def lora_of(config: Config) -> model.AdapterShape | None:
   if lora.path:
     for key, saved in dataclasses.asdict(model.load_adapter_shape(lora.path)).items():
       if saved != getattr(described, key):
+        # The message gives a value that the config can hold: modules instead of kernels.
         value = model.modules_of(saved) if key == "targets" else saved
         raise ConfigError(
           f"config key lora.{key} is {getattr(lora, key)!r}: the adapters of {lora.path} have"

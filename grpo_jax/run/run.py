@@ -81,12 +81,13 @@ class Run:
     check_config(config)
     config = self.config = corrected(config)
     compilations.tell()
-    if devices is None:  # given ones may be of a topology, which compiles and loads no program
+    if devices is None:  # for given devices of a topology, programs are only compiled, never run
       compilation_cache.use(config.compilation_cache)
     with doing("looking for models on huggingface.co"):
       local = self._local = hub.local(config)
     self.base_folder = _folder(local.model.path)
     set_matmul_precision(config)
+    # `apart` are the devices of this process that only sample.
     learn, apart = split(config.mesh, jax.devices() if devices is None else devices)
     self.mesh = make_mesh(config.mesh, learn)
     # Read before the tokenizer, so that errors of the model come first.
@@ -102,7 +103,7 @@ class Run:
     sampler_shards = self.parameters.sampling.model.row_shards
     if apart:
       check_apart(config, self.parameters.model, self.processes)
-      sampler_shards *= self.processes
+      sampler_shards *= self.processes  # the sampler's mesh has the devices of one process
     self.hosts = Hosts(self.mesh, sampler_shards, is_apart=bool(apart))
     check_length(config, shape)
     check_stop_ids(config, shape)
@@ -126,7 +127,7 @@ class Run:
       ConfigError: The split is empty.
     """
     examples, name = getattr(self.task, split), "training" if split == "train" else split
-    if not len(examples):
+    if not len(examples):  # the test split: reading the data checks that there are training rows
       raise tasks.no_test_split(self.config.data.path)
     if split == "test":
       examples = InMemory(examples, self.config.eval.examples)
@@ -141,7 +142,7 @@ class Run:
         processor=self.processor,
       )
     if split == "train":
-      self.programs.most_images = prompts.most_images
+      self.programs.most_images = prompts.most_images  # for estimates of memory
     return prompts
 
   @functools.cached_property
@@ -201,15 +202,16 @@ class Run:
     """
     where, positions = f"eval.tasks: {entry.name}", self.parameters.model.max_positions
     run = copy.copy(self)
-    run.__dict__.pop("environments", None)
-    run.processor = None
+    run.__dict__.pop("environments", None)  # the cached one. The exam's config has none
+    run.processor = None  # exams have no images
     try:
       with doing(f"reading the exam {entry.name}"):
         run.task = tasks.Task((), exams.problems(entry))
         run.config = _config_of_exam(self.config, entry, len(run.task.test), positions)
         prompts = run.prompts("test")
-    except ConfigError as error:
+    except ConfigError as error:  # the key data.path is not that of the exam
       raise ConfigError(f"{where}: {str(error).removeprefix('data.path: ')}") from None
+    # The limit so far is all positions. Prompts are padded only to the longest one.
     data = dataclasses.replace(run.config.data, max_prompt_tokens=prompts.max_tokens)
     run.config = dataclasses.replace(run.config, data=data)
     run.programs = Programs(run.config, run.mesh, run.parameters, run.tokenizer)
@@ -230,6 +232,10 @@ class Run:
   def _load_tokenizer(
     self, config: Config, loaded: model.ModelConfig | None
   ) -> tokenizer.Tokenizer:
+    """Loads the config's tokenizer. Without one, makes one whose tokens are characters.
+
+    `loaded` is the shape of the checkpoint at model.path, if there is one.
+    """
     path = config.data.tokenizer or config.model.path
     if path:
       tokens = tokenizer.load(path)
@@ -238,8 +244,8 @@ class Run:
       if loaded is not None:
         tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens
-    others = config.environment.has_messages or bool(config.eval.tasks)
-    alphabet = tasks.characters(config.data, self.task, others)
+    has_other_texts = config.environment.has_messages or bool(config.eval.tasks)
+    alphabet = tasks.characters(config.data, self.task, has_other_texts)
     return tokenizer.characters(alphabet)
 
 
@@ -271,7 +277,7 @@ def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions
     config.eval,
     examples=problems,
     function=entry.function or entry.exam.function,
-    samples=config.eval.samples if entry.samples < 0 else entry.samples,
+    samples=config.eval.samples if entry.samples < 0 else entry.samples,  # -1: as in the run
   )
   # The regex of the run may not match the exam's answers.
   sampling = dataclasses.replace(config.sampling, max_tokens=max_tokens, regex="")
@@ -293,8 +299,8 @@ def set_matmul_precision(config: Config) -> None:
 
 def _loaded_shape(local: Config) -> model.ModelConfig:
   """The shape of the checkpoint at model.path. model.vision decides about the vision tower."""
-  how, path = local.model.vision, local.model.path
-  shape = model.load_model_config(path, vision=how != "ignored")
+  vision_setting, path = local.model.vision, local.model.path
+  shape = model.load_model_config(path, vision=vision_setting != "ignored")
   if shape.vision is None:
     return shape
   if local.reward.teacher:
@@ -302,7 +308,7 @@ def _loaded_shape(local: Config) -> model.ModelConfig:
       f"config key reward.teacher is {local.reward.teacher!r}: a teacher sees no images; set"
       " model.vision=ignored to train on texts alone"
     )
-  tower = dataclasses.replace(shape.vision, trained=how == "trained")
+  tower = dataclasses.replace(shape.vision, trained=vision_setting == "trained")
   return dataclasses.replace(shape, vision=tower)
 
 
@@ -325,6 +331,7 @@ def _model_shape(
       rope_theta=shaped.rope_theta,
       tie_embeddings=shaped.tie_embeddings,
     )
+  # The files of a checkpoint and of its tokenizer may name different ids.
   stop_ids = tuple(dict.fromkeys((*tokens.stop_ids, *shape.stop_ids)))
   return dataclasses.replace(
     shape, stop_ids=stop_ids, dtype=shaped.dtype, attention=shaped.attention
@@ -339,7 +346,7 @@ def check_experts(config: Config, shape: model.ModelConfig, expert_axis: int) ->
     shape: The model.
     expert_axis: The size of the mesh axis `expert`.
   """
-  for key, value, off in (
+  for key, value, off in (  # `off` is the value that a model without experts needs
     ("mesh.expert", expert_axis, 1),
     ("learner.router_aux_coef", config.learner.router_aux_coef, 0),
     ("learner.router_replay", config.learner.router_replay, False),

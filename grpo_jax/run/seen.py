@@ -23,11 +23,11 @@ def with_images(run: Run, batch: Batch, prompts: PromptBatch) -> Batch:
     batch: The batch on the mesh.
     prompts: The prompts of the batch.
   """
-  if prompts.visual is not None:
+  if prompts.visual is not None:  # `encoded_first` has encoded them
     return batch.replace(visual=prompts.visual)
   if prompts.images is None:
     return batch
-  if run.parameters.model.has_frozen_tower:
+  if run.parameters.model.has_frozen_tower:  # which is then not a part of the update
     return batch.replace(visual=_encoded(run, prompts.images))
   return batch.replace(images=run.hosts.put(Images(*prompts.images)))
 

@@ -85,7 +85,7 @@ def programs(run: Run) -> Iterator[Program]:
   yield parts.sampling("sample", "1", P, G)
   if ADVANTAGES[algo.advantage].needs_greedy:
     yield parts.sampling("greedy", "1", P, 1)
-  if algo.uses_reference and not algo.needs_full_kl:
+  if algo.uses_reference and not algo.needs_full_kl:  # a full KL is computed in the update
     yield parts.logprobs("reference", parts.reference, ("frozen base", "reference"))
   recomputes = not config.old_is_policy and algo.old_logprobs == "recomputed"
   if recomputes or algo.has_rejection:
@@ -114,6 +114,7 @@ def compile_ahead(run: Run, compiler: Compiler) -> None:
     # Processes share GPU autotuning, so one would wait for another that has cancelled compilation.
     return
   config, parts = run.config, _ProgramArguments(run)
+  # Other ways to sample have other shapes or devices. They are compiled at the first call.
   if config.samples_in_turn and not config.keeps_flight and not config.environment.harness:
     run.programs.sampler(keeps_experts=config.learner.router_replay)  # cached before threads use it
     compiler.prepare(lambda: parts.compile_sampling(compiler))
@@ -135,7 +136,7 @@ class _ProgramArguments:
     sampled_base = None if base is None else parameters.sampling.abstract(base)
     self._sampled = model.join(sampled_base, parameters.sampling.abstract(trained))
     self.reference = None
-    if self._config.algo.uses_reference:
+    if self._config.algo.uses_reference:  # the base without adapters, unless there is a copy
       self.reference = base
     if parameters.has_reference_copy:
       self.reference = model.join(base, parameters.abstract_reference)
@@ -235,7 +236,7 @@ class _ProgramArguments:
     """A GRPO update."""
     algo = self._config.algo
     prompts = self._config.batch.prompts // algo.minibatches
-    micro_batches = prompts // (self._run.programs.micro_batch or prompts)
+    micro_batches = prompts // (self._run.programs.micro_batch or prompts)  # rounds of one loop
     update: Any = self._run.programs.update
     stage = Stage(update.whole, self._update_arguments, rounds={micro_batches: micro_batches})
     read_by_loss = ("reference",) if algo.needs_full_kl else ()
@@ -289,6 +290,7 @@ class _ProgramArguments:
     stage = Stage(update.whole, (state, base, None, batch))
     held, gradients = self._held.warm_start, self._held.gradients
     taken = ("weights", "moments", "frozen base")
+    # It runs before the first step, so 0 times in a step.
     return Program("warm start", "0", (stage,), held, taken, gradients)
 
   @functools.cached_property
@@ -299,7 +301,7 @@ class _ProgramArguments:
       self._config.rows_per_prompt,
       self._config.sampling.max_tokens,
     )
-    temperature_P = live_P = self._host_array("float32", P)
+    temperature_P = live_P = self._host_array("float32", P)  # two arrays of the same shape
     completions = Completions(
       tokens_PGT=self._host_array("int32", P, G, T),
       lengths_PG=self._host_array("int32", P, G),

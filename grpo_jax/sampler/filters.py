@@ -115,6 +115,7 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
       setting or a parameter of requests.
   """
   name = name_of(compute)
+  # Built-in filters are settings, too. `register` refuses their names.
   if hasattr(Sampling, name) and name not in FILTERS:
     raise ConfigError(f"sampling.{name} is a setting: give your filter another name")
   if name in OF_REQUESTS:
@@ -133,7 +134,7 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
       is_kept_BV = found_BV | (logits_BV == largest_B1) | (value_B1 == 0)
       return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
 
-    # A program with this filter also decodes batches in which no row uses it.
+    # A program with this filter also decodes batches in which no row uses it, and skips it then.
     return jax.lax.cond((value_B != 0).any(), drop, lambda: logits_BV)
 
   register("filter", FILTERS, compute, Filter(apply, 0.0, (0, LARGEST_FLOAT)))
@@ -176,7 +177,7 @@ def own_values(filters: Sequence[str]) -> dict[str, float]:
     try:
       value = float(text)
     except ValueError:
-      value = math.nan
+      value = math.nan  # which fails the next check
     if not 0 < value <= LARGEST_FLOAT or name in found:
       raise ConfigError(f"{key}: write each filter once, as NAME=NUMBER with a number above 0")
     found[name] = value
@@ -199,11 +200,11 @@ def _likeliest(logits_BV: jax.Array, weights_BV: jax.Array, most_B: jax.Array) -
   def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     low_B, high_B = bounds  # low_B < the smallest kept logit <= high_B
     middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)  # the mean, computed without overflow
-    before_BV = logits_BV > _from_order(middle_B)[:, None]
-    is_kept_B = jnp.where(before_BV, weights_BV, 0).sum(-1) < most_B
+    is_larger_BV = logits_BV > _from_order(middle_B)[:, None]
+    is_kept_B = jnp.where(is_larger_BV, weights_BV, 0).sum(-1) < most_B
     return jnp.where(is_kept_B, low_B, middle_B), jnp.where(is_kept_B, middle_B, high_B)
 
-  def drop() -> jax.Array:
+  def drop() -> jax.Array:  # the largest logit is always kept, and -inf never
     high_B = _to_order(logits_BV.max(-1))
     low_B = jnp.full_like(high_B, _to_order(jnp.float32(-jnp.inf)))
     least_B = _from_order(jax.lax.fori_loop(0, 32, halve, (low_B, high_B))[1])
@@ -219,6 +220,6 @@ def _to_order(x: jax.Array) -> jax.Array:
 
 
 def _from_order(order: jax.Array) -> jax.Array:
-  """The inverse of `_to_order`."""
+  """Maps the int32 numbers of `_to_order` back to the float32 numbers that they order."""
   bits = jnp.where(order < 0, order ^ jnp.int32(2**31 - 1), order)
   return jax.lax.bitcast_convert_type(bits, jnp.float32)

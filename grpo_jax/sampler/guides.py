@@ -81,10 +81,10 @@ def guides_of(
   """
   if not sampling.regex and not sampling.banned:
     return None
-  name = "regex" if sampling.regex else "banned"
+  name = "regex" if sampling.regex else "banned"  # the setting that errors name
   where = f"config key sampling.{name} is {shown(getattr(sampling, name)):.100}"
   try:
-    engine = lexicon(tokenizer, vocabulary)
+    llg_tokenizer = lexicon(tokenizer, vocabulary)
   except ConfigError as error:
     raise ConfigError(f"{where}: {error}") from None
   from llguidance import LLMatcher
@@ -93,10 +93,10 @@ def guides_of(
   special = [] if sampling.regex else [*tokenizer.special_texts]
   special = [i for i in special if i not in tokenizer.stop_ids and i < vocabulary]
   grammar = _grammar(sampling.regex, sampling.banned, special)
-  whole = LLMatcher(engine, LLMatcher.grammar_from_lark(grammar))
-  if whole.is_error():
-    raise ConfigError(f"{where}: {' '.join(whole.get_error().split()):.300}")
-  return functools.partial(_copy, whole)
+  matcher = LLMatcher(llg_tokenizer, LLMatcher.grammar_from_lark(grammar))
+  if matcher.is_error():
+    raise ConfigError(f"{where}: {' '.join(matcher.get_error().split()):.300}")
+  return functools.partial(_copy, matcher)
 
 
 def _copy(matcher: Any) -> Guide:

@@ -244,6 +244,7 @@ def sample_token(
     return jnp.where(is_greedy_B, _with_rows_varying_fastest(kept_BV, sharding).argmax(-1), drawn_B)
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
+  # Unless something changes the draw, both distributions are the same.
   logprobs_B = behavior_B = _of_token(kept_BV, tokens_B) - log_total_B
   if settings.filters or bias_BV is not None or is_barred_BV is not None:
     total_B = jax.nn.logsumexp(tempered_BV, axis=-1)

@@ -107,11 +107,11 @@ class PrefixPrograms(FlightPrograms):
     return jax.jit(self._keep, donate_argnums=1)
 
   def _no_texts(self, flight: Flight, texts: int) -> model.Prefix:
-    def room(x: jax.Array) -> jax.Array:
+    def empty(x: jax.Array) -> jax.Array:
       return jnp.zeros((x.shape[0], texts, *x.shape[2:]), x.dtype)
 
     prefix = flight.cache.prefix
-    keys, values, states = jax.tree.map(room, (prefix.keys, prefix.values, prefix.states))
+    keys, values, states = jax.tree.map(empty, (prefix.keys, prefix.values, prefix.states))
     lengths_P = jnp.zeros(texts, jnp.int32)
     kept = prefix.replace(keys=keys, values=values, states=states, lengths_P=lengths_P)
     return self._as_prompts_lie(flight, kept)
@@ -120,9 +120,10 @@ class PrefixPrograms(FlightPrograms):
     self, params: Any, patches_NC: jax.Array, places_N2: jax.Array, seen_S: jax.Array
   ) -> jax.Array:
     seen_S2 = jnp.stack([jnp.minimum(seen_S, 0), seen_S], -1)  # picture 0 is the only one
-    one = Images(patches_NC[None, None], places_N2[None, None], seen_S2[None])
+    image = Images(patches_NC[None, None], places_N2[None, None], seen_S2[None])
     shards = self._config.row_shards
-    visual = self._encode(params, jax.tree.map(lambda x: jnp.repeat(x, shards, 0), one))
+    visual = self._encode(params, jax.tree.map(lambda x: jnp.repeat(x, shards, 0), image))
+    # Prompt tokens without a visual token take the features of token 0, which are then masked.
     index_P1S1 = jnp.maximum(visual.seen_PS, 0)[:, None, :, None]
     features_PKSD = jnp.take_along_axis(visual.features_PKND, index_P1S1, axis=2)
     return jnp.where(visual.is_seen_PS[:, None, :, None], features_PKSD, 0)
@@ -150,7 +151,7 @@ class PrefixPrograms(FlightPrograms):
       return ScoredPrompts(logprob_n, *likeliest(logits_nV, temperature_n, count))
 
     hidden_SnD = made.hidden_nTD.swapaxes(0, 1)
-    next_token_Sn = jnp.roll(prompts.tokens_nS, -1, axis=1).T
+    next_token_Sn = jnp.roll(prompts.tokens_nS, -1, axis=1).T  # the last position wraps around
     at_once = max(1, min(S, _MOST_LOGITS // (n * self._config.vocab_size)))
     by_position = jax.lax.map(of_position, (hidden_SnD, next_token_Sn), batch_size=at_once)
     return jax.tree.map(lambda x: x.swapaxes(0, 1), by_position)
@@ -158,16 +159,17 @@ class PrefixPrograms(FlightPrograms):
   def _go_on(self, flight: Flight, kept: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
     """Computes suffixes after their known beginnings, and puts the whole prompts into places."""
     tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
-    (n, U), known = tokens_nU.shape, flight.cache.prefix
+    (n, U), of_flight = tokens_nU.shape, flight.cache.prefix
     # Keys and values of prompts are never rounded to `cache_dtype`.
-    config = dataclasses.replace(self._shaped(known.slots), cache_dtype="")
-    N, is_kept_n = flight.grid.places, from_n >= flight.grid.places
+    config = dataclasses.replace(self._shaped(of_flight.slots), cache_dtype="")
+    N, is_text_n = flight.grid.places, from_n >= flight.grid.places
 
     def either(of_place: jax.Array, of_text: jax.Array) -> jax.Array:  # both [L, n, ...]
-      is_text = is_kept_n.reshape(n, *[1] * (of_place.ndim - 2))
+      is_text = is_text_n.reshape(n, *[1] * (of_place.ndim - 2))
       return jnp.where(is_text, of_text, of_place)
 
-    of_places = model.take_prompts(known, jnp.minimum(from_n, N - 1)).replace(lengths_P=known_n)
+    # Indices out of range are clamped: `either` takes no beginning from there.
+    of_places = model.take_prompts(of_flight, jnp.minimum(from_n, N - 1)).replace(lengths_P=known_n)
     of_texts = model.take_prompts(kept, jnp.maximum(from_n - N, 0)).replace(lengths_P=known_n)
     # Arrays with one axis are `lengths_P`, which both have alike.
     beginnings = jax.tree.map(lambda x, y: x if x.ndim == 1 else either(x, y), of_places, of_texts)
@@ -182,7 +184,7 @@ class PrefixPrograms(FlightPrograms):
     if next_N is not None:
       next_N = next_N.at[places_n].set(known_n + shift_n + lengths_n, mode="drop")
     flight = flight.replace(
-      cache=flight.cache.replace(prefix=model.put_prompts(known, places_n, prompts)),
+      cache=flight.cache.replace(prefix=model.put_prompts(of_flight, places_n, prompts)),
       last_ND=flight.last_ND.at[places_n].set(last_nD, mode="drop"),
       next_N=next_N,
     )

@@ -157,7 +157,7 @@ class FlightPrograms:
     """
 
     def key(params: Any, flight: Flight, *rest: Any, **options: Any) -> tuple[Grid, int]:
-      return flight.grid, flight.cache.slots
+      return flight.grid, flight.cache.slots  # each pair needs a program of its own
 
     return Jitted(self._chunk, key, donate_argnums=1)
 
@@ -199,30 +199,30 @@ class FlightPrograms:
     (n, S), shared = prompts.tokens_nS.shape, prompts.shared
     config = self._shaped(slots)
     visual = self._encode(params, prompts.images)
-    # After a cached beginning, attention holds all scores in memory.
+    # After a cached beginning, attention holds all scores in memory. They must not be too many.
     if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
       shared = 0
     positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
-    tokens_nT, cache, of_shared = prompts.tokens_nS[:, shared:], None, None
-    if shared:
-      config = dataclasses.replace(config, cache_dtype="")
+    tokens_nT, cache, shared_experts = prompts.tokens_nS[:, shared:], None, None
+    if shared:  # one row computes the beginning, and all n prompts continue it
+      config = dataclasses.replace(config, cache_dtype="")  # prompts are never rounded
       first = prompts.tokens_nS[:1, :shared], jnp.arange(shared)[None]
-      _, cache, of_shared = model.routed_features(params, config, *first)
+      _, cache, shared_experts = model.routed_features(params, config, *first)
       prefix = model.as_prefix(cache, jnp.full(1, shared))
       cache = model.empty_cache(config, prefix, n, S - shared)
     counts_n = prompts.lengths_n - shared
-    rest = visual and visual.after(shared)
+    visual_rest = visual and visual.after(shared)
     hidden_nTD, cache, experts = model.routed_features(
-      params, config, tokens_nT, positions_nT, cache, counts_n, visual=rest
+      params, config, tokens_nT, positions_nT, cache, counts_n, visual=visual_rest
     )
-    if of_shared is not None:
-      of_shared = jnp.broadcast_to(of_shared, (n, *of_shared.shape[1:]))
-      experts = jnp.concatenate([of_shared, experts], 1)
+    if shared_experts is not None:
+      shared_experts = jnp.broadcast_to(shared_experts, (n, *shared_experts.shape[1:]))
+      experts = jnp.concatenate([shared_experts, experts], 1)
     last_n11 = (counts_n - 1)[:, None, None]
     last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
     make = model.rows_as_prefix if shared else model.as_prefix
     next_n = None
-    if self._config.has_axes:
+    if self._config.has_axes:  # an image's tokens may take fewer positions than their number
       next_n = jnp.asarray(prompts.lengths_n if visual is None else visual.next_P)
     prefix = model.within_windows(config, make(cache, prompts.lengths_n))
     return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts), hidden_nTD)
@@ -261,7 +261,7 @@ class FlightPrograms:
     prompt_N: jax.Array | None,
     settings: RowSettings,
   ) -> tuple[Flight, jax.Array | None]:
-    """Makes a flight whose places have prompts and whose seats are all free (see `begin`)."""
+    """Makes a flight with prompts and free seats (see `begin`). `chunk` sets the arrays of rows."""
     made = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
     prefix, last_nD, next_n = made.prefix, made.last_nD, made.next_n
     if prompt_N is not None:
@@ -369,7 +369,7 @@ class FlightPrograms:
     new = jax.tree.map(lambda x: constrain_rows(self._config, jnp.asarray(x)), new)
     is_new_R = new.is_new_R
 
-    def with_new(uniforms_RTU: jax.Array) -> jax.Array:
+    def with_new(uniforms_RTU: jax.Array) -> jax.Array:  # only called if there are new rows
       keys_R = jax.random.wrap_key_data(new.key_R2)
       new_RTU = row_uniforms(keys_R, new.number_R, T, V)
       return jnp.where(is_new_R[:, None, None], new_RTU, uniforms_RTU)
@@ -388,7 +388,7 @@ class FlightPrograms:
       extras=jax.tree.map(lambda x: constrain_rows(self._config, jnp.asarray(x)), extras),
     )
     next_N = cache.prefix.lengths_P if flight.next_N is None else flight.next_N
-    next_R = jnp.repeat(next_N, Q)
+    next_R = jnp.repeat(next_N, Q)  # the position of each row's first token
 
     def step(carry: tuple[model.Cache, KeptExperts | None], rows: Rows) -> Any:
       cache, kept = carry
@@ -396,7 +396,7 @@ class FlightPrograms:
       cached_R = jnp.maximum(rows.drawn_R - 1, 0)  # a free seat may have drawn nothing
       cache = cache.replace(lengths_PG=cached_R.reshape(N, Q))
       token_R1, positions_R1 = rows.token_R[:, None], (next_R + cached_R)[:, None]
-      counts_R = rows.goes_on_R.astype(jnp.int32)
+      counts_R = rows.goes_on_R.astype(jnp.int32)  # other rows add no token to a state
       hidden_R1D, cache, experts = model.routed_features(
         params, config, token_R1, positions_R1, cache, counts_R
       )
@@ -413,6 +413,7 @@ class FlightPrograms:
     if kept is not None:
       drawn = drawn.replace(experts_RNY=kept.experts_RNY)
     for_host = everywhere(self._config, (drawn, rows.goes_on_R))
+    # Extras hold for one chunk only.
     flight = Flight(cache, flight.last_ND, rows.replace(extras=None), flight.next_N)
     return constrain_flight(self._config, flight), *for_host
 

@@ -189,13 +189,13 @@ def _draw(
   limit, is_barred_RV, extras = decoding.max_tokens, None, rows.extras or Extras()
   if rows.settings.max_tokens is not None:
     limit = jnp.minimum(limit, rows.settings.max_tokens)
-  if rows.settings.min_tokens is not None:
+  if rows.settings.min_tokens is not None:  # too short rows draw no stop id
     is_stop_V = jnp.zeros(logits_RV.shape[1], bool).at[stop_ids].set(True)
     is_barred_RV = (rows.drawn_R < rows.settings.min_tokens)[:, None] & is_stop_V
   if extras.allowed_RW is not None:
-    is_other_RV = ~_bits(extras.allowed_RW, logits_RV.shape[1])
-    is_barred_RV = is_other_RV if is_barred_RV is None else is_barred_RV | is_other_RV
-  token_R, *logprobs = sample_token(
+    is_masked_RV = ~_bits(extras.allowed_RW, logits_RV.shape[1])
+    is_barred_RV = is_masked_RV if is_barred_RV is None else is_barred_RV | is_masked_RV
+  token_R, *logprobs = sample_token(  # also for rows that do not draw, whose tokens are not stored
     logits_RV,
     uniforms_RU,
     rows.settings,

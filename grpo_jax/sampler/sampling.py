@@ -103,6 +103,7 @@ class Sampler:
       guide: Makes the `Guided` of a new row, which restricts its tokens. None: no restrictions.
     """
     self._config, self._weights, self._guide = config, weights, guide
+    # A function is called once for each (prompts, members). A number holds for all of them.
     self._rows = functools.cache(rows) if callable(rows) else lambda *call: rows
     self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
 
@@ -116,14 +117,14 @@ class Sampler:
     """
     shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
     grid = seats_lib.first_grid(prompts, members, self._rows(prompts, members), shards)
-    if in_order:
+    if in_order:  # with one seat per place, each free seat can go to the oldest group
       grid = Grid(grid.rows, 1)
     smaller: list[Grid] = []
-    if 2.0 * self._weights * grid.rows * tokens >= _SHRINKS_FROM:
+    if 2.0 * self._weights * grid.rows * tokens >= _SHRINKS_FROM:  # a weight costs 2 per token
       sizes = [grid.rows // shards // share for share in _SMALLER]
       smaller = [Grid(size * shards, 1) for size in sizes if size >= _FEWEST_ROWS]
-    at_once = grid.places // members if in_order else grid.places
-    prompts_at_once = max(1, at_once // shards // 8) * shards
+    groups = grid.places // members if in_order else grid.places  # that are in flight at once
+    prompts_at_once = max(1, groups // shards // 8) * shards
     sizes_of_cache = sizes_up_to(tokens, model.slots_step(self._config))
     slots = tuple(sizes_of_cache)
     return Pace(grid, tuple(smaller), slots, prompts_at_once, shards, in_order)
@@ -166,6 +167,7 @@ class Sampler:
     """
     tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
     shared = 0
+    # The model refuses pictures after cached tokens if tokens of a picture see its later ones.
     if self._config.on_one_device and not (images and self._config.vision.both_ways):
       shared = shared_tokens(tokens_PS, lengths_P, images)
     return Prompts(tokens_PS, lengths_P, shared, images)
@@ -193,7 +195,7 @@ class Sampler:
     Yields:
       Groups as they finish. Each prompt occurs once, as its index in `prompts_PS`.
     """
-    feed = params if callable(params) else lambda: (params, 0)
+    feed = params if callable(params) else lambda: (params, 0)  # version 0, which is not recorded
     P = len(prompts_PS)
     shards = self._config.row_shards
     at_once = -(-min(draws.at_once or P, P) // shards) * shards
@@ -238,8 +240,8 @@ def shared_tokens(
 ) -> int:
   """Returns the length of the beginning that all prompts share, rounded down to `_SHARED_STEP`.
 
-  The beginning ends before the first image and before the last token of the shortest prompt. A
-  single prompt shares nothing.
+  The beginning ends before the first image, and before the last token of the shortest prompt, so
+  that each prompt has a token left to compute. A single prompt shares nothing.
   """
   if len(prompts_PS) < 2:
     return 0
@@ -254,8 +256,8 @@ def whole(parts: Iterable[Finished]) -> Completions:
   """Joins the completions of all groups, in the order of their numbers."""
   collected = list(parts)
   order = np.argsort(np.concatenate([part.prompts for part in collected]))
-  trees = [part.completions for part in collected]
-  return jax.tree.map(lambda *arrays: np.concatenate(arrays)[order], *trees)
+  completions = [part.completions for part in collected]
+  return jax.tree.map(lambda *arrays: np.concatenate(arrays)[order], *completions)
 
 
 def longest_chunk(max_tokens: int) -> int:

@@ -152,11 +152,13 @@ class Arrival(NamedTuple):
 def fill_places(seats: Seats, batch: int = 1) -> list[Arrival]:
   """Assigns free places to queued prompts or, if none is queued, to prompts with waiting members.
 
-  Among the latter, the prompt with the most members without a seat gets a place first.
+  Among the latter, the prompt with the most members without a seat gets a place first. A place is
+  free once its prompt has neither rows nor waiting members.
 
   Args:
     seats: The seats, which are updated.
-    batch: Queued prompts get places only if this many of them fit, or all that are left.
+    batch: Queued prompts get places only if this many of them fit, or all that are left. If not,
+      the result is empty.
   """
   has_row_N = (seats.row_NQ != NOBODY).any(1)
   has_more_N = (seats.prompt_N != NOBODY) & (seats.waiting_P[seats.prompt_N] < seats.members)
@@ -172,7 +174,7 @@ def fill_places(seats: Seats, batch: int = 1) -> list[Arrival]:
       seats.prompt_N[arrival.place] = arrival.prompt
     return arrivals
   arrivals = []
-  if not seats.all_seated:
+  if not seats.all_seated:  # the free places get copies of prompts that other places have
     for place in free:
       source = _most_wanted(seats, place)
       if source != NOBODY:
@@ -193,6 +195,7 @@ def fill_places_in_order(seats: Seats, batch: int = 1) -> list[Arrival]:
   has_row_N = free_N < seats.grid.seats
   wanting_P = seats.members - seats.waiting_P  # reduced by the seats that are reserved for them
   np.subtract.at(wanting_P, seats.prompt_N[has_row_N], free_N[has_row_N])
+  # Places without rows keep their prompt if its members still need their seats.
   for place in np.flatnonzero(~has_row_N & (seats.prompt_N != NOBODY)).tolist():
     prompt = seats.prompt_N[place]
     if wanting_P[prompt] > 0:
@@ -211,13 +214,13 @@ def fill_places_in_order(seats: Seats, batch: int = 1) -> list[Arrival]:
     arrivals.append(Arrival(place, prompt, int(same[0]) if len(same) else NOBODY))
     seats.prompt_N[place] = prompt
     wanting_P[prompt] -= seats.grid.seats
-    if prompt in seats.queue:
+    if prompt in seats.queue:  # not if this is a further place of the prompt
       seats.queue.remove(prompt)
   return arrivals
 
 
 def _most_wanted(seats: Seats, place: int) -> int:
-  """Finds the place of the shard whose prompt has most members without a free seat, or NOBODY."""
+  """Finds the place in the shard of `place` whose prompt lacks most seats. NOBODY if none does."""
   shard = _shards_of(seats, np.arange(seats.grid.places)) == _shards_of(seats, place)
   here = np.flatnonzero(shard & (seats.prompt_N != NOBODY))
   if not len(here):
@@ -267,11 +270,12 @@ def move_together(seats: Seats, grids: Sequence[Grid]) -> Move | None:
     prompts = seats.prompt_N[here // seats.grid.seats]
     groups.append([here[prompts == prompt] for prompt in dict.fromkeys(prompts.tolist())])
 
-  def holds(grid: Grid) -> bool:
+  def holds_all(grid: Grid) -> bool:
+    # Shards have equally many places, so the shard that needs most decides. A place has one prompt.
     needed = max(sum(-(-len(taken) // grid.seats) for taken in shard) for shard in groups)
     return grid.rows < seats.grid.rows and needed * seats.shards <= grid.places
 
-  fitting = [grid for grid in grids if holds(grid)]
+  fitting = [grid for grid in grids if holds_all(grid)]
   if not fitting:
     return None
   grid = min(fitting, key=lambda grid: grid.rows)

@@ -10,6 +10,8 @@ End = Callable[[Sequence[int], int], int | None]
 def end_at(texts: Sequence[str], decode_text: Callable[[list[int]], str]) -> End:
   """Makes an `End` that keeps a row's tokens up to the first one that completes a stop text.
 
+  All tokens are decoded together, because a character or a stop text may span several.
+
   Args:
     texts: The stop texts.
     decode_text: Token ids -> text.
@@ -19,9 +21,9 @@ def end_at(texts: Sequence[str], decode_text: Callable[[list[int]], str]) -> End
     text = decode_text([*ids])
     return any(stop in text for stop in texts)
 
-  def end(ids: Sequence[int], seen: int) -> int | None:
+  def end(ids: Sequence[int], checked: int) -> int | None:
     if not holds(ids):
       return None
-    return next(count for count in range(seen + 1, len(ids) + 1) if holds(ids[:count]))
+    return next(count for count in range(checked + 1, len(ids) + 1) if holds(ids[:count]))
 
   return end

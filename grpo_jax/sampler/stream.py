@@ -74,22 +74,23 @@ class SeatRounds(NamedTuple):
 
 
 def by_row(settings: RowSettings, prompts: int, members: int) -> RowSettings:
-  """Broadcasts settings to arrays [P * G] with an entry per row, float32 or int32. None stays."""
+  """Broadcasts settings to float32 or int32 arrays [prompts * members]. None stays None."""
 
-  def rows(setting: Any, is_whole: bool) -> np.ndarray | None:
+  def per_row(setting: Any, is_integer: bool) -> np.ndarray | None:
     if setting is None:
       return None
-    dtype = np.int32 if is_whole else np.float32
+    dtype = np.int32 if is_integer else np.float32
     return np.broadcast_to(np.asarray(setting, dtype), (prompts, members)).reshape(-1)
 
   values = settings.filter_values
   as_rows = RowSettings(
-    temperature=rows(settings.temperature, is_whole=False),
-    min_tokens=rows(settings.min_tokens, is_whole=True),
-    max_tokens=rows(settings.max_tokens, is_whole=True),
+    temperature=per_row(settings.temperature, is_integer=False),
+    min_tokens=per_row(settings.min_tokens, is_integer=True),
+    max_tokens=per_row(settings.max_tokens, is_integer=True),
   )
+  # `off` has the type of the filter's values.
   return as_rows.with_filters(
-    {name: rows(x, isinstance(FILTERS[name].off, int)) for name, x in values.items()}
+    {name: per_row(x, isinstance(FILTERS[name].off, int)) for name, x in values.items()}
   )
 
 
@@ -173,21 +174,22 @@ class Stream:
   def submit(self, requests: Sequence[GroupRequest]) -> None:
     for request in requests:
       if not self._free:
-        self._add_places(max(len(requests), 2 * len(self._going_X)), request)
+        # Extends the arrays by twice their length, so that they are seldom copied.
+        self._add_groups(max(len(requests), 2 * len(self._going_X)), request)
       x = self._free.pop(0)
       self._requests[x], self._place_of[request.number] = request, x
       T, limits = self._programs.decoding.max_tokens, request.settings.max_tokens
       self._limits_XG[x] = T if limits is None else np.minimum(limits, T)
-      own = by_row(self._own_settings(request), 1, self._members)
+      new_settings = by_row(self._row_settings(request), 1, self._members)
       rows = slice(x * self._members, (x + 1) * self._members)
-      for all_rows, new in zip(*map(jax.tree.leaves, (self._settings, own)), strict=True):
+      for all_rows, new in zip(*map(jax.tree.leaves, (self._settings, new_settings)), strict=True):
         all_rows[rows] = new
       self._keys_X2[x], self._first_X[x] = request.key, request.first_row
       self._going_X[x], self._turn_XG[x] = self._members, 0
       for array, empty in zip(
         *map(jax.tree.leaves, (self._drawn, self._empty_completions(1, request)))
       ):
-        array[x] = empty[0]
+        array[x] = empty[0]  # overwrites the tokens of an earlier group x
       self._is_given[x] = False
       seats_lib.wait(self._seats, x)
 
@@ -208,10 +210,11 @@ class Stream:
       pausing = [row for row in ended if self._requests[row // G].pauses]
       paused = [self._stopped_row(row) for row in pausing]
       self._count_ended([row for row in ended if not self._requests[row // G].pauses])
-    ready, places = self._ready, len(self._requests)
+    ready, groups = self._ready, len(self._requests)
     # Finished groups are returned several at a time, because the caller spends time on each call.
-    # With free seats, they are returned at once, so that the caller can submit other groups.
-    is_few = 4 * len(ready) < min(places, self._pace.grid.places) and not self._has_room
+    # With free seats, they are returned at once, so that the caller can submit other groups. The
+    # same holds if no row draws: the caller's next step depends on what it gets now.
+    is_few = 4 * len(ready) < min(groups, self._pace.grid.places) and not self._has_room
     ended_rows, self._ended_rows = self._ended_rows, 0
     if not ready or (is_few and self.draws):
       return News(paused, ended=ended_rows)
@@ -241,11 +244,12 @@ class Stream:
     for row, seat in self._paused.items():
       x, g = divmod(row, self._members)
       length, limit = int(self._drawn.lengths_PG[x, g]), int(self._limits_XG[x, g])
-      reply = replies.get(row, ())  # None ends the row
+      reply = replies.get(row, ())  # () if none has come yet. None ends the row
       if row in replies and (reply is None or length + len(reply) >= limit):
         ended.append(row)
         continue
       reply_slots = slice(length, length + len(reply))
+      # Without a reply, the row's cache is rolled, and the row goes on pausing.
       resumed.is_resumed_R[seat], resumed.kept_R[seat] = True, length
       resumed.token_R[seat] = self._drawn.tokens_PGT[x, g, length - 1]
       resumed.given_RT[seat, reply_slots] = reply
@@ -294,28 +298,29 @@ class Stream:
     going_R = taken_R.copy()
     going_R[list(self._paused.values())] = False
     x_R, g_R = np.divmod(np.where(taken_R, row_R, 0), self._members)
-    new = NewRows(
+    new = NewRows(  # free seats get the entries of any row: they are not read
       is_new_R=is_new_R,
       key_R2=self._keys_X2[x_R],
       number_R=(self._first_X[x_R] + g_R).astype(np.int32),
       settings=jax.tree.map(lambda x: x[row_R], self._settings),
     )
-    given: tuple[Any, ...] = params, self._flight, new, going_R, chunk
+    arguments: tuple[Any, ...] = params, self._flight, new, going_R, chunk
     if extras is not None:
-      given = *given, extras
-    self._flight, *arrays = self._programs.chunk(*given)
+      arguments = *arguments, extras
+    self._flight, *arrays = self._programs.chunk(*arguments)
     drawn, goes_on_R = jax.device_get(arrays)
-    self._has_rolled = not self._paused
     self._count_seats(drawn, chunk)
     self._append_drawn(row_R, drawn, is_new_R, version)
     if self._guide is not None:
       goes_on_R = self._without_full_grammars(row_R, drawn, goes_on_R)
     if self._end is not None:
       goes_on_R = goes_on_R & ~self._cut_at_texts(row_R, drawn, self._end)
-    ended = np.flatnonzero(going_R & ~goes_on_R)
+    ended = np.flatnonzero(going_R & ~goes_on_R)  # seats of rows that have ended or paused
     rows = row_R[ended].tolist()
     pauses = np.array([self._requests[row // self._members].pauses for row in rows], bool)
-    self._paused |= {row: seat for row, seat, one in zip(rows, ended.tolist(), pauses) if one}
+    self._paused |= {row: seat for row, seat, waits in zip(rows, ended.tolist(), pauses) if waits}
+    # A row that paused in this chunk is rolled, too: `most_rewound` allows for one chunk.
+    self._has_rolled = not self._paused
     seats_lib.leave(self._seats, ended[~pauses])
     return rows
 
@@ -346,7 +351,7 @@ class Stream:
   def _allowed_tokens(self, row_R: np.ndarray) -> Extras:
     """The masks of tokens that the rows may draw next. Free seats may draw all tokens."""
     words = -(-self._programs.vocabulary // 32)
-    allowed_RW = np.full((len(row_R), words), -1, np.int32)
+    allowed_RW = np.full((len(row_R), words), -1, np.int32)  # -1: all 32 bits are set
     for bits_W, row in zip(allowed_RW, row_R.tolist(), strict=True):
       if row != NOBODY:
         if row not in self._guides:
@@ -399,12 +404,12 @@ class Stream:
       new = new[len(first) :]
       copies = [arrival for arrival in copies if arrival.prompt not in begun]
     while new:
-      some = self._first_of_same_set(new)[:batch]
-      self._add_prompts(some, params)
-      new = new[len(some) :]
+      together = self._first_of_same_set(new)[:batch]
+      self._add_prompts(together, params)
+      new = new[len(together) :]
     if copies:
       from_N = np.arange(seats.grid.places)
-      for arrival in copies:
+      for arrival in copies:  # from_N of the source, because it may itself be an earlier copy
         from_N[arrival.place] = from_N[arrival.copied_from]
       self._flight = self._programs.copy(self._flight, from_N)
 
@@ -418,15 +423,15 @@ class Stream:
     """Makes the flight with the first prompts, including the copies of these prompts."""
     pace = self._pace
     n = -(-len(arrivals) // pace.shards) * pace.shards
-    xs = [arrivals[i % len(arrivals)].prompt for i in range(n)]
+    xs = [arrivals[i % len(arrivals)].prompt for i in range(n)]  # repeats some, to fill all shards
     of_places = self._seats.prompt_N.tolist()
-    prompt_N = None
-    if xs != of_places:
+    prompt_N = None  # each place has the prompt with its index
+    if xs != of_places:  # places of other prompts get prompt 0 for now
       prompt_N = np.array([xs.index(x) if x in xs else 0 for x in of_places])
-    any_R = np.zeros(pace.grid.rows, int)
+    any_R = np.zeros(pace.grid.rows, int)  # the values of the settings are not read
     settings = jax.tree.map(lambda x: x[any_R], self._settings)
-    some = self._prompts_of(xs)
-    begun = self._programs.begin(pace.grid, pace.slots[0], params, some, prompt_N, settings)
+    prompts = self._prompts_of(xs)
+    begun = self._programs.begin(pace.grid, pace.slots[0], params, prompts, prompt_N, settings)
     self._flight, experts = begun
     self._rounds = 0
     self._keep_prompts(xs, experts)
@@ -434,8 +439,8 @@ class Stream:
   def _add_prompts(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
     """Computes at most `prompts_at_once` prompts for places of the flight."""
     batch = self._pace.prompts_at_once
-    xs = [arrivals[i % len(arrivals)].prompt for i in range(batch)]
-    places = np.full(batch, self._seats.grid.places)
+    xs = [arrivals[i % len(arrivals)].prompt for i in range(batch)]  # repeats some
+    places = np.full(batch, self._seats.grid.places)  # past the last place: repetitions are dropped
     places[: len(arrivals)] = [arrival.place for arrival in arrivals]
     self._flight, experts = self._programs.arrive(
       self._flight, params, self._prompts_of(xs), places
@@ -448,7 +453,7 @@ class Stream:
       self._drawn.prompt_experts_PSY[xs] = jax.device_get(experts)
 
   def _prompts_of(self, xs: Sequence[int]) -> Prompts:
-    """The prompts of groups whose requests share one `Prompts`."""
+    """The prompts of groups whose requests share one `Prompts`. No copy if these are all of it."""
     prompts = self._requests[xs[0]].prompts
     places = np.array([self._requests[x].place for x in xs])
     if np.array_equal(places, np.arange(len(prompts.lengths_n))):
@@ -457,6 +462,8 @@ class Stream:
 
   def _with_room(self, longest: int) -> Chunk:
     """Makes room in the cache for the next tokens, and decides when the chunk ends.
+
+    If seats can be refilled, or rows can move into fewer seats, the chunk ends early for that.
 
     Args:
       longest: The most tokens that a row in flight has drawn.
@@ -472,11 +479,11 @@ class Stream:
     if self._paused:  # their cache can be rolled by at most `most_rewound(columns)` slots
       rounds = min(rounds, max(1, self._programs.columns - 2))
     going = int((seats.row_NQ != NOBODY).sum()) - len(self._paused)
-    if self._has_room:
+    if self._has_room:  # the first row that ends may finish a group, which others replace
       ended = 0
     elif not seats.all_seated or self.is_kept_full:
       ended = int(seats_lib.IDLE_SHARE * seats.grid.rows)
-    else:
+    else:  # until the rows that still draw fit into the largest smaller grid, or have ended
       next_rows = max((grid.rows for grid in smaller if grid.rows < seats.grid.rows), default=0)
       ended = max(0, going - next_rows - 1) if next_rows else going
     return Chunk(np.int32(rounds), np.int32(ended))
@@ -527,7 +534,8 @@ class Stream:
     Args:
       row: The number of the row.
       new: How many of the row's tokens are from this chunk.
-      end: Finds stop texts.
+      end: (the row's tokens since its last reply, how many of them were checked in earlier chunks)
+        -> how many it keeps, or None if there is no stop text.
     """
     out, (x, g) = self._drawn, divmod(row, self._members)
     length, start = int(out.lengths_PG[x, g]), int(self._turn_XG[x, g])
@@ -538,7 +546,7 @@ class Stream:
     kept += start
     for x_PGT in (out.tokens_PGT, out.logprobs_PGT, out.behavior_logprobs_PGT, out.sampled_PGT):
       x_PGT[x, g, kept:] = 0
-    if out.experts_PGTY is not None:
+    if out.experts_PGTY is not None:  # as if no round had read the last kept token
       out.experts_PGTY[x, g, kept - 1 :] = -1
     out.lengths_PG[x, g], out.stopped_by_PG[x, g] = kept, out.tokens_PGT[x, g, kept - 1]
     return True
@@ -565,10 +573,10 @@ class Stream:
       self._forget()  # the cache is large, and an update may need its memory
     return Finished(numbers, completions)
 
-  def _add_places(self, more: int, like: GroupRequest) -> None:
+  def _add_groups(self, more: int, like: GroupRequest) -> None:
     """Extends the host arrays by `more` groups, whose prompts and settings are shaped as `like`."""
     old, G, T = len(self._going_X), self._members, self._programs.decoding.max_tokens
-    empty, settings = self._empty_completions(more, like), by_row(self._own_settings(like), more, G)
+    empty, settings = self._empty_completions(more, like), by_row(self._row_settings(like), more, G)
     if self._drawn is None:
       self._drawn, self._settings = empty, settings
       self._keys_X2 = np.zeros((more, len(like.key)), np.uint32)
@@ -579,7 +587,7 @@ class Stream:
       self._settings = jax.tree.map(lambda *x: np.concatenate(x), self._settings, settings)
       self._keys_X2 = np.resize(self._keys_X2, (old + more, len(like.key)))
       self._is_given = np.concatenate([self._is_given, np.zeros((more, G, T), bool)])
-    self._settings = jax.tree.map(np.array, self._settings)  # not a view that cannot be written
+    self._settings = jax.tree.map(np.array, self._settings)  # copies: broadcast views are read-only
     self._first_X = np.append(self._first_X, np.zeros(more, np.int32))
     self._going_X = np.append(self._going_X, np.zeros(more, int))
     self._limits_XG = np.append(self._limits_XG, np.zeros((more, G), int), 0)
@@ -587,7 +595,7 @@ class Stream:
     self._free = [*self._free, *range(old, old + more)]
     seats_lib.widen(self._seats, old + more)
 
-  def _own_settings(self, request: GroupRequest) -> RowSettings:
+  def _row_settings(self, request: GroupRequest) -> RowSettings:
     """The settings of a group's rows, with `max_tokens` limited to the first turn."""
     T, settings = self._programs.decoding.max_tokens, request.settings
     if not request.turn_tokens:

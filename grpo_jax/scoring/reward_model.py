@@ -56,13 +56,7 @@ class RewardModel:
   in_process = True
   needs_every_row = True
 
-  def __init__(
-    self,
-    name: str,
-    config: Reward,
-    dtype: str,
-    hosts: Hosts,
-  ) -> None:
+  def __init__(self, name: str, config: Reward, dtype: str, hosts: Hosts) -> None:
     """Loads the model onto the mesh.
 
     Args:
@@ -93,7 +87,8 @@ class RewardModel:
   ) -> list[Steps | None]:
     """Returns the steps (end in characters, score) of each completion, or None if it is too long.
 
-    A model that scores whole texts returns one step that ends where the completion ends.
+    A model that scores whole texts returns one step that ends where the completion ends. With a
+    column `messages`, the model reads these conversations instead of `prompts`.
     """
     conversations = columns.get("messages", prompts)
     texts = self._hosts.on_each(
@@ -144,6 +139,7 @@ class RewardModel:
   def _forward(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
     """Returns the score at each token, float32 [B, T]."""
     T = tokens_BT.shape[1]
+    # Ring attention gives each device of the axis `context` two pieces of a text.
     padding = -T % (2 * self._model.context) if self._model.context > 1 else 0
     tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, padding))) if padding else tokens_BT
     # Some models choose their rotary angles by the length, which excludes the padding for shards.
@@ -161,9 +157,10 @@ def whole_texts(
 ) -> list[Text]:
   """Tokenises prompt and completion as one text with one score.
 
-  The score is read at the last token that is not the padding token, as in transformers.
+  The score is read at the last token that is not the padding token, as in transformers. It belongs
+  to a step that ends with the completion, at 1 for an empty one, because a step is never empty.
   """
-  del separator
+  del separator  # only `stepwise`, which has the same arguments, splits completions
   pairs = zip(prompts, completions)
   rows = tokens.encode_batch([_text(tokens, prompt, answer) for prompt, answer in pairs])
   return [

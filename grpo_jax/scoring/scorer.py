@@ -158,6 +158,7 @@ class Scorer:
         " data.columns=('task=COLUMN',)"
       )
     if any(self._tasks) and key == "reward.functions":
+      # Only for training: test problems may lack a task, and the warning would come twice.
       left = dispatch.check_names(self._tasks, prompts.tasks())
       if left and self._hosts.is_first:
         print(
@@ -175,13 +176,13 @@ class Scorer:
         try_rows = functools.partial(check, f"{key}: {name}", function)
         self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))
     self._hosts.on_first(lambda: self._tell_unreadable(prompts, key))
-    if "messages" in first.columns:
+    if "messages" in first.columns:  # otherwise all functions get texts
       self._see_what_they_read(prompts, key)
 
   def _see_what_they_read(self, prompts: PromptSet, key: str) -> None:
     """Finds out by trial calls which functions of the user expect messages, and prints it."""
     for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
-      more = {column: [None, None] for column in self._more(function)}
+      more = {column: [None, None] for column in self._more(function)}  # a trial has two rows
       trials = (more | columns for columns in _trials(prompts, dispatch.tasks_in(entry)))
       see = functools.partial(self._caller.see_what_it_reads, function, trials)
       if problem := self._hosts.on_each(see):
@@ -197,7 +198,7 @@ class Scorer:
       if conversation.is_of_user(function):
         names[self._caller.reads_messages(function)].append(name)
     if self._hosts.is_first and any(names.values()):
-      messages, texts = (", ".join(some) or "none" for some in names.values())
+      messages, texts = (", ".join(listed) or "none" for listed in names.values())
       print(
         f"{key}: your functions that get messages: {messages}; that get texts: {texts}",
         file=sys.stderr,
@@ -210,6 +211,7 @@ class Scorer:
 
   def _tell_unreadable(self, prompts: PromptSet, key: str) -> None:
     """Warns of rows that built-in functions cannot score, because a column is missing or wrong."""
+    # Names of functions by (entry of reward.tasks, *items of the columns and types that they read).
     groups: dict[tuple[Any, ...], list[str]] = {}
     for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
       if not conversation.is_of_user(function) and hasattr(function, "reads"):
@@ -217,19 +219,19 @@ class Scorer:
     if not groups:
       return
     all_of_them = prompts.is_in_memory
-    places = range(len(prompts)) if all_of_them else sorted(_some_places(prompts)[:_MOST_LOOKED_AT])
-    rows = [*prompts.given(places)]
+    picked = range(len(prompts)) if all_of_them else sorted(_some_places(prompts)[:_MOST_LOOKED_AT])
+    rows = [*prompts.given(picked)]  # pairs (name of a row in messages, example)
     which = ("" if all_of_them else " that were looked at") + (
       ", whose completions count as wrong" if key == "eval.function" else ""
     )
     for (entry, *items), names in groups.items():
-      own = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))  # rows to be scored
-      found = [(place, problem) for place, row in own if (problem := _unreadable(dict(items), row))]
+      chosen = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))
+      found = [(place, why) for place, row in chosen if (why := _unreadable(dict(items), row))]
       if found:
         named = "; ".join(f"{place} {problem}" for place, problem in found[:_MOST_NAMED])
         more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         print(
-          f"warning: {key}: no reward of {', '.join(names)} for {len(found)} of {len(own)} rows"
+          f"warning: {key}: no reward of {', '.join(names)} for {len(found)} of {len(chosen)} rows"
           f"{which}: {named}{more}",
           file=sys.stderr,
           flush=True,
@@ -292,10 +294,11 @@ class Scorer:
     def finish() -> np.ndarray:
       votes_PGJ = np.full((*own.texts_PG.shape, len(self._functions)), np.nan)
       for j, answer in zip(voters, asked, strict=True):
-        found = self._hosts.on_each(answer.result)
-        if found.failures:
-          print(f"warning: no vote of maj@k: {found.failures[0].text}", file=sys.stderr, flush=True)
-        votes = [steps[0][1] if steps else np.nan for steps in found.steps]
+        voted = self._hosts.on_each(answer.result)
+        if voted.failures:
+          print(f"warning: no vote of maj@k: {voted.failures[0].text}", file=sys.stderr, flush=True)
+        # A vote comes as a score: as the reward of the completion's only step.
+        votes = [steps[0][1] if steps else np.nan for steps in voted.steps]
         votes_PGJ[..., j] = np.reshape(votes, own.texts_PG.shape)
       return votes_PGJ
 
@@ -350,6 +353,7 @@ class Scorer:
     logged: dict[str, tuple[float, int]] = {}
     unscored: dict[str, str] = {}
     for i, (function, (name, answer)) in enumerate(zip(self._functions, answers.items())):
+      # Outside of workers a function can only raise an error, and that may end the run.
       kinds = list(_KINDS) if self._caller.uses_workers(function) else []
       kinds += [] if self._caller.stops_on_error or kinds else ["error"]
       for kind in kinds:
@@ -357,7 +361,7 @@ class Scorer:
         counts[f"rewards/{name}/{_KINDS[kind]}"] = failed
       if answer.failures:
         print(_warning(name, answer, place), file=sys.stderr, flush=True)
-      if not any(answer.steps):
+      if not any(answer.steps):  # no completion has a score
         unscored[name] = _why_unscored(name, answer, self._tasks[i], place)
       for metric, value in answer.metrics:
         total, count = logged.get(metric, (0.0, 0))
@@ -420,9 +424,7 @@ _Kinds = Mapping[tuple[str, ...], tuple[type, ...]]
 
 
 def _rows_of_tasks(
-  rows: Sequence[tuple[str, Mapping[str, Any]]],
-  kinds: _Kinds,
-  tasks: Sequence[str],
+  rows: Sequence[tuple[str, Mapping[str, Any]]], kinds: _Kinds, tasks: Sequence[str]
 ) -> list[tuple[str, Mapping[str, Any]]]:
   """Selects the rows of `tasks` or, if that is empty, of each task with a row of all columns."""
   if not tasks:
@@ -454,20 +456,21 @@ def _trials(prompts: PromptSet, tasks: Sequence[str]) -> Iterator[dict[str, list
   In a mixture, columns of other tasks are None, and a function may then return early and read
   nothing. So there is one trial for each of several tasks, with a row with the fewest None.
   """
-  best: dict[str, tuple[int, int]] = {}  # by task, (number of columns, -index) of its best row
-  rows = ((place, prompts.example(place)) for place in _some_places(prompts))
-  own = (one for one in rows if not tasks or str(one[1].get("task")) in tasks)
-  for place, example in itertools.islice(own, _MOST_COMPARED):
+  # By task, (number of filled columns, -index) of its best row: the first one of equal rows.
+  best: dict[str, tuple[int, int]] = {}
+  rows = ((index, prompts.example(index)) for index in _some_places(prompts))
+  candidates = (one for one in rows if not tasks or str(one[1].get("task")) in tasks)
+  for index, example in itertools.islice(candidates, _MOST_COMPARED):
     task, filled = str(example.get("task")), sum(value is not None for value in example.values())
-    best[task] = max(best.get(task, (-1, 0)), (filled, -place))
-  for _, place in sorted(best.values() or [(0, 0)], reverse=True)[:_MOST_TRIALS]:
-    yield _made_up_columns(prompts, -place)
+    best[task] = max(best.get(task, (-1, 0)), (filled, -index))
+  for _, negative in sorted(best.values() or [(0, 0)], reverse=True)[:_MOST_TRIALS]:  # or row 0
+    yield _made_up_columns(prompts, -negative)
 
 
 def _made_up_columns(prompts: PromptSet, place: int) -> dict[str, list[Any]]:
   """Returns the columns of two made-up completions of a prompt. One is too few to compare."""
   batch = prompt_batch(prompts, np.array([place, place]))
-  ids = batch.prompts_PS[:, :1].tolist()
+  ids = batch.prompts_PS[:, :1].tolist()  # one token, which need not match the text
   turns: dict[str, list[Any]] = {}
   if prompts.has_turns:
     made_up = [{"role": "assistant", "content": conversation.MADE_UP}]
@@ -486,6 +489,9 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
   Args:
     rollouts: The completions of the prompts that this process scores.
     prompts: The batch. Its columns contain only these prompts.
+
+  Raises:
+    RunFailed: A harness returned a column that the data has already.
   """
   P, G = rollouts.texts_PG.shape
   columns = {
@@ -496,17 +502,18 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
     sampled_ids(rollouts.completions, p, g) for p in range(P) for g in range(G)
   ]
   if rollouts.turns_PG is not None:
-    found = rollouts.turns_PG.ravel()
-    columns["turns"] = [[turn.message for turn in one.turns] for one in found]
-    columns["turn_rewards"] = [one.rewards for one in found]
-    if any(one.environment for one in found):
+    talks = rollouts.turns_PG.ravel()  # the conversations
+    columns["turns"] = [[turn.message for turn in one.turns] for one in talks]
+    columns["turn_rewards"] = [one.rewards for one in talks]
+    if any(one.environment for one in talks):
       columns["environments"] = [
-        PickledEnvironment(*one.environment) if one.environment else None for one in found
+        PickledEnvironment(*one.environment) if one.environment else None for one in talks
       ]
-    for name in dict.fromkeys(name for one in found for name in one.columns):
+    # A harness may return other columns for each completion, so some values may be missing.
+    for name in dict.fromkeys(name for one in talks for name in one.columns):
       if name in prompts.columns:
         raise RunFailed(
           f"environment.harness: the column {name} that it returned is one of the data: rename it"
         )
-      columns[name] = [one.columns.get(name) for one in found]
+      columns[name] = [one.columns.get(name) for one in talks]
   return columns

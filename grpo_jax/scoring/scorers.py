@@ -83,13 +83,15 @@ class Scorers:
     if environments.settings.harness:
       return self._harness(environments.settings.harness)
     schemas = environments.all_schemas
-    reads_calls = self._config.data.chat and schemas and environments.settings.calls == "auto"
-    if reads_calls and not are_read(run.tokenizer):
+    # Only with "auto" does the template decide in which format the run looks for calls.
+    by_template = self._config.data.chat and schemas and environments.settings.calls == "auto"
+    if by_template and not are_read(run.tokenizer):
       raise ConfigError(
         f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not"
         f" read here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
       )
     replies = Replies(run.tokenizer, self._config.data.chat, schemas)
+    # Tools answer with messages of the role tool, and `step` with messages of the role user.
     replies.check((["tool"] if schemas else []) + (["user"] if environments.has_steps else []))
     runner = run.hosts.on_each(lambda: Runner(environments, self._caller.pool))
     self.remarks += runner.remarks
@@ -100,7 +102,7 @@ class Scorers:
       )
     stops = self._caller.stops_on_error
     decode = run.tokenizer.decode
-    shown = run.tokenizer.skipped(environments.format.marks)
+    shown = run.tokenizer.skipped(environments.format.marks)  # special tokens in calls, by id
     decode_calls = functools.partial(decode, shown=shown)
     marks = [*shown.values()]
     return Talkers(environments, runner, replies, decode, decode_calls, marks, run.hosts, stops)

@@ -141,4 +141,5 @@ def _token_of_character(
     # decode to replacement characters.
     return len(os.path.commonprefix([text, decode_text(ids[:count])]))
 
+  # Finds the smallest number of tokens that write `end` characters, minus 1: the token's index.
   return int(places[bisect.bisect_left(range(1, len(ids)), end, key=characters_written)])

@@ -49,6 +49,7 @@ class Teacher:
         f"config key {_KEY}: the teacher has {shape.max_positions} positions, and"
         f" data.max_prompt_tokens + sampling.max_tokens are {longest} tokens"
       )
+    # The teacher computes as the policy does: with its dtype, attention and split of tokens.
     shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=True)
     policy = config.model
     shape = dataclasses.replace(shape, dtype=policy.dtype, attention=policy.attention, **shardings)

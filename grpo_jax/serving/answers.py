@@ -110,8 +110,8 @@ class AnswerChoice:
     While the choice goes on, an end that may become a stop text, a tool call or a character of
     several tokens is held back. Tool calls are only parsed at the end of the choice.
     """
-    is_ended = self.finish == "stop" and self.tokens[-1:] and self.tokens[-1] in self._ends
-    new_tokens = self.tokens[self._decoded : len(self.tokens) - bool(is_ended)]
+    hides_last = self.finish == "stop" and self.tokens[-1:] and self.tokens[-1] in self._ends
+    new_tokens = self.tokens[self._decoded : len(self.tokens) - bool(hides_last)]
     text = self._text + self._decode(new_tokens)
     if not text.endswith("\ufffd"):  # the replacement character stands for an incomplete one
       self._text, self._decoded = text, len(self.tokens)
@@ -120,9 +120,10 @@ class AnswerChoice:
     if not self.finish:
       text = _sure(text.rstrip("\ufffd"), self._held)
       opens = self._calls.opens if self._calls is not None else ()
+      # From the beginning of a call on, the text is held back until the choice ends.
       text = text[: min((text.index(one) for one in opens if one in text), default=len(text))]
     new = text[self._texts :]
-    self._texts = max(self._texts, len(text))
+    self._texts = max(self._texts, len(text))  # `text` is shorter if more is held back now
     calls: list[Call] = []
     if self._calls is not None and self.finish:
       new, calls, _ = self._calls.parse(new, self._tools)
@@ -136,7 +137,7 @@ class AnswerChoice:
 
   def trace(self) -> Trace:
     """The record of an ended choice, for training."""
-    finish = "length" if self.finish == "length" else "stop"
+    finish = "length" if self.finish == "length" else "stop"  # "stop" also for tool calls
     return Trace(
       prompt=list(self.prompt),
       tokens=list(self.tokens),
@@ -290,7 +291,7 @@ class AnswerHead:
   def _choice(self, choice: AnswerChoice, is_stream: bool, is_first: bool = True) -> dict[str, Any]:
     """A choice in OpenAI's format: the part that is new since the last call of this method."""
     asked = self.request
-    text, calls = choice.take_text()
+    text, calls = choice.take_text()  # may change `choice.finish` to "tool_calls"
     new = choice.take_tokens()
     made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish or None}
     if not asked.is_chat:
@@ -304,7 +305,7 @@ class AnswerHead:
     made["logprobs"] = choice.logprobs_of(new, asked.is_chat) if asked.logprobs else None
     if asked.return_token_ids:
       made["token_ids"], made["token_versions"] = choice.tokens[new], choice.versions[new]
-      if is_first:
+      if is_first:  # the prompt is sent once
         made["prompt_token_ids"] = [*choice.prompt]
     return made
 

@@ -41,7 +41,7 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
       "tools",
     )
   form = _form(body, tools or [], choice)
-  tools = tools if tools and choice != "none" else None
+  tools = tools if tools and choice != "none" else None  # "none": the model sees no tools
   try:
     messages = tools_lib.messages_for_template(body.get("messages"), limits.sees_images)
     messages, images = taken_out(messages, limits.sees_images)
@@ -57,12 +57,12 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
   if alternatives and not flag(body, "logprobs"):
     raise RequestError("top_logprobs: set logprobs to true, too", "top_logprobs")
   logprobs = alternatives if flag(body, "logprobs") else None
-  before = sum(len(message.get("tool_calls") or ()) for message in messages)
+  calls_before = sum(len(message.get("tool_calls") or ()) for message in messages)
   one_call = body.get("parallel_tool_calls") is not None and not flag(body, "parallel_tool_calls")
   extra = {
     "is_chat": True,
     "tools": tuple(tools or ()),
-    "calls_before": before,
+    "calls_before": calls_before,
     "most_calls": 1 if one_call else None,
     "form": form,
     "unread": unread,
@@ -75,6 +75,7 @@ def _form(body: Mapping[str, Any], tools: Sequence[dict[str, Any]], choice: Any)
   if choice not in ("auto", "none"):
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
+    # Without a name ("required"), the answer may call any of the tools.
     chosen = tuple(one for one in tools if name in (None, one["function"]["name"]))
     if (choice != "required" and name is None) or not chosen:
       raise RequestError(

@@ -30,7 +30,7 @@ def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) ->
   if flag(body, "echo"):
     given = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
     texts_of = [one if isinstance(one, str) else None for one in given]
-    echo = tuple(texts_of[: len(prompts)])
+    echo = tuple(texts_of[: len(prompts)])  # a single prompt of token ids has an entry for each id
   logprobs = whole(body, "logprobs", None, (0, _MOST_ALTERNATIVES))
   return make_request(
     body, limits, prompts, logprobs, {"max_tokens": _DEFAULT_TOKENS, "echo": echo}
@@ -41,7 +41,7 @@ def _prompts(body: Mapping[str, Any], limits: Limits, texts: Texts) -> tuple[tup
   """Tokenizes `prompt`: a text, a list of texts, a list of token ids, or a list of such lists."""
   given = body.get("prompt")
   if isinstance(given, str) or (isinstance(given, list) and given and are_ids(given)):
-    given = [given]
+    given = [given]  # a single prompt
   wrong = RequestError(
     "prompt must be a text, a list of texts, token ids or lists of them", "prompt"
   )

@@ -37,9 +37,9 @@ def listen(host: str, port: int) -> list[socket.socket]:
   """
   found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
   listeners: list[socket.socket] = []
-  without: OSError | None = None
+  not_here: OSError | None = None  # raised only if no address can be used
   try:
-    for family, address in dict.fromkeys((one[0], one[4]) for one in found):
+    for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
       port = listeners[0].getsockname()[1] if listeners else port
       place = (address[0], port, *address[2:])
       try:
@@ -47,12 +47,12 @@ def listen(host: str, port: int) -> list[socket.socket]:
       except OSError as error:
         if error.errno not in _NOT_HERE:
           raise
-        without = error
+        not_here = error
         continue
       listener.setblocking(False)
       listeners.append(listener)
-    if without is not None and not listeners:
-      raise without
+    if not_here is not None and not listeners:
+      raise not_here
   except BaseException:
     for listener in listeners:
       listener.close()
@@ -114,11 +114,13 @@ class Connections:
           self._close_first()
           await asyncio.sleep(_PAUSE)
         continue  # with other errors, the client has left
+      # If all connections are taken, closes one to make room.
       if len(self._waiting) + len(self._kept) >= self._most and not self._close_first():
         connected.close()
         continue
       with contextlib.suppress(OSError):  # the client has left
         _, connection = await loop.connect_accepted_socket(self._server, connected)
+        # A request may have arrived by now, and have lifted the deadline.
         self._waiting.setdefault(connection, _Wait(time.monotonic() + self._seconds, 0))
 
   async def watch(self) -> None:

@@ -178,8 +178,8 @@ class Decoder:
     """Compiles every program by calling it without rows."""
     grid, smallest, longest = Grid(self._rows, 1), self._slots[0], self._lengths[-1]
     first = self._padded([(0,)] * self._shards, longest)
-    settings = np.zeros(self._rows, int), self._new.settings
-    self._flight, _ = self._programs.begin(grid, smallest, params, first, *settings)
+    seats = np.zeros(self._rows, int), self._new.settings  # all places get the first prompt
+    self._flight, _ = self._programs.begin(grid, smallest, params, first, *seats)
     self._texts = self._programs.no_texts(self._flight, self._sizes.texts)
     nobody_R = np.zeros(self._rows, bool)
     for slots in self._slots:
@@ -192,12 +192,12 @@ class Decoder:
     for length in self._lengths:
       for count in {1, self._at_once(length) * self._shards}:
         self._arrive([(self._rows, (0,))] * count, length, params)
-    nothing = self._rows, (0, 0), Beginning(0, 1)
+    nothing = self._rows, (0, 0), Beginning(0, 1)  # its place is past the last, so it is dropped
     for length, most in self._suffixes.items():
       for count in {1, most * self._shards}:
         self._go_on([nothing] * count, length, params)
     self._copy(np.arange(self._rows))
-    self._counts.calls = 0
+    self._counts.calls = 0  # the calls above computed no request
 
   def forget_prompts(self) -> None:
     """Forgets all prompts and cached texts, because old weights computed them."""
@@ -218,18 +218,19 @@ class Decoder:
     for place, row in ended.items():
       prompt = self._known.prompt(place)
       # The token that was drawn last has no keys yet. Prompts cannot use keys in int8.
-      own = 0 if is_int8 else min(len(row.tokens) - 1, most - len(prompt))
-      text = (*prompt, *row.tokens[:own])
+      cached = 0 if is_int8 else min(len(row.tokens) - 1, most - len(prompt))
+      text = (*prompt, *row.tokens[:cached])
       # A recurrent state includes all tokens that the row drew, and a window has only the newest
       # ones. So a text that leaves out drawn tokens cannot be cached.
-      lacks_tokens = own < len(row.tokens) - 1 or (row.is_cut and not self._whole_from)
+      lacks_tokens = cached < len(row.tokens) - 1 or (row.is_cut and not self._whole_from)
+      # `forget_prompts` has emptied the prompt if old weights computed it.
       if not prompt or (len(text) > self._whole_from and lacks_tokens and not is_int8):
         continue
       number = self._known.room(text)
-      if number is None:
+      if number is None:  # the cache is turned off
         return
       self._known.put(number, text)
-      kept[number] = place, own, number - self._rows
+      kept[number] = place, cached, number - self._rows
     rows = [*kept.values()]
     for start in range(0, len(rows), _MOST_PROMPTS):
       self._keep(rows[start : start + _MOST_PROMPTS])
@@ -263,7 +264,7 @@ class Decoder:
     self._score({p: row.prompt for p, row in rows.items() if row.is_scored}, computed, params)
     self._images = {p: row.images for p, row in rows.items() if row.images}
     missing = {p: row.known_as for p, row in rows.items() if not row.is_scored}
-    while missing:
+    while missing:  # those that wait for a common beginning, from the second time on
       unknown = self._copy_known(missing)
       missing = self._compute(unknown, computed, params)
     self._images = {}
@@ -278,8 +279,8 @@ class Decoder:
       self._known.put(place, prompt)
       computed[place] = len(prompt)
     self._counts.prompts += len(prompts)
-    for length, some in self._by_length([*prompts.items()]):
-      self._arrive(some, length, params, is_scored=True)
+    for length, batch in self._by_length([*prompts.items()]):
+      self._arrive(batch, length, params, is_scored=True)
 
   def take_scores(self, counts: Mapping[int, int]) -> dict[int, PromptScores]:
     """Returns the scores of the prompts that were seated last, by place.
@@ -312,7 +313,7 @@ class Decoder:
       params: The parameters.
       taken_R: bool, True for seats with a row that draws.
       longest: The most tokens that a row in flight has drawn.
-      leaves_early: Whether the chunk ends once some rows have ended.
+      leaves_early: Whether the chunk ends once some rows have ended, because others wait.
       extras: Further options of the draw. `allowed_RW` only holds for the next token. So with it,
         the chunk draws one token of each new row or, if there are none, of each row.
 
@@ -341,11 +342,11 @@ class Decoder:
     chunk: Chunk,
     extras: Extras | None = None,
   ) -> tuple[Drawn, jax.Array]:
-    given: tuple[Any, ...] = params, self._flight, self._new, taken_R, chunk
+    arguments: tuple[Any, ...] = params, self._flight, self._new, taken_R, chunk
     if extras is not None:  # a separate program, compiled at its first use
-      given = *given, extras
-    self._flight, *seen = self._programs.chunk(*given)
-    return seen
+      arguments = *arguments, extras
+    self._flight, *results = self._programs.chunk(*arguments)
+    return results
 
   @property
   def vocabulary(self) -> int:
@@ -366,17 +367,17 @@ class Decoder:
 
   def _copy_known(self, missing: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
     """Copies prompts {place: tokens} that other places of the shard have. Returns the others."""
-    from_N, each = np.arange(self._rows), self._rows // self._shards
+    from_N, per_shard = np.arange(self._rows), self._rows // self._shards
     copied = dict[int, tuple[int, ...]]()
     others = dict[int, tuple[int, ...]]()
     for place, prompt in missing.items():
-      first = place // each * each
-      source = self._known.same(prompt, range(first, first + each))
+      first = place // per_shard * per_shard
+      source = self._known.same(prompt, range(first, first + per_shard))
       (others if source is None else copied)[place] = prompt
       from_N[place] = place if source is None else source
     if (from_N != np.arange(self._rows)).any():
       self._copy(from_N)
-    self._known.forget(others)
+    self._known.forget(others)  # the old prompts at their places will be overwritten
     for place, prompt in copied.items():
       self._known.put(place, prompt)
     self._counts.copies += len(copied)
@@ -393,7 +394,7 @@ class Decoder:
       The prompts that wait, because they begin like one that is computed now.
     """
     whole: list[tuple[int, tuple[int, ...]]] = []
-    parts: list[tuple[int, tuple[int, ...], Beginning]] = []  # prompts with a known beginning
+    continued: list[tuple[int, tuple[int, ...], Beginning]] = []  # prompts with a known beginning
     now, later, seeing = list[int](), {}, list[int]()  # `seeing`: places with images
     for place, prompt in missing.items():
       least = self._least(len(prompt))
@@ -407,7 +408,7 @@ class Decoder:
       self._known.put(place, prompt)
       computed[place] = len(prompt) - beginning.tokens
       if beginning.tokens:
-        parts.append((place, prompt, beginning))
+        continued.append((place, prompt, beginning))
       elif place in self._images:
         seeing.append(place)
       else:
@@ -417,9 +418,9 @@ class Decoder:
       if not self._see(place, params):
         self._known.forget([place])
         del computed[place]
-    for length, some in self._by_length(whole):
-      self._arrive(some, length, params)
-    self._compute_parts(parts, params)
+    for length, batch in self._by_length(whole):
+      self._arrive(batch, length, params)
+    self._compute_parts(continued, params)
     return later
 
   def _see(self, place: int, params: model.Params) -> bool:
@@ -463,14 +464,14 @@ class Decoder:
       left, longest = [], max(self._suffixes)
       for place, prompt, beginning in parts:
         end = beginning.tokens + longest
-        if end < len(prompt):
+        if end < len(prompt):  # the next call continues what this one puts into the place
           left.append((place, prompt, Beginning(place, end)))
         rest = min(longest, len(prompt) - beginning.tokens)
         length = _holding(self._suffixes, rest)
         by_length.setdefault(length, []).append((place, prompt[:end], beginning))
-      for length, some in by_length.items():
-        for group in _split(some, self._suffixes[length] * self._shards):
-          self._go_on(group, length, params)
+      for length, suffixes in by_length.items():
+        for batch in _split(suffixes, self._suffixes[length] * self._shards):
+          self._go_on(batch, length, params)
       parts = left
 
   def _least(self, tokens: int) -> int:
@@ -490,9 +491,9 @@ class Decoder:
     by_length: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     for place, prompt in prompts:
       by_length.setdefault(_holding(self._lengths, len(prompt)), []).append((place, prompt))
-    for length, some in by_length.items():
-      for group in _split(some, self._at_once(length) * self._shards):
-        yield length, group
+    for length, entries in by_length.items():
+      for batch in _split(entries, self._at_once(length) * self._shards):
+        yield length, batch
 
   def _at_once(self, length: int) -> int:
     """The most prompts of a padded length that a call computes on each shard of the mesh."""
@@ -510,8 +511,8 @@ class Decoder:
     places = np.array(_filled([place for place, _ in prompts], count, self._rows))
     padded = self._padded(_filled([prompt for _, prompt in prompts], count, (0,)), length)
     if is_scored:  # compiled when a request first asks for it
-      arrive, count = self._programs.arrive_scored, self.alternatives
-      self._flight, scores = arrive(self._flight, params, padded, places, count)
+      arrive, alternatives = self._programs.arrive_scored, self.alternatives
+      self._flight, scores = arrive(self._flight, params, padded, places, alternatives)
       self._scores.append((prompts, scores))
     else:
       self._flight, _ = self._programs.arrive(self._flight, params, padded, places)
@@ -522,7 +523,7 @@ class Decoder:
   ) -> None:
     """Computes a batch of suffixes: (place, prompt, its known beginning), padded to `length`."""
     count = self._count(len(parts), self._suffixes[length])
-    nothing = self._rows, (0, 0), Beginning(0, 1)
+    nothing = self._rows, (0, 0), Beginning(0, 1)  # padding: its place is past the last
     places, prompts, beginnings = zip(*_filled(parts, count, nothing), strict=True)
     numbers, known = np.array(beginnings, np.int32).T
     rest = [prompt[begun:] for prompt, begun in zip(prompts, known, strict=True)]
@@ -557,8 +558,8 @@ class Decoder:
 
   def _padded(self, prompts: list[tuple[int, ...]], length: int) -> Prompts:
     tokens_nS = np.zeros((len(prompts), length), np.int32)
-    for own_S, prompt in zip(tokens_nS, prompts, strict=True):
-      own_S[: len(prompt)] = prompt
+    for tokens_S, prompt in zip(tokens_nS, prompts, strict=True):
+      tokens_S[: len(prompt)] = prompt
     return Prompts(tokens_nS, np.array([*map(len, prompts)], np.int32))
 
 
@@ -575,7 +576,7 @@ def _suffixes(config: model.ModelConfig, sizes: Sizes) -> dict[int, int]:
   for length in [length for length in _SUFFIXES if length <= S] or [S]:
     most = _MOST_SCORES // (config.num_heads * length * (S + length))
     at_once = min(_MOST_PROMPTS, sizes.rows // config.row_shards, _TOKENS_AT_ONCE // length, most)
-    if at_once or not found:
+    if at_once or not found:  # there is at least one length
       found[length] = max(1, at_once)
   return found
 

@@ -286,18 +286,19 @@ class Engine:
         for place, row in enumerate(self._seats)
       ]
     )
-    seen = self._decoder.chunk(self._params, taken_R, longest, leaves_early, self._extras())
-    self._tell()
-    drawn, goes_on_R = jax.device_get(seen)
+    results = self._decoder.chunk(self._params, taken_R, longest, leaves_early, self._extras())
+    self._tell()  # the tokens of the previous chunk, while the devices decode this one
+    drawn, goes_on_R = jax.device_get(results)
     scores = self._decoder.take_scores({place: row.job.alternatives for place, row in new.items()})
     ended: dict[int, EndedRow] = {}
     for place, row in enumerate(self._seats):
       if row is None:
         continue
-      own = drawn.is_drawn_RN[place]
-      tokens, logprobs = drawn.tokens_RN[place, own], drawn.logprobs_RN[place, own]
+      drawn_N = drawn.is_drawn_RN[place]
+      tokens, logprobs = drawn.tokens_RN[place, drawn_N], drawn.logprobs_RN[place, drawn_N]
       finish = "" if goes_on_R[place] else "stop" if drawn.stopped_by_R[place] >= 0 else "length"
       finish = "failed" if place in failed else finish
+      # A stop text may cut tokens off, so `part` may have fewer than the row drew.
       part = self._part(row, tokens.tolist(), logprobs.tolist(), finish)
       part = part._replace(
         computed=computed.get(place, 0),
@@ -319,19 +320,20 @@ class Engine:
     jobs = [None if row is None else row.job for row in self._seats]
     guides = [job.guide if job else None for job in jobs]
     biases = [job.bias if job else {} for job in jobs]
-    asks = any(job and job.alternatives for job in jobs)
-    if not (any(guides) or any(biases) or asks):
+    has_alternatives = any(job and job.alternatives for job in jobs)
+    if not (any(guides) or any(biases) or has_alternatives):
       return None
-    extras = Extras(alternatives=self._decoder.alternatives if asks else 0)
+    extras = Extras(alternatives=self._decoder.alternatives if has_alternatives else 0)
     vocabulary = self._decoder.vocabulary
     if any(guides):
+      # -1 sets all bits: rows without a guide may draw all tokens.
       allowed_RW = np.full((len(jobs), -(-vocabulary // 32)), -1, np.int32)
       for bits_W, guide in zip(allowed_RW, guides, strict=True):
         if guide:
           guide.fill(bits_W)
       extras = extras.replace(allowed_RW=allowed_RW)
     if any(biases):
-      biased_RN = np.full((len(jobs), MOST_BIASED), vocabulary, np.int32)
+      biased_RN = np.full((len(jobs), MOST_BIASED), vocabulary, np.int32)  # V is padding
       bias_RN = np.zeros((len(jobs), MOST_BIASED), np.float32)
       for place, bias in enumerate(biases):
         biased_RN[place, : len(bias)], bias_RN[place, : len(bias)] = [*bias], [*bias.values()]
@@ -343,19 +345,19 @@ class Engine:
 
     `finish` is the reason from the devices, which a stop text or a guide may override.
     """
-    seen = len(row.tokens)
+    before = len(row.tokens)
     row.tokens += tokens
-    kept = row.job.end(row.tokens, seen) if row.job.end and tokens else None
+    kept = row.job.end(row.tokens, before) if row.job.end and tokens else None
     guide = row.job.guide if tokens else None
     if kept is not None:
-      del row.tokens[kept:], logprobs[kept - seen :]
+      del row.tokens[kept:], logprobs[kept - before :]
       finish = "stop"
     elif guide and (finish == "stop" or not finish and not guide.take(tokens)):
       # No token may follow: the form is complete, or its grammar has become too large.
       finish = "stop" if guide.is_whole else "length"
-    self.counts.tokens += len(row.tokens) - seen
+    self.counts.tokens += len(row.tokens) - before
     self.counts.rows += bool(finish)
-    return AnswerPart(row.tokens[seen:], logprobs, self._version, finish)
+    return AnswerPart(row.tokens[before:], logprobs, self._version, finish)
 
   def _tell(self) -> None:
     """Reports new parts to listeners. Cancels rows whose event loop is closed."""

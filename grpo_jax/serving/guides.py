@@ -41,13 +41,13 @@ class Guides:
       RequestError: llguidance is not installed, or it does not support the schema.
     """
     with self._lock:
-      engine = self._engine
+      llg_tokenizer = self._engine
     from llguidance import LLMatcher
 
-    whole = LLMatcher(engine, self._grammar(form))
-    if whole.is_error():
-      raise RequestError(f"{form.param}: {' '.join(whole.get_error().split()):.300}", form.param)
-    return [Guide(whole.deep_copy()) for _ in range(count)]
+    matcher = LLMatcher(llg_tokenizer, self._grammar(form))
+    if matcher.is_error():
+      raise RequestError(f"{form.param}: {' '.join(matcher.get_error().split()):.300}", form.param)
+    return [Guide(matcher.deep_copy()) for _ in range(count)]
 
   @functools.cached_property
   def _engine(self) -> Any:
@@ -79,6 +79,7 @@ class Guides:
     calls = json.dumps(_any_call([tool["function"] for tool in tools], arguments) | _COMPACT)
     if family == "llama3":
       return f"start: call\ncall: %json {calls}"
+    # In Lark, a special token is written as itself, and another text is quoted.
     special = self._tokenizer.skipped(_TAGS).values()
     opens, closes = (tag if tag in special else json.dumps(tag) for tag in _TAGS)
     return f'start: {opens} "\\n" call "\\n" {closes}\ncall: %json {calls}'
@@ -88,7 +89,8 @@ def _any_call(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[st
   """The JSON schema of a call of one of these functions.
 
   `$ref`s of a function's parameters point to the root of their schema. So schemas that have any
-  move to `$defs`, and their `$ref`s are changed accordingly. `arguments` is the name of that field.
+  move to `$defs`, and their `$ref`s are changed accordingly. `arguments` is the key under which the
+  model's family writes the arguments of a call.
   """
   calls, roots = [], {}
   for number, function in enumerate(functions):
@@ -121,7 +123,7 @@ def _moved(schema: Any, root: str, *, by_name: bool = False) -> Any:
     return schema
   found = {}
   for key, value in schema.items():
-    if key == "$ref" and not by_name and isinstance(value, str):
+    if key == "$ref" and not by_name and isinstance(value, str):  # URLs and anchors stay
       found[key] = root + value[1:] if value == "#" or value.startswith("#/") else value
     elif key in _VALUES and not by_name:
       found[key] = value

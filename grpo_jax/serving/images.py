@@ -48,6 +48,7 @@ class SeenImages(NamedTuple):
   def visual(self, features_PKSD: jax.Array) -> Visual:
     """Makes the `Visual` of P copies of this prompt. Features are aligned with prompt tokens."""
     P, _, S, _ = features_PKSD.shape
+    # Entry s of the features belongs to prompt token s, which therefore sees visual token s.
     picture_PS = np.repeat(self.places.seen_PS2[:, :S, 0], P, 0)
     axes, following = self.places.positions_PS3, self.places.next_P
     return Visual(
@@ -82,7 +83,7 @@ def image_of(part: Mapping[str, Any], where: str, sees_images: bool) -> AnyImage
   try:
     return source_of(url, where)
   except ConfigError as error:
-    raise ConfigError(" ".join(str(error).split())) from None
+    raise ConfigError(" ".join(str(error).split())) from None  # in one line
 
 
 def taken_out(messages: Messages, sees_images: bool) -> tuple[Messages, list[AnyImage]]:
@@ -195,7 +196,7 @@ class UnreadImages(NamedTuple):
     placed = processor.place(ids, layouts, "messages")
     pictures = (picture for image in self.images for picture in processor.pictures(image))
     padded = tuple(_padded(*pair) for pair in zip(pictures, self.sizes, strict=True))
-    places = pad([[]], [placed], (0, 0), slots, processor)
+    places = pad([[]], [placed], (0, 0), slots, processor)  # `pictures` has the patches
     is_seen_S = placed.seen_S2[:, 0] >= 0
     known_S = np.array(ids, np.int64)
     counts = [sum(rows * columns for rows, columns in layout.tokens) for layout in layouts]

@@ -26,13 +26,14 @@ class Metrics:
 
   def text(self, engine: Engine) -> str:
     """All metrics as text, including those of the engine."""
-    done = engine.counts
+    counts = engine.counts
     lines: list[str] = []
 
     def add(name: str, kind: str, values: Mapping[str, Any]) -> None:
       lines.append(f"# TYPE grpo_jax_{name} {kind}")
       lines.extend(f"grpo_jax_{name}{labels} {value}" for labels, value in values.items())
 
+    # Keys are Prometheus labels, such as {path="/health",status="200"}, or "" for none.
     answered = {
       f'{{path="{path}",status="{status}"}}': count
       for (path, status), count in self.requests.items()
@@ -41,16 +42,16 @@ class Metrics:
     seconds = {f'{{path="{path}"}}': value for path, value in self.seconds.items()}
     add("request_seconds_total", "counter", seconds)
     add("prompt_tokens_total", "counter", {"": self.prompt_tokens})
-    add("completion_tokens_total", "counter", {"": done.tokens})
-    add("rows_total", "counter", {"": done.rows})
-    add("prompt_tokens_computed_total", "counter", {"": done.computed_tokens})
-    add("prefix_cache_drops_total", "counter", {"": done.drops})
-    add("prefix_cache_entries", "gauge", {"": done.texts})
-    add("prompts_computed_total", "counter", {"": done.prompts})
-    add("prompt_calls_total", "counter", {"": done.calls})
-    add("prompts_copied_total", "counter", {"": done.copies})
-    add("chunks_total", "counter", {"": done.chunks})
-    add("decode_seconds_total", "counter", {"": done.seconds})
+    add("completion_tokens_total", "counter", {"": counts.tokens})
+    add("rows_total", "counter", {"": counts.rows})
+    add("prompt_tokens_computed_total", "counter", {"": counts.computed_tokens})
+    add("prefix_cache_drops_total", "counter", {"": counts.drops})
+    add("prefix_cache_entries", "gauge", {"": counts.texts})
+    add("prompts_computed_total", "counter", {"": counts.prompts})
+    add("prompt_calls_total", "counter", {"": counts.calls})
+    add("prompts_copied_total", "counter", {"": counts.copies})
+    add("chunks_total", "counter", {"": counts.chunks})
+    add("decode_seconds_total", "counter", {"": counts.seconds})
     add("requests_active", "gauge", {"": self.active})
     add("rows_waiting", "gauge", {"": engine.waiting})
     add("rows_in_flight", "gauge", {"": engine.in_flight})

@@ -94,6 +94,7 @@ class PrefixCache:
     """
     differs_NS = self._tokens_NS != self._padded(prompt)
     same_N = np.where(differs_NS.any(1), differs_NS.argmax(1), len(prompt))
+    # Of an equal prompt, too, the last token is computed again: it yields the first logits.
     used_N, is_equal_N = np.minimum(same_N, len(prompt) - 1), ~differs_NS.any(1)
     fits_N = (self._lengths_N <= whole_from) | (used_N == self._lengths_N)
     used_N = np.where(fits_N & (used_N >= least), used_N, 0)
@@ -112,7 +113,8 @@ class PrefixCache:
   def room(self, tokens: tuple[int, ...]) -> int | None:
     """Chooses the entry for a new text. None if the cache holds no texts.
 
-    It is the entry of a text that the new one continues, a free one, or the least recently used.
+    It is the entry of a text that the new one continues, else a free one, else the one whose last
+    use is longest ago.
     """
     lengths_N, first = self._lengths_N[self._places :], self._places
     if not len(lengths_N):

@@ -230,8 +230,8 @@ def make_request(
     logprobs: How many alternatives to return for each token. None: no log-probs.
     extra: Further fields of the `Request`, and `max_tokens`, the default length, if it differs.
   """
-  none = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0, most_calls=None)
-  extra = none | {"form": None} | extra
+  defaults = dict[str, Any](echo=None, is_chat=False, tools=(), calls_before=0, most_calls=None)
+  extra = defaults | {"form": None} | extra
   _check_model(body, limits)
   for number, prompt in enumerate(prompts):
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
@@ -242,6 +242,7 @@ def make_request(
   if options is not None and not isinstance(options, dict):
     raise RequestError("stream_options must be an object", "stream_options")
   for name, value in (options or {}).items():
+    # An unknown option that is null or false asks for nothing, so it is accepted.
     if name != "include_usage" and value is not None and value is not False:
       raise RequestError(
         f"stream_options: this server does not know {shown(name)}", "stream_options"
@@ -287,7 +288,7 @@ def _settings(
       "min_tokens: the form of the answer says when it ends; leave it out", "min_tokens"
     )
   values = {name: _filter_value(body, name, one) for name, one in limits.filters.items()}
-  if settings.temperature == 0:  # the filters keep the likeliest token
+  if settings.temperature == 0:  # the filters keep the likeliest token, so they change nothing
     values = {name: one.off for name, one in limits.filters.items()}
   return settings.with_filters(values)
 
@@ -389,7 +390,7 @@ def _bias(body: Mapping[str, Any], limits: Limits) -> dict[int, float]:
     raise wrong
   found: dict[int, float] = {}
   for token, value in given.items():
-    is_id = token.isascii() and token.isdecimal() and len(token) < 10
+    is_id = token.isascii() and token.isdecimal() and len(token) < 10  # `int` refuses long texts
     if not is_id or int(token) >= limits.vocabulary or type(value) not in (int, float):
       raise wrong
     if not -100 <= value <= 100:

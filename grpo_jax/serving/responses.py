@@ -55,7 +55,7 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
         f"include: this server does not know {shown(entry)}; give {' or '.join(_INCLUDED)}",
         "include",
       )
-  asks = _LOGPROBS in include or bool(body.get("top_logprobs"))
+  asks_logprobs = _LOGPROBS in include or bool(body.get("top_logprobs"))
   effort = _object(body.get("reasoning"), "reasoning", _OF_REASONING).get("effort")
   chat |= {
     "messages": _messages(body),
@@ -64,13 +64,13 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
     "max_tokens": body.get("max_output_tokens"),
     "response_format": _format(body),
     "reasoning_effort": effort,
-    "logprobs": asks,
+    "logprobs": asks_logprobs,
   }
   try:
     asked = chat_request(chat, limits, texts)
   except RequestError as error:
     raise renamed(error) from None
-  form = asked.form
+  form = asked.form  # errors that come later name its parameter
   if form is not None and form.param in _RENAMED:
     form = form._replace(param=_RENAMED[form.param])
   return dataclasses.replace(asked, form=form, repeated=_repeated(body, asked, effort))
@@ -139,7 +139,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     elif kind == "function_call":
       function = {"name": item.get("name"), "arguments": item.get("arguments")}
       call = {"id": item.get("call_id"), "type": "function", "function": function}
-      if last.get("role") != "assistant":
+      if last.get("role") != "assistant":  # a message of the assistant has its calls
         messages.append(last := {"role": "assistant", "content": None})
       last["tool_calls"] = [*last.get("tool_calls", ()), call]
     elif kind == "function_call_output":
@@ -271,6 +271,7 @@ class ResponseHead:
 
     A response has a message item, unless it only calls tools, and then an item for each call. The
     message starts with the first text. The choice's end completes it and brings the calls.
+    `is_first` is ignored, because the first piece may have no text yet.
     """
     del is_first
     text, calls = choice.take_text()
@@ -313,7 +314,7 @@ class ResponseHead:
     return self._event("error", **said)
 
   def _call(self, number: int, call: Call) -> Iterator[dict[str, Any]]:
-    """Yields the events of a tool call, and adds the call to the items of the response."""
+    """Yields the events of tool call `number` of the answer, and adds it to the output items."""
     item = {
       "type": "function_call",
       "id": f"fc_{self._number}_{number}",

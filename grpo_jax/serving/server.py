@@ -160,10 +160,10 @@ class Server:
     """
     self.metrics = Metrics()
     self._engine, self._settings = engine, settings
-    told = dict[str, Any](
+    options = dict[str, Any](
       longest=settings.longest, calls=settings.calls, vocabulary=vocabulary, images=images
     )
-    self._writer = AnswerWriter(engine, tokenizer, settings.seconds, recorder, **told)
+    self._writer = AnswerWriter(engine, tokenizer, settings.seconds, recorder, **options)
     self._records = recorder is not None
     self._reload, self._reloading = reload, asyncio.Lock()
     limits = engine.sizes.prompt_tokens, engine.max_tokens, settings.choices, settings.longest
@@ -250,7 +250,7 @@ class Server:
   async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
     """Counts a request, and turns every error into an answer in OpenAI's format."""
     start = time.monotonic()
-    status = _CLIENT_LEFT
+    status = _CLIENT_LEFT  # unless there is an answer
     resource = request.match_info.route.resource
     path = resource.canonical if resource is not None else "other"
     try:
@@ -279,7 +279,7 @@ class Server:
     if self._settings.key and request.path not in _OPEN_PATHS:
       given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
       wanted = f"Bearer {self._settings.key}".encode()
-      if self._records:
+      if self._records:  # the name of the conversation follows the key
         given, _, _ = given.partition(b":")
       if not hmac.compare_digest(given, wanted):  # in constant time, against timing attacks
         raise RequestError("the API key is wrong or missing", status=401, code="invalid_api_key")
@@ -336,12 +336,12 @@ class Server:
         threads = self._small if len(body) <= _SMALL_BODY else self._large
         asked = await _in_thread(threads, held, self._read, read, body, name)
         del body
-      held = stack.enter_context(contextlib.ExitStack())  # of images, until the request ends
+      held_images = stack.enter_context(contextlib.ExitStack())  # memory, until the answer ends
       if asked.unread is not None:
-        held.enter_context(self._images.holding())(asked.unread.nbytes)
+        held_images.enter_context(self._images.holding())(asked.unread.nbytes)
         try:
-          asked = await _in_thread(self._decoding, held, self._writer.with_images, asked)
-        except RequestError as error:
+          asked = await _in_thread(self._decoding, held_images, self._writer.with_images, asked)
+        except RequestError as error:  # a request of /v1/responses has other names of parameters
           raise error if asked.repeated is None else renamed(error) from None
       return await self._answer(request, asked, name)
 
@@ -365,14 +365,14 @@ class Server:
       async for _ in parts:
         pass
       made = head.whole(choices)
-      self._writer.record(name, choices)
+      self._writer.record(name, choices)  # after `whole`, which takes the texts to record
     response = web.StreamResponse(headers={"X-Weights-Version": str(made["weights_version"])})
     response.content_type = "application/json"
     response.charset = "utf-8"
     data = _dumps(made).encode()
     response.content_length = len(data)
     await response.prepare(request)
-    for start in range(0, len(data), _PIECE):
+    for start in range(0, len(data), _PIECE):  # each piece has its own timeout
       await _in_time(response.write(data[start : start + _PIECE]))
     await _in_time(response.write_eof())
     return response
@@ -389,10 +389,10 @@ class Server:
   ) -> web.StreamResponse:
     """Sends new text of the choices as server-sent events. An error becomes the last event."""
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    response, begun = web.StreamResponse(headers=headers), set[int]()
+    response, begun = web.StreamResponse(headers=headers), set[int]()  # choices with an event
 
     async def send(pieces: Iterable[dict[str, Any]]) -> None:
-      for made in pieces:  # events of responses have a type
+      for made in pieces:  # only events of /v1/responses have a type
         event = f"event: {made['type']}\n" if "type" in made else ""
         await _in_time(response.write(f"{event}data: {_dumps(made)}\n\n".encode()))
 
@@ -403,7 +403,7 @@ class Server:
         async for choice in parts:
           await send(head.piece(choice, choice.index not in begun))
           begun.add(choice.index)
-        self._writer.record(name, choices)
+        self._writer.record(name, choices)  # before the client can continue the conversation
         await send(head.last(choices))
         if head.is_ended_by_done:
           await _in_time(response.write(b"data: [DONE]\n\n"))

@@ -79,7 +79,7 @@ def _content(content: Any, sees_images: bool, numbers: Iterator[int]) -> str | l
   """A content as a text or, if it has images, as parts. `numbers` counts images, for errors."""
   if content is None or isinstance(content, str):
     return content or ""
-  parts = content if isinstance(content, list) else [None]
+  parts = content if isinstance(content, list) else [None]  # None is refused below
   if not all(isinstance(part, Mapping) and (_is_text(part) or _is_image(part)) for part in parts):
     raise ValueError(
       "messages: a content must be a text, or a list of parts of type text and image_url"

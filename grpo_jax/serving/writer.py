@@ -63,7 +63,7 @@ class AnswerWriter:
     self._engine, self._tokenizer = engine, tokenizer
     self._seconds, self._recorder = seconds, recorder
     self._calls, self._longest = _calls_of(tokenizer, calls), longest
-    self._names_calls, self._images = calls != "auto", images
+    self._names_calls, self._images = calls != "auto", images  # a named format is not tested
     self._guides = Guides(tokenizer, vocabulary or tokenizer.vocab_size)
     self._shown = tokenizer.skipped(self._calls.marks)  # id -> text of special tokens in calls
     # A longer text surely has too many tokens, and need not be tokenised to count them.
@@ -99,28 +99,29 @@ class AnswerWriter:
     def hear(index: int, part: AnswerPart) -> None:  # in the thread of the engine
       loop.call_soon_threadsafe(receive, index, part)
 
+    # `marks` are decoded to find calls, and then taken out of the client's text.
     shown: Mapping[int, str] = self._shown if asked.tools else {}
     marks, ends = [*shown.values()], set[int]()
-    if asked.shows_special:
+    if asked.shows_special:  # all but the token that ends the answer
       shown, marks = self._tokenizer.special_texts, []
       ends = {*shown}
     decode = functools.partial(self._tokenizer.decode, shown=shown)
-    told = asked, decode, self._calls, marks, ends
-    choices = [AnswerChoice(index, *told) for index in range(asked.choices)]
+    arguments = asked, decode, self._calls, marks, ends
+    choices = [AnswerChoice(index, *arguments) for index in range(asked.choices)]
     guides = asked.guides or [None] * len(choices)
     jobs = []
     for choice, guide in zip(choices, guides, strict=True):
       settings, number = self._draws(asked, name, choice)
       end = _end_of(asked.stop, decode) if asked.stop else None
       end = _end_at_ids(asked.stop_ids, end) if asked.stop_ids else end
-      hears = functools.partial(hear, choice.index)
-      asks = dict[str, Any](
+      hear_choice = functools.partial(hear, choice.index)
+      options = dict[str, Any](
         alternatives=asked.alternatives,
         bias=asked.bias,
         is_scored=asked.is_scored,
         images=asked.seen,
       )
-      jobs.append(Job(choice.prompt, number, settings, hears, end, guide, **asks))
+      jobs.append(Job(choice.prompt, number, settings, hear_choice, end, guide, **options))
     rows = self._submit(jobs)
     try:
       yield choices, self._parts(choices, heard)
@@ -168,7 +169,10 @@ class AnswerWriter:
   async def _parts(
     self, choices: list[AnswerChoice], heard: asyncio.Queue[tuple[int, AnswerPart]]
   ) -> AsyncIterator[AnswerChoice]:
-    """Adds (index, part) entries of the queue to choices[index]. Yields the choice after each."""
+    """Adds (index, part) entries of the queue to choices[index]. Yields the choice after each.
+
+    Raises RequestError after the timeout, or if the engine ends or cannot encode the images.
+    """
     going = len(choices)
     deadline = asyncio.get_running_loop().time() + self._seconds
     while going:
@@ -242,6 +246,7 @@ class AnswerWriter:
       )
     shown = [tools, options]  # an earlier answer counts only if its prompt had the same
     recorded = self._recorder.earlier(name, messages, shown) if self._recorder else None
+    # `Replies` writes the start of a new answer, so it cannot continue one.
     if recorded is None or GOES_ON in options:
       text = self._rendered(messages, tools, options)
       self._check_length(text, "messages")
@@ -265,15 +270,15 @@ class AnswerWriter:
     options: dict[str, Any],
   ) -> str:
     """Renders a conversation. If that fails, retries with arguments of calls as JSON texts."""
-    given = {name: value for name, value in options.items() if name != GOES_ON}
+    variables = {name: value for name, value in options.items() if name != GOES_ON}
     goes_on = GOES_ON in options
 
     def render(messages: list[dict[str, Any]]) -> str:
       if not goes_on:
-        return self._tokenizer.render(messages, True, tools, given)
+        return self._tokenizer.render(messages, True, tools, variables)
       *before, last = messages
       marked = [*before, {**last, "content": with_end(last["content"], _END)}]
-      return _without_end(self._tokenizer.render(marked, False, tools, given))
+      return _without_end(self._tokenizer.render(marked, False, tools, variables))
 
     try:
       return render(messages)
@@ -284,7 +289,7 @@ class AnswerWriter:
         return render(with_texts(messages))
       except ConfigError:
         pass
-      raise
+      raise  # the error of the first try
 
   @functools.cached_property
   def _reads_calls(self) -> bool:
@@ -322,17 +327,17 @@ def _without_end(text: str) -> str:
       "continue_final_message: the chat template writes the last message in another way",
       "continue_final_message",
     )
-  is_kept = text.startswith(_END, place)
+  is_kept = text.startswith(_END, place)  # if not, the template trims messages
   return text[:place] if is_kept else text[:place].rstrip()
 
 
 def _end_at_ids(stop_ids: tuple[int, ...], end: End | None) -> End:
   """Makes an `End` that cuts rows after one of these token ids, or where `end` does, if earlier."""
 
-  def end_of(ids: Sequence[int], seen: int) -> int | None:
-    place = next((i + 1 for i in range(seen, len(ids)) if ids[i] in stop_ids), None)
-    kept = end(ids, seen) if end else None
-    return min((x for x in (place, kept) if x is not None), default=None)
+  def end_of(ids: Sequence[int], checked: int) -> int | None:
+    after_id = next((i + 1 for i in range(checked, len(ids)) if ids[i] in stop_ids), None)
+    kept = end(ids, checked) if end else None
+    return min((x for x in (after_id, kept) if x is not None), default=None)
 
   return end_of
 
@@ -341,9 +346,9 @@ def _end_of(stop: tuple[str, ...], decode: Decode) -> End:
   """Makes an `End` that cuts rows at stop texts. It only decodes tokens that may belong to one."""
   end, tokens = end_at(stop, decode), 4 * max(map(len, stop))  # up to four tokens per character
 
-  def end_of_last(ids: Sequence[int], seen: int) -> int | None:
-    start = max(0, seen - tokens)
-    kept = end(ids[start:], seen - start)
+  def end_of_last(ids: Sequence[int], checked: int) -> int | None:
+    start = max(0, checked - tokens)
+    kept = end(ids[start:], checked - start)
     return None if kept is None else start + kept
 
   return end_of_last

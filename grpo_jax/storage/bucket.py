@@ -58,7 +58,7 @@ def reaching(path: Any, fails_with: type[Exception] = RunFailed) -> Iterator[Non
   try:
     with doing(f"waiting for {path}") if is_bucket(path) else contextlib.nullcontext():
       yield
-  except (ConfigError, RunFailed):
+  except (ConfigError, RunFailed):  # they say already what is wrong
     raise
   except Exception as error:
     if not is_bucket(path):

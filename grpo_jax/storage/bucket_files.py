@@ -97,7 +97,8 @@ class BucketFiles:
     """
     path = self._copy / LOCK_FILE
     # If we get the kernel's lock on the copy, the run that left this file is dead. Then a restart
-    # on the same machine need not wait until that run's lock in the bucket expires.
+    # on the same machine need not wait until that run's lock in the bucket expires. `lock.held`
+    # replaces the file's text by the name of this run.
     dead = path.read_text() if path.exists() else ""
     with lock.held(self._copy, self._warn, self._workdir):
       self._lock = bucket_lock.BucketLock(self._workdir, path.read_text(), self._times)
@@ -111,7 +112,7 @@ class BucketFiles:
         self.upload()
 
   def download(self) -> None:
-    """Replaces the local copy by the files in the bucket."""
+    """Replaces the local copy by the files in the bucket, without those that orbax writes there."""
     for entry in self._copy.iterdir():
       if entry.is_dir():
         shutil.rmtree(entry)
@@ -132,7 +133,7 @@ class BucketFiles:
     Raises:
       RunFailed: The bucket cannot be written, or another run has taken over the folder.
     """
-    if self._uploaded is None:
+    if self._uploaded is None:  # the copy may still hold files of an earlier run
       return
     with reaching(self._workdir):
       self._lock.check()

@@ -105,7 +105,7 @@ class BucketLock:
 
   def _wait_for_its_end(self, other: _Held, warn: Callable[[str], None]) -> None:
     """Returns when the other run has ended or counts as dead. Raises ConfigError if it is alive."""
-    age = max(0.0, time.time() - other.renewed)
+    age = max(0.0, time.time() - other.renewed)  # the other machine's clock may be ahead
     left = self._times.expires - age
     if left > 0:
       warn(
@@ -116,7 +116,7 @@ class BucketLock:
     while time.monotonic() < deadline:
       time.sleep(self._times.looks)
       found = self._read()
-      if found is None:
+      if found is None:  # the other run has ended and released the lock
         return
       if found != other:
         self._refuse_if_other(found)

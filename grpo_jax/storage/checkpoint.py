@@ -96,6 +96,7 @@ class Checkpoints:
       group: ocp.args.StandardSave(arrays) for group, arrays in fmt.by_group(on_disk).items()
     }
     items["manifest"] = ocp.args.JsonSave(fmt.seal(fmt.describe(flat)))
+    # `force`, because the caller and not orbax decides which steps are saved.
     with naming(self.directory), reaching(self.directory):
       self._writer().save(step, args=ocp.args.Composite(**items), force=True)
 
@@ -117,7 +118,7 @@ class Checkpoints:
     Raises:
       ConfigError: All checkpoints are damaged, or the checkpoint holds another tree.
     """
-    self.close()
+    self.close()  # so that no save is running, and the next one lists the folder anew
     steps = self.steps()
     if not steps:
       return None
@@ -152,6 +153,7 @@ class Checkpoints:
         f"{self.directory} holds no checkpoint: train first, or name another folder"
       )
     abstract = {"params": abstract_params}
+    # Not `whole`: checkpoints also have other groups, such as the optimizer's state.
     step, state, damaged = self._read_first_intact(steps, abstract, whole=False)
     for path, reason in damaged.items():
       self._warn(f"checkpoint {path} is damaged ({reason}): taking step {step}")
@@ -199,8 +201,8 @@ class Checkpoints:
           f"{self.directory} has no checkpoint of step {step}: there are {self.steps()}"
         )
       try:
-        read = checkpoint_reader.read(path, abstract, optional, whole, self._layers_of)
-        return step, read, damaged
+        state = checkpoint_reader.read(path, abstract, optional, whole, self._layers_of)
+        return step, state, damaged
       except checkpoint_reader.Damaged as error:
         damaged[path] = error
     reason = next(iter(damaged.values()))

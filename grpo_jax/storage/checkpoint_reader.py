@@ -56,6 +56,7 @@ def read(
   reader, manifest = _make_reader(), read_manifest(path)
   groups_to_check = subtrees.keys() | (fmt.by_group(manifest).keys() if whole else set())
   strict_entries = _entries_of(manifest, groups_to_check - set(optional))
+  # Where a checkpoint of an earlier version has single layers, these are read, and stacked below.
   apart = fmt.in_layers(strict_entries, wanted, layers_of)
   stacks = {name: wanted.pop(name) for name in apart}
   wanted |= {name: fmt.one_layer(stacks[stack]) for stack, names in apart.items() for name in names}
@@ -116,7 +117,11 @@ def _make_reader() -> ocp.Checkpointer:
 def _read_arrays(
   reader: ocp.Checkpointer, path: Path, saved: fmt.Manifest, wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Reads the arrays in the manifest `saved`, by name. Verifies the arrays of the host."""
+  """Reads the arrays in the manifest `saved`, by name. Verifies the arrays of the host.
+
+  Arrays that were saved from devices get the shardings of the leaves in `wanted`. Those of optional
+  groups, which `wanted` lacks, are read to the host.
+  """
   targets = {}
   for name, entry in saved.items():
     on_host = fmt.is_host_entry(entry) or name not in wanted

@@ -63,10 +63,11 @@ def holder(workdir: Path) -> str:
   except OSError:  # usually there is no file, because a run removes it when it ends
     return ""
   try:
+    # This lock fails if a run holds the file. Otherwise closing the file releases it.
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
   except BlockingIOError:
     return _written(descriptor)
-  except OSError:
+  except OSError:  # the file system has no locks, so nobody can tell
     return ""
   finally:
     os.close(descriptor)
@@ -74,7 +75,10 @@ def holder(workdir: Path) -> str:
 
 
 def _open_locked(path: Path, name: Path) -> tuple[int, bool]:
-  """Opens and locks the file, or raises ConfigError. Also returns whether locks are supported."""
+  """Opens and locks the file. Returns its descriptor, and whether the file system has locks.
+
+  Raises ConfigError, which names the folder `name`, if another process holds the lock.
+  """
   while True:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -119,7 +119,7 @@ def check_same_leaves(path: Path, saved: Manifest, wanted: Mapping[str, Any]) ->
   """
   there = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in saved.items()}
   here = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in wanted.items()}
-  for name in [*here, *there]:
+  for name in [*here, *there]:  # also finds leaves that only one side has
     if there.get(name) != here.get(name):
       raise ConfigError(
         f"checkpoint {path} has {there.get(name, 'nothing')} for {name} where this config needs "
@@ -143,6 +143,7 @@ def in_layers(
   found = {}
   for name, leaf in wanted.items():
     names = layers_of(name)
+    # If the checkpoint lacks a layer, this list is shorter, and the leaf is not found.
     shapes = [saved[layer]["shape"] for layer in names if layer in saved]
     if names and shapes == [list(leaf.shape[1:])] * len(names):
       found[name] = names
@@ -185,12 +186,12 @@ def device_digest(x: jax.Array) -> jax.Array:
   bijection, so changing one element always changes the digest. Other damage goes unnoticed with a
   probability of 2^-32.
   """
-  if x.dtype == bool:
+  if x.dtype == bool:  # as 0 and 1
     x = x.astype(jnp.uint8)
   # An element of eight bytes becomes two words.
   word_dtype = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
   words = lax.bitcast_convert_type(x, word_dtype).astype(jnp.uint32)
-  index = jnp.zeros(words.shape, jnp.uint32)
+  index = jnp.zeros(words.shape, jnp.uint32)  # becomes the position in the flattened array
   for axis, size in enumerate(words.shape):
     index = index * size + lax.broadcasted_iota(jnp.uint32, words.shape, axis)
   return jnp.sum(_mix(words ^ _mix(index)), dtype=jnp.uint32)

@@ -54,14 +54,16 @@ def as_begun(config: Config, workdir: str | Path) -> Config:
     saved = None
   if saved is None:
     return config
-  earlier, default, given = (
+  # `earlier` has the values that reproduce versions without the keys. Keys that were saved are left
+  # out, except those whose default has changed since.
+  earlier, default, current = (
     flat(to_dict(each)) for each in (from_dict({}, saved=True), Config(), config)
   )
   return config.replace(
     {
       key: value
       for key, value in earlier.items()
-      if saved.get(key, value) == value != default[key] == given[key]
+      if saved.get(key, value) == value != default[key] == current[key]
       and (key not in saved or key in _NEW_DEFAULTS)
     }
   )

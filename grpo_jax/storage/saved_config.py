@@ -75,7 +75,7 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     if is_same or says_more or key.startswith(_MAY_DIFFER):
       continue
     advice = "name another --workdir, or keep the old value"
-    if key in REMOVED and key not in new:
+    if key in REMOVED and key not in new:  # no difference if today's code computes the same
       if REMOVED[key].is_same(old[key], old):
         continue
       advice = f"{REMOVED[key].instead}; name another --workdir"

@@ -50,7 +50,7 @@ def _commit(folder: Path) -> str | None:
     ).stdout.strip()
 
   try:
-    if not (folder / ".git").exists():
+    if not (folder / ".git").exists():  # otherwise git would find a checkout around it
       return None
     changed = git("status", "--porcelain", "--untracked-files=no")
     return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")

@@ -69,7 +69,7 @@ def open_run(
   for name in ("checkpoints", "completions"):
     if (workdir / name).exists() and not (workdir / name).is_dir():
       raise ConfigError(f"{workdir / name} is not a folder: move it away")
-  if (workdir / "metrics.jsonl").exists():
+  if (workdir / "metrics.jsonl").exists():  # raises if it is damaged, before anything is written
     parse_rows(workdir / "metrics.jsonl")
   replace_file(path, json.dumps(config, indent=2) + "\n")
 

@@ -34,8 +34,8 @@ def explain(error: BaseException, workdir: str | Path | None = None) -> str | No
     error: An exception. The exceptions that caused it are checked, too.
     workdir: The folder of the run, to name the newest checkpoint. None names none.
   """
-  for one in _chain(error):
-    number, path = _number_and_path(one)
+  for cause in _chain(error):
+    number, path = _number_and_path(cause)
     if number in _REMEDIES:
       where = f"{path}: " if path else ""
       saved = f"{_saved(workdir)}; " if workdir else ""

@@ -77,8 +77,9 @@ class Callbacks:
         error = caught
     if self._hosts.any_process(error is not None):
       name = name_of(self._callback)
-      what = f"{name} raised {describe(error)}" if error else f"see what {name} raised"
-      raise RunFailed(what) from error
+      # Only the first process has the error, but all of them must end.
+      message = f"{name} raised {describe(error)}" if error else f"see what {name} raised"
+      raise RunFailed(message) from error
     # Other true values do not count: a callback that returns a plot does not ask to stop.
     wants_to_stop = isinstance(answer, (bool, np.bool_)) and bool(answer)
     self.ask_to_stop = self._hosts.any_process(wants_to_stop)

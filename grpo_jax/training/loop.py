@@ -147,10 +147,11 @@ class WarmStep:
       prompt_lengths_P=examples.prompts.prompt_lengths_P,
       completions_PGT=examples.completions_PT[:, None],
       mask_PGT=examples.mask_PT[:, None],
-      temperature_P=np.ones(size, np.float32),
+      temperature_P=np.ones(size, np.float32),  # no temperature drew the solutions
     )
     update = run.programs.warm_update
     batch = with_images(run, run.hosts.put(batch), examples.prompts)
+    # None: no reference, because a supervised update has no KL term.
     train, update_metrics = update(state.train, run.parameters.base, None, batch)
     reduced = metrics_lib.reduced(update_metrics)
     metrics = {f"warm_start/{name}": value for name, value in reduced.items()}
@@ -178,9 +179,9 @@ class GrpoStep:
     updates = run.config.steps * self._algo.updates_per_step
     self._learning_rate = learning_rate(run.config.optimizer, updates)
     everywhere = NamedSharding(run.mesh, PartitionSpec())
-    places = sharding.batch_sharding(run.mesh), everywhere
+    shardings = sharding.batch_sharding(run.mesh), everywhere  # of the mask, and of the metrics
     reject = functools.partial(without_rejected, algo=self._algo)
-    self._without_rejected = jax.jit(reject, out_shardings=places)
+    self._without_rejected = jax.jit(reject, out_shardings=shardings)
     self._sampler_gap = jax.jit(sampler_gap, out_shardings=everywhere)
 
   def __call__(self, state: RunState, step: int) -> StepResult:
@@ -209,8 +210,9 @@ class GrpoStep:
     return StepResult(state, metrics, self._rows(collected, batch), why)
 
   def _prepare(self, state: RunState, collected: Collected) -> tuple[Batch, dict[str, float]]:
-    """Returns the batch with the reference's log-probs and the advantages, and their metrics."""
+    """Returns the batch with the reference's log-probs and the advantages, and metrics of both."""
     batch = collected.batch
+    # A KL of whole distributions needs more than these log-probs. The update computes it.
     if self._algo.uses_reference and not self._algo.needs_full_kl:
       reference = self._store.reference_params(state)
       with doing("log-probs of the reference"):
@@ -218,16 +220,17 @@ class GrpoStep:
       batch = batch.replace(ref_logprobs_PGT=logprobs_PGT)
     with_advantages = self._run.programs.with_advantages
     # The images are large, so they bypass the compiled function, which would copy them.
-    seen = dict(images=batch.images, visual=batch.visual)
+    image_fields = dict(images=batch.images, visual=batch.visual)
     batch = batch.replace(images=None, visual=None)
     batch, metrics = with_advantages(batch, collected.rewards, state.train.coefs.kl)
-    batch = batch.replace(**seen)
+    batch = batch.replace(**image_fields)
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
   def _with_old_logprobs(self, train: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:
     """Recomputes the old log-probs and masks out rejected tokens, as far as the config asks for it.
 
-    Returns the batch, and the metrics of the rejection with the gap between sampler and learner.
+    Returns the batch, and the metrics of the rejection with the gap between sampler and learner, or
+    {} without rejection.
     """
     run, algo = self._run, self._algo
     is_recomputed = not run.config.old_is_policy and algo.old_logprobs == "recomputed"
@@ -248,15 +251,15 @@ class GrpoStep:
     """Updates on each minibatch, algo.updates_per_batch times. Returns the state and metrics."""
     run, algo, train = self._run, self._algo, state.train
     base, reference = run.parameters.base, self._store.reference_params(state)
-    parts = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
-    measured: Metrics | None = None
-    with doing("updating", algo.updates_per_batch * len(parts), "minibatches") as work:
+    minibatches = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
+    merged: Metrics | None = None
+    with doing("updating", algo.updates_per_batch * len(minibatches), "minibatches") as work:
       for _ in range(algo.updates_per_batch):
-        for part in parts:
-          train, metrics = run.programs.update(train, base, reference, part)
-          measured = metrics if measured is None else _merge_updates(measured, metrics)
+        for minibatch in minibatches:
+          train, metrics = run.programs.update(train, base, reference, minibatch)
+          merged = metrics if merged is None else _merge_updates(merged, metrics)
           work.advance()
-      reduced = metrics_lib.reduced(measured)
+      reduced = metrics_lib.reduced(merged)
     if algo.kl_target:
       reduced["kl_coef"] = float(train.coefs.kl)  # the coefficient for the next update
     if algo.moves_entropy_coef:
@@ -266,8 +269,10 @@ class GrpoStep:
   def _with_planned(self, train: TrainState, index: int) -> TrainState:
     """Sets the coefficients that the config schedules for GRPO step `index`."""
     coefs, new = train.coefs, dict[str, jax.Array]()
+    # The coefficients keep their sharding, so that nothing is compiled again. The lambda ignores
+    # which part it makes, because a scalar has only one.
     for name, value in planned(self._algo, index, self._run.config.steps).items():
-      kept = getattr(coefs, name).sharding  # the same sharding, so that nothing is compiled again
+      kept = getattr(coefs, name).sharding
       new[name] = jax.make_array_from_callback((), kept, lambda _, x=value: np.float32(x))
     return train.replace(coefs=coefs.replace(**new))
 
@@ -276,7 +281,7 @@ class GrpoStep:
     last_update = (index + 1) * self._algo.updates_per_step - 1
     seconds = {"step": clock.total()} | clock.laps
     out = {f"time/{name}": value for name, value in seconds.items()}
-    if "wait" in clock.laps:
+    if "wait" in clock.laps:  # batches are drawn ahead, and the learner waited for this one
       out["rollout/learner_idle"] = clock.laps["wait"] / seconds["step"]
     out["learning_rate"] = float(self._learning_rate(last_update))
     out["perf/tokens_per_second"] = metrics["completions/tokens"] / seconds["step"]
@@ -292,6 +297,7 @@ class GrpoStep:
       return None
     # Members of a group after the first `size` are further branches of rollouts.
     size = self._run.config.batch.group_size
+    # All processes must fetch together, so the others return only after it.
     advantages_PG = self._run.hosts.fetch(batch.advantages_PGT[:, :size, 0])
     if not collected.rows:
       return None

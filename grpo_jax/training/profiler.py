@@ -40,7 +40,7 @@ class Profiler:
     if step not in self._steps:
       yield
       return
-    is_last = step == self._steps[-1]
+    is_last = step == self._steps[-1]  # asked first, because a failure empties `_steps`
     if not self._is_tracing:
       with self._saying_why_not():
         jax.profiler.start_trace(self._folder, create_perfetto_trace=True)

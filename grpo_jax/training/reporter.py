@@ -124,7 +124,7 @@ class Reporter:
     """
     if not self._evaluation_is_due(step):
       return
-    if step == 0:
+    if step == 0:  # there is no row of step 0, because checkpoints begin at step 1
       self._write(0, self._evaluate(0, params))
     elif self._run.hosts.any_process(
       self._writer is not None and self._writer.lacks_evaluation(step)
@@ -154,7 +154,7 @@ class Reporter:
         self._write(step, metrics)  # the next start of the run repeats the evaluation
         raise
     elif step % self._run.config.log.every and step != self._last_step:
-      return metrics
+      return metrics  # no row is due
     self._write(step, metrics)
     return metrics
 
@@ -196,6 +196,7 @@ class Reporter:
 
 
 def _terminal(config: Config, console: Console) -> Terminal:
+  """Makes the display of the run's progress on `console`."""
   # For the estimate of the remaining time: a GRPO step takes longer than a step of the warm start
   # in proportion to its completions.
   completions = config.batch.prompts * config.batch.group_size
@@ -264,8 +265,9 @@ def _about_prompts(split: str, kept: PromptSet, most: int) -> Iterator[str]:
       f" out; {len(kept)} remain"
     )
   if kept.unopened:
-    then = "others stand in for them" if split == "training" else f"left out; {len(kept)} remain"
-    yield f"the environments of {kept.unopened} {split} prompts cannot begin: {then}"
+    # Training prompts keep their indices, because an environment may begin after a restart.
+    effect = "others stand in for them" if split == "training" else f"left out; {len(kept)} remain"
+    yield f"the environments of {kept.unopened} {split} prompts cannot begin: {effect}"
   if kept.replaced:
     yield (
       f"about {kept.replaced:.1%} of {len(kept)} {split} prompts are longer than"

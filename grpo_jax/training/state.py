@@ -74,17 +74,18 @@ class StateStore:
     names = ("step", "params", "opt_state", "coefs")
     train = TrainState(**{name: tree[name] for name in names})
     reference = tree.get("reference")
+    # `begin_grpo`, which the loop calls after the last step of the warm start, makes the reference.
     in_warm_start = self._has_warm_start and step <= self._run.config.warm_start.steps
     if reference is None and not in_warm_start:
       reference = self._frozen_reference()
     saved_host = dict(tree["host"] or {})
     if _DEVICES in saved_host:
       self.saved_devices = int(saved_host.pop(_DEVICES))
-    host = self._initial_host | saved_host
+    host = self._initial_host | saved_host  # older checkpoints lack some entries
     return RunState(train, reference, host), step, True
 
   def begin_grpo(self, state: RunState) -> RunState:
-    """Ends the warm start: resets the optimizer and makes the current policy the reference."""
+    """Ends the warm start, if any: resets the optimizer and makes the policy the reference."""
     if not self._has_warm_start:
       return state
     reference = self._first_reference(state.train.params)
@@ -97,7 +98,7 @@ class StateStore:
 
   def save(self, step: int, state: RunState) -> None:
     """Starts to write a checkpoint, unless the step is saved already."""
-    if self._checkpoints.has(step):  # with the batches drawn ahead: `ahead` is not asked again
+    if self._checkpoints.has(step):  # checked here, too, so that `ahead` need not prepare a save
       return
     index = step - self._run.config.warm_start.steps
     if self._ahead is not None and index >= 0:
@@ -121,8 +122,9 @@ class StateStore:
   def _init(self) -> RunState:
     """The state of a new run."""
     params = self._run.initial_params()
-    in_warm_start = self._has_warm_start and not self._reference_moves
-    reference = None if in_warm_start else self._first_reference(params)
+    # A fixed reference is the policy after the warm start. One that moves is in every checkpoint.
+    is_made_later = self._has_warm_start and not self._reference_moves
+    reference = None if is_made_later else self._first_reference(params)
     return RunState(self._run.programs.init_state(params), reference, self._initial_host)
 
   def _first_reference(self, params: Any) -> Any:

@@ -99,6 +99,7 @@ def _open_wandb(start: Start) -> OpenTracker:
     name=start.name,
     dir=str(start.folder),
     config=dict(start.config),
+    # Only rows are sent, and not the text that the run prints.
     settings=wandb.Settings(console="off"),
   )
 
@@ -138,7 +139,7 @@ def _open_mlflow(start: Start) -> OpenTracker:
   client.update_run(run_id, status="RUNNING")
 
   def log(step: int, values: dict[str, float]) -> None:
-    now = int(1000 * time.time())
+    now = int(1000 * time.time())  # milliseconds, as MLflow wants them
     # MLflow allows only these characters in names. Some of our metrics have "@".
     named = {re.sub(r"[^-/\w. :]", "_", name): value for name, value in values.items()}
     client.log_batch(run_id, [Metric(k, value, now, step) for k, value in named.items()])
@@ -170,6 +171,7 @@ def _open_swanlab(start: Start) -> OpenTracker:
     name=start.name,
     log_dir=str(start.folder / "swanlog"),
     config=dict(start.config),
+    # Only rows are sent, and not the text that the run prints.
     settings=swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none")),
   )
   return OpenTracker(
@@ -209,7 +211,7 @@ def open_all(log: Log, workdir: Path, warn: Callable[[str], None]) -> list["Send
   """
   config = read_values(workdir / "config.json")
   senders = []
-  with contextlib.ExitStack() as stack:
+  with contextlib.ExitStack() as stack:  # closes them if a later one cannot be opened
     for name in dict.fromkeys(log.trackers):
       sender = Sender(Start(name, log.project, workdir, config), warn)
       stack.callback(sender.close, has_failed=True)

@@ -88,8 +88,8 @@ class Trainer:
     elif self._engine is not None:
       remote = self._engine.groups
     self.collector = Collector(self.run, scorers, remote)
-    evaluates = remote if config.eval.engine else None
-    self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask, evaluates)
+    eval_remote = remote if config.eval.engine else None
+    self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask, eval_remote)
     # From here on, this run holds the folder's lock, and the folder stores its config.
     self._files = run_files(workdir, self.reporter.warn, stop_request.ask)
     hosts.on_first(lambda: stack.enter_context(self._files.held()))
@@ -142,7 +142,7 @@ class Trainer:
       return None
     if config.samples_in_turn:
       return ahead_in_turn(self.collector, config)
-    schedule = None
+    schedule = None  # with fixed weights, a batch's number says which weights draw it
     if rollout.weights != "fixed":
       in_flight, replay = rollout.weights == "in_flight", rollout.replay
       if replay and rollout.engine:  # `replay` names the file of drawn rows, beside the schedule
@@ -151,9 +151,9 @@ class Trainer:
       stack.callback(schedule.close)
     ahead = Beside(self.collector, config, schedule, self._remote or self._engine)
     stack.callback(ahead.close)
+    # The stack closes what follows before `ahead`, because its thread may be waiting for it.
     if self._engine is not None:
       stack.callback(self._engine.close)
-    # These close before `ahead`, because its thread may be waiting for them.
     stack.callback(self.run.hosts.sampler_mailbox.close)
     if self._remote is not None:
       stack.callback(self._remote.close)
@@ -181,7 +181,7 @@ class Trainer:
     splits = [("training", self.collector.prompts)]
     if self.reporter.evaluator:
       parts = self.reporter.evaluator.parts
-      splits += [(part.name or "test", part.prompts) for part in parts]
+      splits += [(part.name or "test", part.prompts) for part in parts]  # "" is the test split
     devices = self.store.saved_devices
     remarks = (*self.run.remarks, *self._scorers.remarks, *self._remarks_on_ahead(state, step))
     remarks += self._profiler.remarks(step)
@@ -192,7 +192,11 @@ class Trainer:
     return state, step
 
   def _remarks_on_ahead(self, state: RunState, step: int) -> tuple[str, ...]:
-    """Warns if a checkpoint lacks batches drawn ahead, because its run had ended there."""
+    """The warning that the checkpoint of `step` lacks batches drawn ahead, or ().
+
+    A run that ends at `step` draws none for later steps, so a longer run that resumes there differs
+    from one that never ended. If rollout.weights is not "fixed", runs differ in any case.
+    """
     rollout = self._config.rollout
     is_within = self.first_grpo_step < step < self.last_step
     if not is_within or self.ahead is None or rollout.weights != "fixed":
@@ -237,6 +241,7 @@ class Trainer:
         learn from, or the log-probs of sampler and learner differ too much.
     """
     algo = self._config.algo
+    # A step of the warm start makes one update.
     self._skipped.count(metrics, 1 if step <= self.first_grpo_step else algo.updates_per_step)
     if self._skipped.are_too_many:
       self._checkpoints.wait()
@@ -244,7 +249,7 @@ class Trainer:
     check_ratio_of_one(metrics, self._config)
     check_gap(metrics, self._config)
     unscored, _ = unscored_steps(state.host)
-    if unscored == 1 and self.run.hosts.is_first:
+    if unscored == 1 and self.run.hosts.is_first:  # only for the first of several in a row
       print(f"warning: step {step} had nothing to learn from: {why_unscored}", file=sys.stderr)
     message = self._nothing_learned(unscored, why_unscored)
     # Without a limit, the run continues, and `finish` reports that no step learned anything.
@@ -261,15 +266,15 @@ class Trainer:
       self._files.upload_if_due()
 
   @contextlib.contextmanager
-  def saving_on_failure(self, state: RunState, step: int, doing: str) -> Iterator[None]:
-    """Saves the state after `step` if the block fails. `doing` names its work in the error."""
+  def saving_on_failure(self, state: RunState, step: int, work: str) -> Iterator[None]:
+    """Saves the state after `step` if the block fails. `work` names what the block does."""
     try:
       yield
     except RunFailed as error:  # raised on all processes together
       self._save(state, step)
       saved = f"step {step} is saved" if step else "no step was finished"
-      goes_on = "; run the same command again to go on" if error.goes_on else ""
-      raise RunFailed(f"{doing}: {error}; {saved}{goes_on}") from error
+      resuming = "; run the same command again to go on" if error.goes_on else ""
+      raise RunFailed(f"{work}: {error}; {saved}{resuming}") from error
     except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt, SystemExit):
       # All processes must save together, but others may not have failed. And an update that failed
       # may have donated the arrays of the state, which then cannot be saved.
@@ -298,11 +303,16 @@ class Trainer:
     if message and not is_unfinished:
       raise RunFailed(message)
     self.reporter.finish(step)
+    # After any other stop, the run may continue, so sampler processes wait to rejoin it.
     if self._remote is not None and (was_asked_to or not is_unfinished):
       self._remote.say_ended()
     if is_unfinished and not was_asked_to:
+      saved = max(self._checkpoints.steps(), default=0)  # an older one after skipped updates
+      which = "which is saved" if saved == step else f"and step {saved} is saved"
       raise Stopped(
-        f"at step {step} of {self.last_step}, which is saved: the same call goes on from there"
+        f"at step {step} of {self.last_step}, {which}: the same call goes on from there"
+        if saved
+        else "before a step was saved: the same call begins again"
       )
 
   def _nothing_learned(self, unscored: int, why: str) -> str:

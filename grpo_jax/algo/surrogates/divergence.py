@@ -88,7 +88,8 @@ def dppo_kl(terms: Terms, algo: RatioMaxSettings) -> jax.Array:
 def kl_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
   """Tokens whose KL divergence exceeds a bound in the direction in which A pushes.
 
-  The divergence is KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+  The divergence is KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), where p is the probability
+  of the sampled token under the policy, and q under the policy before the update.
 
   Returns:
     (A <= 0 and p < q and KL > clip_low, A > 0 and p > q and KL > clip_high), bool [P, G, T] each.

@@ -120,7 +120,7 @@ def second_moment(tokens: BatchTokens, algo: SecondMomentSettings) -> jax.Array:
   means = jnp.cumsum(squares) / jnp.arange(1, squares.size + 1)
   is_last_of_equals = jnp.append(squares[1:] > squares[:-1], True)
   may_stay = is_last_of_equals & (means <= algo.m2_bound)
-  largest_kept = jnp.where(may_stay, squares, -1).max()
+  largest_kept = jnp.where(may_stay, squares, -1).max()  # -1, below all squares, keeps none
   is_outlier_PGT = moves_away_PGT & (squares_PGT > largest_kept)
   return (~is_outlier_PGT).astype(tokens.mask_PGT.dtype)
 

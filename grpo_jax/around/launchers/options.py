@@ -82,7 +82,7 @@ def define(values: flags.FlagValues) -> None:
     launchers = field.metadata["launchers"]
     prefix = "" if launchers == ALL else f"--on={'|'.join(launchers)}: "
     arguments = (field.name, field.default, prefix + field.metadata["meaning"])
-    if isinstance(field.default, bool):
+    if isinstance(field.default, bool):  # before int, of which bool is a subclass
       flags.DEFINE_boolean(*arguments, flag_values=values)
     elif isinstance(field.default, int):
       lowest = field.metadata["lowest"]
@@ -99,12 +99,12 @@ def options_of(values: flags.FlagValues, on: str) -> Options:
   Raises:
     ConfigError: A flag that this launcher does not read differs from its default.
   """
-  given: dict[str, Any] = {}
+  settings: dict[str, Any] = {}
   for field in dataclasses.fields(Options):
     value, launchers = values[field.name].value, field.metadata["launchers"]
-    given[field.name] = tuple(value) if isinstance(value, list) else value
-    if given[field.name] != field.default and on not in launchers:
+    settings[field.name] = tuple(value) if isinstance(value, list) else value
+    if settings[field.name] != field.default and on not in launchers:
       raise ConfigError(
         f"flag --{field.name} does nothing with --on={on}: it is for {', '.join(launchers)}"
       )
-  return Options(**given)
+  return Options(**settings)

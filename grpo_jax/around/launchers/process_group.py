@@ -113,7 +113,7 @@ class ProcessGroup:
     that still run GRACE_SECONDS after another one has ended may wait for it forever, so it kills
     them.
     """
-    ended = [one for one in self._processes if one.code is not None]
+    ended = [process for process in self._processes if process.code is not None]
     if not ended:
       return None
     self._first_end = self._first_end or time.monotonic()
@@ -126,10 +126,10 @@ class ProcessGroup:
         say(f"{self.unit.title}: {self._how_it_failed()}, {end}")
     if not all_ended and waited < GRACE_SECONDS:
       return None
-    self.kill()
+    self.kill()  # also the children of processes that have ended
     if self.failed:
       return self.failed.code
-    code = max((one.code for one in self._processes), key=abs)
+    code = max((process.code for process in self._processes), key=abs)  # 75, else -N, else 0
     if code not in (0, STOPPED):  # none failed by itself, but one had to be killed just now
       self.failed = _first_failure(self._processes)
     return code

@@ -54,10 +54,10 @@ def progress(workdir: str | Path, last_step: int | None = None) -> RunProgress:
   config = read_values(folder / "config.json") if (folder / "config.json").is_file() else {}
   if last_step is None and config:
     last_step = config.get("steps", 0) + config.get("warm_start", {}).get("steps", 0)
-  rows = _rows(folder / "metrics.jsonl")
-  last = _newest(rows, "step")
-  step = last.get("step", 0)
-  is_evaluated = not config.get("eval", {}).get("every") or _ACCURACY in last
+  lines = _rows(folder / "metrics.jsonl")
+  newest = _newest(lines, "step")
+  step = newest.get("step", 0)
+  is_evaluated = not config.get("eval", {}).get("every") or _ACCURACY in newest
   is_finished = (
     not holder
     and last_step is not None
@@ -65,7 +65,7 @@ def progress(workdir: str | Path, last_step: int | None = None) -> RunProgress:
     and is_evaluated  # if the last evaluation failed, the next start repeats it
     and _newest_checkpoint(folder / "checkpoints") >= last_step
   )
-  accuracy = _newest(rows, _ACCURACY).get(_ACCURACY)
+  accuracy = _newest(lines, _ACCURACY).get(_ACCURACY)
   return RunProgress(step, last_step, accuracy, holder, is_finished)
 
 

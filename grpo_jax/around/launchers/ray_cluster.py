@@ -66,20 +66,19 @@ def parse_resources(text: str) -> dict[str, float]:
     ConfigError: The text is not a JSON object with positive numbers.
   """
   try:
-    given = json.loads(text or "{}")
+    amounts = json.loads(text or "{}")
   except ValueError:
-    given = None
-  are_amounts = isinstance(given, dict) and all(
+    amounts = None
+  are_amounts = isinstance(amounts, dict) and all(
     isinstance(amount, int | float) and not isinstance(amount, bool) and amount > 0
-    for amount in given.values()
+    for amount in amounts.values()
   )
   if not are_amounts:
     raise ConfigError(
       f"flag --ray_resources={text}: write an object of JSON such as"
-      ' {"GPU": 8}, with amounts'
-      " above 0"
+      ' {"GPU": 8}, with amounts above 0'
     )
-  return {"CPU": 1} | given
+  return {"CPU": 1} | amounts
 
 
 def _connect() -> None:

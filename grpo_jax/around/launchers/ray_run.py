@@ -102,10 +102,10 @@ class RayRun:
     if self._is_stopping:
       return STOPPED
     try:
-      if not self._room:
+      if not self._room:  # a restart
         self._reserve_again()
       elif not self._actors and _are_there([self._ready]):
-        ray.get(self._ready)
+        ray.get(self._ready)  # raises the error if the reservation has failed
         self._start_actors()
       elif self._actors and _are_there(self._places):
         self._start_processes(ray.get(self._places))
@@ -114,6 +114,7 @@ class RayRun:
       return FAILED
     except RayError as error:
       self._why = f"a host was lost before it began: {reason_of(error)}"
+      # An actor that cannot be made would fail again. After LOST, the run may restart.
       return FAILED if getattr(error, "actor_init_failed", False) else LOST
     return None
 

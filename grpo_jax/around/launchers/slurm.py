@@ -53,8 +53,8 @@ def launch(units: Sequence[Unit], options: Options) -> int:
     RunFailed: sbatch refuses the job.
   """
   folder = launch_folder(units[0])
-  numbers = (path.stem.rpartition("-")[2] for path in folder.glob("slurm-*.sh"))
-  number = 1 + max((int(text) for text in numbers if text.isdecimal()), default=0)
+  earlier_numbers = (path.stem.rpartition("-")[2] for path in folder.glob("slurm-*.sh"))
+  number = 1 + max((int(text) for text in earlier_numbers if text.isdecimal()), default=0)
   path = folder / f"slurm-{number}.sh"
   text = script(units, options, path)
   if options.dry_run:
@@ -91,6 +91,7 @@ def queued(units: Sequence[Unit]) -> dict[str, str]:
   scripts: dict[str, dict[str, str]] = {}
   for line in _output([*command, "--format=%i|%T|%r|%k"]).splitlines():
     job, state, reason, comment = line.split("|", 3)
+    # Jobs of other folders may have the same name.
     if state in _ENDED or Path(comment).parent != folder:
       continue
     if comment not in scripts:
@@ -225,7 +226,8 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
   if is_sweep:
     names = (f"#   {index}: {unit.name}" for index, unit in enumerate(units))
     contents = "\n".join([" Each task of the array trains one run of the sweep:", *names])
-  common = os.path.commonprefix([unit.flags for unit in units])
+  # The flags with which all lists begin: `commonprefix` compares any sequences.
+  common_flags = os.path.commonprefix([unit.flags for unit in units])
   has_several_processes = options.hosts * options.tasks_per_host > 1
   # A run of several processes does its own sampling, so it cannot use engine hosts.
   if options.engine_hosts and has_several_processes:
@@ -245,8 +247,8 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
     stopped=STOPPED,
   )
   return header + _BODY.format(
-    flags="\n".join(f"  {shlex.quote(flag)}" for flag in common),
-    choice=_choice(units, len(common)),
+    flags="\n".join(f"  {shlex.quote(flag)}" for flag in common_flags),
+    choice=_choice(units, len(common_flags)),
     grace=_GRACE_SECONDS,
     label=" --label" if has_several_processes else "",
     serves=serve_engine if options.engine_hosts else "",
@@ -305,8 +307,9 @@ def _check_time_limit(options: Options) -> None:
 
 
 def _options(units: Sequence[Unit], options: Options, path: Path) -> list[str]:
-  """The options of sbatch for these units, shell-quoted, in the order of the script."""
+  """The options of sbatch for these units, quoted for a shell. Raises ConfigError for newlines."""
   is_sweep = bool(units[0].name)
+  # sbatch replaces %A, %a and %j by numbers, and %% by %.
   log = f"{path.parent}/slurm-".replace("%", "%%") + ("%A_%a.log" if is_sweep else "%j.log")
   lines = [f"--job-name={job_name(units)}", f"--comment={path}"]
   if is_sweep:

@@ -40,17 +40,17 @@ def load_sweep(path: str) -> list[dict[str, Any]]:
     raise ConfigError(f"flag --sweep={path}: there is no file {file}")
   with doing(f"executing {path}"):
     yielded = _yielded(path, file)
-  settings = [_plain(path, one) for one in yielded]
+  settings = [_plain(path, overrides) for overrides in yielded]
   if not settings:
     raise ConfigError(f"flag --sweep={path}: sweep() yields nothing")
-  seen: dict[Any, dict[str, Any]] = {}
-  for one in settings:
+  first_by_key: dict[Any, dict[str, Any]] = {}
+  for overrides in settings:
     # Two runs are the same if their settings are equal (1 and 1.0) or share a name (1 and '1').
-    for key in (frozenset(one.items()), name_of(one)):
-      first = seen.setdefault(key, one)
-      if first is not one:
-        conflict = "twice" if first == one else f"and {shown(first)}, which are the same run"
-        raise ConfigError(f"flag --sweep={path}: sweep() yields {shown(one)} {conflict}")
+    for key in (frozenset(overrides.items()), name_of(overrides)):
+      first = first_by_key.setdefault(key, overrides)
+      if first is not overrides:
+        conflict = "twice" if first == overrides else f"and {shown(first)}, which are the same run"
+        raise ConfigError(f"flag --sweep={path}: sweep() yields {shown(overrides)} {conflict}")
   return settings
 
 

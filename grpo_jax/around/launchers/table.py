@@ -43,6 +43,7 @@ def table(units: Sequence[Unit], queued: Mapping[str, str]) -> list[str]:
   by_setting: dict[str, list[tuple[Unit, RunProgress]]] = {}
   for unit in units:
     setting = {key: value for key, value in unit.overrides.items() if key != SEED}
+    # A single run is named by its folder, and runs that only differ in seeds have no setting.
     name = name_of(setting) if setting else unit.workdir if not unit.name else "as configured"
     by_setting.setdefault(name, []).append((unit, progress(unit.workdir)))
   rows = [_row(name, runs, queued) for name, runs in by_setting.items()]

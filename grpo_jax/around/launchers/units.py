@@ -60,15 +60,15 @@ def units(
     )
   if sweep is None:
     return [Unit("", str(folder), {}, tuple(flags))]
-  given = _keys(flags)
+  keys_of_flags = _keys(flags)
   made = []
   for overrides in sweep:
     for key in overrides:
-      if key in given:
+      if key in keys_of_flags:
         raise ConfigError(f"config key {key} is set by the sweep and by --config.{key}: remove one")
-    own = [f"--config.{key}={flag_value(value)}" for key, value in overrides.items()]
+    own_flags = [f"--config.{key}={flag_value(value)}" for key, value in overrides.items()]
     name = name_of(overrides)
-    made.append(Unit(name, str(folder / name), overrides, (*flags, *own)))
+    made.append(Unit(name, str(folder / name), overrides, (*flags, *own_flags)))
   return made
 
 

@@ -141,6 +141,7 @@ class _Work:
       if not run.waits:
         say(f"stopped {title}: {_how_far(run.unit)}")
       return STOPPED
+    # A run also exits with BAD_INPUT if another process trains it.
     if code == BAD_INPUT and (other := _elsewhere(run.unit)):
       say(f"left alone {title}: {other}")
       return STOPPED

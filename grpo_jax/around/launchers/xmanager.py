@@ -45,6 +45,6 @@ def launch(units: Sequence[Unit], options: Options) -> int:
   runs.write("".join(f"{line}\n" for line in lines))
   runs.flush()
   os.set_inheritable(runs.fileno(), True)
-  own = [f"--runs=/dev/fd/{runs.fileno()}", f"--at_once={options.at_once or 1}", *options.xm]
+  args = [f"--runs=/dev/fd/{runs.fileno()}", f"--at_once={options.at_once or 1}", *options.xm]
   sys.stdout.flush()
-  os.execv(program, [program, "launch", str(_SCRIPT), "--", *own])
+  os.execv(program, [program, "launch", str(_SCRIPT), "--", *args])

@@ -90,6 +90,7 @@ def simulate(
   draws, updates = list[_Span](), list[_Span]()
 
   def draw(earliest: float) -> None:
+    # Decodes the next batch after the previous one, and not before `earliest`.
     begin = max(earliest, draws[-1].end if draws else 0.0)
     draws.append(_Span(begin, begin + batches[len(draws)].rounds * round_seconds))
 
@@ -139,14 +140,14 @@ def _decoded(job: Workload, number: int) -> _Batch:
   groups = itertools.islice(
     itertools.cycle(job.lengths_NG), *(job.prompts * (number + i) for i in (0, 1))
   )
-  waiting = np.concatenate(list(groups)).tolist()[::-1]
-  tokens, rounds, seated = sum(waiting), 0, list[int]()
-  while waiting or seated:
-    while waiting and len(seated) < job.seats:
-      seated.append(waiting.pop())
-    chunk = min(job.chunk, max(seated))
+  waiting = np.concatenate(list(groups)).tolist()[::-1]  # `pop` takes the first row
+  tokens, rounds, seated_tokens = sum(waiting), 0, list[int]()
+  while waiting or seated_tokens:
+    while waiting and len(seated_tokens) < job.seats:
+      seated_tokens.append(waiting.pop())
+    chunk = min(job.chunk, max(seated_tokens))  # ends early if all rows have ended
     rounds += chunk
-    seated = [left - chunk for left in seated if left > chunk]
+    seated_tokens = [tokens_left - chunk for tokens_left in seated_tokens if tokens_left > chunk]
   return _Batch(rounds, tokens)
 
 

@@ -54,21 +54,21 @@ def shape_alone(config: Config) -> Config:
   Raises:
     ConfigError: The config.json of the named model is not on this machine.
   """
-  path, replace = config.model.path, dataclasses.replace
-  if hub.is_name(path):
-    name, revision = hub.parts(path)
-    file = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(file, str):
+  folder, replace = config.model.path, dataclasses.replace
+  if hub.is_name(folder):
+    name, revision = hub.parts(folder)
+    config_json = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(config_json, str):
       raise ConfigError(
-        f"config key model.path is {path!r}: a plan downloads nothing; give a folder that holds"
+        f"config key model.path is {folder!r}: a plan downloads nothing; give a folder that holds"
         " the model's config.json"
       )
-    path = file.removesuffix("/config.json")
+    folder = config_json.removesuffix("/config.json")
   return replace(
     config,
-    model=replace(config.model, path=path),
+    model=replace(config.model, path=folder),
     lora=replace(config.lora, path=""),
-    data=replace(config.data, tokenizer="") if path else config.data,
+    data=replace(config.data, tokenizer="") if folder else config.data,
   )
 
 
@@ -83,8 +83,8 @@ def plan(run: Run, topology: str) -> None:
   device = run.mesh.devices.flat[0]
   count = run.mesh.size + run.processes * run.config.mesh.sampler
   chip, memory = chip_of(device), memory_of(device)
-  size = "unknown memory" if memory is None else f"{memory / 1e9:,.2f} GB for programs"
-  print(f"{device.device_kind}, {count} of {topology}: {size} on each")
+  memory_in_words = "unknown memory" if memory is None else f"{memory / 1e9:,.2f} GB for programs"
+  print(f"{device.device_kind}, {count} of {topology}: {memory_in_words} on each")
   print(run.parameters.describe())
   print(f"mesh {sizes_of(run.mesh)}; sampling on mesh {sizes_of(run.parameters.sampling.mesh)}")
   shape = run.parameters.model
@@ -103,6 +103,7 @@ def plan(run: Run, topology: str) -> None:
       with doing(f"compiling {program.name}"):
         phases.append(compiled(program))
       work.advance()
+  # Steps take less time if separate devices sample while the others learn.
   samples_beside = run.config.mesh.sampler > 0 and run.config.rollout.max_staleness > 0
   tables = (
     table.memory_table(phases),
@@ -144,6 +145,7 @@ def plan_apart(
   """
   round_s = overlap.seconds_on(round_seconds, devices)
   update_s = overlap.seconds_on(update_seconds, devices)
+  # To compare with: all devices sample and learn in turn.
   in_turn, ahead = (
     overlap.simulate(job, round_s, update_s, bound, apart=False) for bound in (0, 1)
   )
@@ -210,11 +212,11 @@ def _plan_apart_by_flags(config: Config, values: flags.FlagValues) -> None:
     rounds_ms = split.times_of_flag("round_ms", values.round_ms)
     rounds = {count: value / 1e3 for count, value in rounds_ms.items()}
     updates = split.times_of_flag("update_s", values.update_s)
-    devices = values.chips or max(*rounds, *updates)
+    devices = values.chips or max(*rounds, *updates)  # the largest measured number
   else:
-    described = _devices_by_flags(values)
-    devices = len(described)
-    rounds, updates = compiled_times(config, described)
+    device_list = _devices_by_flags(values)
+    devices = len(device_list)
+    rounds, updates = compiled_times(config, device_list)
   if devices < 2:
     raise ConfigError("--async: one device cannot be split; name more with --topology or --chips")
   bounds = [int(bound) for bound in values.staleness]

@@ -17,13 +17,7 @@ from grpo_jax.storage.reading import completion_steps, read_completions, read_co
 
 _STEPS_READ = 20  # the last steps of another run, whose completion lengths are read
 _SIDES = ("sampler", "learner", "bound")
-_MEASURED = (
-  "steps/h",
-  "speed",
-  "sampler idle",
-  "seats",
-  "learner idle",
-)
+_MEASURED = ("steps/h", "speed", "sampler idle", "seats", "learner idle")
 _EXPLAINED = (
   "sampler, learner: devices; bound: rollout.max_staleness; speed: against in turn; seats: the",
   "share with a row while the sampler decodes. Moving weights takes no time here.",
@@ -47,7 +41,7 @@ def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Worklo
     prompts=P,
     lengths_NG=lengths_NG,
     seats=config.sampling.rows or P * G,
-    chunk=longest_chunk(T) - 1 or 1,
+    chunk=longest_chunk(T) - 1 or 1,  # a new row draws its first token without a round
     reward_seconds=reward_seconds,
   )
 
@@ -62,13 +56,13 @@ def lengths_of(workdir: str, group_size: int) -> np.ndarray:
     ConfigError: The folder does not hold a run, or the run has saved no completions.
   """
   rng = np.random.default_rng(0)
-  run_G = read_config(workdir).batch.group_size
+  saved_G = read_config(workdir).batch.group_size
   # Without saved steps, reading the newest one (None) raises an error with a good message.
   steps: Sequence[int | None] = completion_steps(workdir)[-_STEPS_READ:] or [None]
   lengths = [row["length"] for step in steps for row in read_completions(workdir, step)]
-  lengths_NG = np.array(lengths, int).reshape(-1, run_G)
-  if run_G != group_size:
-    members = rng.integers(0, run_G, (len(lengths_NG), group_size))
+  lengths_NG = np.array(lengths, int).reshape(-1, saved_G)
+  if saved_G != group_size:
+    members = rng.integers(0, saved_G, (len(lengths_NG), group_size))
     lengths_NG = np.take_along_axis(lengths_NG, members, 1)
   return rng.permutation(lengths_NG)
 
@@ -107,7 +101,7 @@ def least_times(phases: Sequence[Phase], chip: Chip) -> tuple[float, float]:
   """
   round_seconds = learner_seconds = 0.0
   for phase in phases:
-    if phase.tokens:
+    if phase.tokens:  # `open_loops` is the decoding loop, with a round for each token
       done = phase.counted.open_loops * (1 / phase.tokens)
       round_seconds = max(seconds_by_limit(done, chip).values())
     else:
@@ -156,6 +150,7 @@ def split_lines(
 
 
 def _cells(outcome: Outcome, in_turn: Outcome) -> list[str]:
+  """The texts in the columns `_MEASURED`. The speed is relative to `in_turn`."""
   return [
     f"{outcome.steps_per_hour:,.1f}",
     _speed(outcome, in_turn),

@@ -34,7 +34,7 @@ def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
   for phase in phases:
     seconds = _number(phase.compile_seconds, 1)
     if phase.counted is None:
-      rows.append([phase.name, phase.runs, *[_UNKNOWN] * 7, seconds])
+      rows.append([phase.name, phase.runs, *[_UNKNOWN] * 7, seconds])  # 3 amounts, 4 bounds
       continue
     done = phase.counted.whole
     amounts = (done.flops / 1e12, done.memory_bytes / 1e9, done.link_bytes / 1e9)
@@ -110,7 +110,7 @@ def verdict(phases: Sequence[Phase], memory: float | None) -> str:
   if memory is None:
     return f"the memory of this device is not known; {most.name} needs {most.total / 1e9:,.2f} GB"
   has = f"of {memory / 1e9:,.2f} GB"
-  if most.failure:
+  if most.failure:  # counts as infinite memory, of which nothing can be said in numbers
     return f"does not fit: {most.name} needs more than one device has, {has.removeprefix('of ')}"
   uses = f"{most.name} needs {most.total / 1e9:,.2f} GB {has}, {most.total / memory:.0%}"
   return f"{'fits' if most.total <= memory else 'does not fit'}: {uses}"

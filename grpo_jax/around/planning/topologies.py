@@ -68,10 +68,11 @@ def devices_of(topology: str, chips: int | None) -> list[Any]:
     devices = _gpu_devices(topology, _GPUS[kind], int(number or 1))
   else:
     devices = _tpu_devices(topology)
-  keys = list(dict.fromkeys(_chip(device) for device in devices))
-  if chips is not None and not 1 <= chips <= len(keys):
-    raise ConfigError(f"flag --chips={chips}: {topology} has {len(keys)} chips")
-  return [device for device in devices if _chip(device) in keys[:chips]]
+  # A chip may be several devices. --chips counts chips.
+  chips_in_order = list(dict.fromkeys(_chip(device) for device in devices))
+  if chips is not None and not 1 <= chips <= len(chips_in_order):
+    raise ConfigError(f"flag --chips={chips}: {topology} has {len(chips_in_order)} chips")
+  return [device for device in devices if _chip(device) in chips_in_order[:chips]]
 
 
 def _gpu_devices(topology: str, gpu: _Gpu, number: int) -> Sequence[Any]:

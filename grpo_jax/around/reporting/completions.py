@@ -98,8 +98,8 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
   for token in ids:
     unfinished.append(token)
     # Decoded after other tokens, because a tokenizer may drop a space at the start of a text.
-    known, whole = decode(before), decode([*before, *unfinished])
-    added = whole[len(known) :] if whole.startswith(known) else decode(unfinished)
+    start, text = decode(before), decode([*before, *unfinished])
+    added = text[len(start) :] if text.startswith(start) else decode(unfinished)
     if added.endswith("\ufffd") and len(unfinished) < _MOST_OF_A_CHARACTER:
       texts.append("")
       continue

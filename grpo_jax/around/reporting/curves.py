@@ -64,6 +64,7 @@ def curves(run: ShownRun, most: int = MOST_POINTS) -> dict[str, Any]:
     if not len(rows):
       continue
     axes = {"step": columns.steps, "tokens": tokens, "hours": columns.seconds_N / _HOUR}
+    # An hour needs more decimals: a step may take a fraction of a second.
     table: dict[str, Any] = {
       axis: _axis(thinned(values_N[rows], most), decimals=6 if axis == "hours" else 1)
       for axis, values_N in axes.items()
@@ -104,14 +105,14 @@ def shown_metrics(runs: Sequence[ShownRun]) -> list[dict[str, Any]]:
   """
   names = {name for run in runs for name in run.columns.values}
   names |= {name for run in runs for name in run.columns.left_out}
-  ends = {name for name in names if name.removesuffix("_low") in names - {name}}
-  ends |= {name for name in names if name.removesuffix("_high") in names - {name}}
-  names -= ends
+  interval_ends = {name for name in names if name.removesuffix("_low") in names - {name}}
+  interval_ends |= {name for name in names if name.removesuffix("_high") in names - {name}}
+  names -= interval_ends
   usual = [name for name in USUAL if name in names]
   shown = []
   for name in [*usual, *sorted(names - set(usual))]:
-    metric = USUAL.get(name) or CurveLabel(name, "")
-    shown.append({"name": name, "usual": name in USUAL, **dataclasses.asdict(metric)})
+    label = USUAL.get(name) or CurveLabel(name, "")
+    shown.append({"name": name, "usual": name in USUAL, **dataclasses.asdict(label)})
   return shown
 
 
@@ -128,7 +129,7 @@ def step_seconds(columns: MetricColumns) -> dict[str, float]:
     values_N = columns.values.get(name, np.zeros(len(rows)))[rows]
     return float(np.median(np.nan_to_num(values_N)))
 
-  seconds = {part: median(f"time/{part}") for part in PARTS[:-1]}
+  seconds = {part: median(f"time/{part}") for part in PARTS[:-1]}  # all but "other"
   return seconds | {"other": max(0.0, median("time/step") - sum(seconds.values()))}
 
 

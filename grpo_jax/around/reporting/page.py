@@ -38,14 +38,14 @@ def page(runs: Sequence[ShownRun]) -> str:
     runs: At least one run. All have different names.
   """
   series = group(runs)
-  differing = differences([one.runs[0].settings for one in series])
+  differing = differences([a_series.runs[0].settings for a_series in series])
   most_points, share = points_of_each(len(runs)), shares(len(runs))
   data = {
     "runs": [
       {"name": run.name, "series": _number_of(run, series), **curves(run, most_points)}
       for run in runs
     ],
-    "series": [one.label for one in series],
+    "series": [a_series.label for a_series in series],
     "metrics": shown_metrics(runs),
     "parts": PARTS,
   }
@@ -57,7 +57,7 @@ def page(runs: Sequence[ShownRun]) -> str:
       title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
       columns=_columns(differing),
       runs=[_summary(run, differing) for run in runs],
-      settings=[_settings(one) for one in series],
+      settings=[_settings(a_series) for a_series in series],
       files=files,
       data=_as_script(data),
       completions=_as_script([shown_completions(run, share) for run in runs]),

@@ -81,6 +81,7 @@ def read_run(folder: str) -> ShownRun:
   """
   path = Path(folder).expanduser()
   config = read_config(path)
+  # A run has no metrics before its first step.
   rows = read_metrics(path) if (path / "metrics.jsonl").exists() else []
   return ShownRun(
     name=path.resolve().name,

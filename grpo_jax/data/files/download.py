@@ -40,6 +40,7 @@ def dataset_files(name: str) -> list[Path]:
       f"data.path: {name} cannot be downloaded from huggingface.co ({type(error).__name__}:"
       f" {reason:.200}); give a file of your own: EXAM:FILE"
     ) from None
+  # The folder also has files of earlier downloads.
   files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
   found = [file for file in files if fnmatch(file.relative_to(folder).as_posix(), pattern)]
   if not found:

@@ -63,6 +63,7 @@ class OfProgram:
       name: plain(value, f"{where} column {name!r}", keeps_bytes=name in IMAGE_COLUMNS)
       for name, value in row.items()
     }
+    # In a program's own dicts, a None may have a meaning.
     return without_added_nulls(values) if self._column_names else values
 
   def where(self, index: int) -> str:
@@ -112,7 +113,7 @@ def keep_rows(data: Any, test: Any = None, *, key: str = "data") -> str:
   if test is not None:
     splits["test"] = _rows(test, f"{key}: test")
   for rows in splits.values():
-    if not len(rows):
+    if not len(rows):  # the message has the name of the rows, without the index of a row
       raise ConfigError(f"{rows.where(0).removesuffix('[0]')} has no rows")
   # A sample usually tells rows apart. If other rows have the same name, all rows are hashed.
   path = _PREFIX + _fingerprint(splits, reads_all=False)
@@ -156,7 +157,7 @@ def _are_same(first: Mapping[str, SplitRows], second: Mapping[str, SplitRows]) -
     return False
   for name, rows in second.items():
     known = first[name]
-    if _is_all_in_name(known) and _is_all_in_name(rows):
+    if _is_all_in_name(known) and _is_all_in_name(rows):  # the equal names already hash all rows
       continue
     if isinstance(known, OfProgram) and known.is_same(rows):
       continue

@@ -55,7 +55,7 @@ class Parquet:
     try:
       copy, counts = _copy(path)
     except (pyarrow.ArrowException, OSError) as error:
-      if getattr(error, "errno", None) is not None:
+      if getattr(error, "errno", None) is not None:  # pyarrow's errors for a damaged file have none
         raise ConfigError(
           f"data.path: {path} cannot be copied to {tempfile.gettempdir()} ({error}); name a folder"
           " with more space in the environment variable TMPDIR"
@@ -176,6 +176,7 @@ def _places_in_feature(feature: Any) -> Any:
   if isinstance(kind, str) and "feature" in feature:  # a list, whose _type has several names
     found = _places_in_feature(feature["feature"])
     return [found] if found else None
+  # An object has a feature for each field. Other types have only plain values, without places.
   fields = {name: _places_in_feature(inner) for name, inner in feature.items()}
   return {name: found for name, found in fields.items() if found} or None
 
@@ -209,10 +210,11 @@ def _copy(path: Path) -> tuple[Any, list[int]]:
       schema = _plain(parquet.schema_arrow)
       with pyarrow.OSFile(name, "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
         for batch in parquet.iter_batches(_AT_ONCE):
-          whole = batch.cast(schema)
+          plain_batch = batch.cast(schema)
+          # All rows if they are small, and else so many that they have about _BYTES.
           rows = max(1, batch.num_rows * _BYTES // max(batch.nbytes, _BYTES))
           for start in range(0, batch.num_rows, rows):
-            part = whole.slice(start, rows)
+            part = plain_batch.slice(start, rows)
             writer.write_batch(part)
             counts.append(part.num_rows)
     return pyarrow.OSFile(name), counts

@@ -89,12 +89,12 @@ class JsonLines:
     while start < len(self):
       begin = int(self._begins[start])
       stop = int(np.searchsorted(self._ends, begin + _AT_ONCE, side="right"))
-      stop = max(stop, start + 1)
-      part = os.pread(self._file.fileno(), int(self._ends[stop - 1]) - begin, begin)
-      if _may_have_others(part, names):
+      stop = max(stop, start + 1)  # a line may be longer than a block
+      block = os.pread(self._file.fileno(), int(self._ends[stop - 1]) - begin, begin)
+      if _may_have_others(block, names):
         for index in range(start, stop):
-          place = int(self._begins[index]) - begin
-          names |= dict.fromkeys(_keys(part[place : int(self._ends[index]) - begin]))
+          offset = int(self._begins[index]) - begin
+          names |= dict.fromkeys(_keys(block[offset : int(self._ends[index]) - begin]))
       start = stop
     return list(names)
 
@@ -231,14 +231,14 @@ def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
   Args:
     value: The value.
     where: The place of the value, for error messages.
-    keeps_bytes: Whether all bytes are kept.
+    keeps_bytes: Whether bytes stay bytes, in an object only those of its key "bytes".
 
   Raises:
     ConfigError: Bytes are not UTF-8.
   """
   if isinstance(value, Mapping):
-    stored = keeps_bytes or value.keys() == {"bytes", "path"}
-    return {key: plain(item, where, stored and key == "bytes") for key, item in value.items()}
+    is_image = keeps_bytes or value.keys() == {"bytes", "path"}
+    return {key: plain(item, where, is_image and key == "bytes") for key, item in value.items()}
   if isinstance(value, bytes) and keeps_bytes:
     return value
   if isinstance(value, bytes):
@@ -248,7 +248,7 @@ def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
       raise ConfigError(
         f"data.path: {where} holds bytes that are no text ({error}){TEXT}"
       ) from None
-  if hasattr(value, "tolist"):
+  if hasattr(value, "tolist"):  # a numpy array or scalar
     return plain(value.tolist(), where, keeps_bytes)
   if isinstance(value, list):
     return [plain(item, where, keeps_bytes) for item in value]
@@ -282,8 +282,8 @@ def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     (first byte of each line, int64; byte after each line, int64; whether the line is odd, bool: its
     first byte is not { or its last byte is not })
   """
-  breaks, firsts, lasts = [], [], []
-  position, before = 0, np.full(1, _NEWLINE, np.uint8)  # the byte before the part
+  breaks, firsts, lasts = [], [], []  # the newlines of each part, and the bytes next to them
+  position, before = 0, np.full(1, _NEWLINE, np.uint8)  # as if a newline preceded the file
   while part := file.read(_AT_ONCE):
     # The byte before the part is prepended, so that every newline has both of its neighbours.
     values = np.concatenate([before, np.frombuffer(part, np.uint8)])
@@ -297,6 +297,7 @@ def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   # The bytes after the last newline are also a line, which is empty in most files.
   last = np.concatenate([*lasts, before])
   first = np.concatenate(firsts) if firsts else np.zeros(0, np.uint8)
+  # If that line is empty, it has no first byte. The padding makes it odd.
   first = np.concatenate([first, np.zeros(len(last) - len(first), np.uint8)])
   return begins, ends, (first != _OPENING) | (last != _CLOSING)
 
@@ -311,18 +312,18 @@ def _may_have_others(part: bytes, names: Iterable[str]) -> bool:
   ends_N = np.flatnonzero(values[1:] == _COLON)  # the positions of the bytes before the colons
   before_N = values[ends_N]
   if (before_N <= _SPACE).any() and _SPACED_COLON.search(part):
-    return True
+    return True  # keys that end in a quote, spaces and a colon are not looked up
   ends_N = ends_N[before_N == _QUOTE]
   for name in names:  # drops the positions at which a key of this name ends
     if not len(ends_N):
       return False
     key = json.dumps(name, ensure_ascii=False).encode("utf-8", "replace")
-    is_it_N = ends_N >= len(key)
-    starts = ends_N[is_it_N] - len(key)  # the byte before the key, which may escape its first quote
-    is_it_N[is_it_N] = values[starts] != _BACKSLASH
-    for place, byte in enumerate(key, start=1 - len(key)):
-      is_it_N[is_it_N] = values[ends_N[is_it_N] + place] == byte
-    ends_N = ends_N[~is_it_N]
+    is_name_N = ends_N >= len(key)
+    befores = ends_N[is_name_N] - len(key)  # the byte before a key may escape its first quote
+    is_name_N[is_name_N] = values[befores] != _BACKSLASH
+    for offset, byte in enumerate(key, start=1 - len(key)):  # relative to the last byte of the key
+      is_name_N[is_name_N] = values[ends_N[is_name_N] + offset] == byte
+    ends_N = ends_N[~is_name_N]
   return len(ends_N) > 0
 
 

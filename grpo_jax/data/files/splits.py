@@ -62,7 +62,7 @@ def rows_of(path: str, split: str) -> SplitRows | None:
       raise ConfigError(
         f"data.path: {found[0]} is empty; each line must be an object with question and answer"
       )
-  if not len(rows) and split == "train":
+  if not len(rows) and split == "train":  # only a prepared folder can lack rows here
     raise ConfigError(f"data.path: {folder} has no split {split}")
   return rows if len(rows) else None
 
@@ -133,7 +133,7 @@ def hold_out(
   Raises:
     ConfigError: One of the splits has no examples.
   """
-  # This uses raw words, because numpy promises that they never change.
+  # This uses raw words of a fixed key, because numpy promises that they never change.
   words = np.random.Philox(key=np.array([0, 2**64 - 1], np.uint64)).random_raw(len(examples))
   is_held_out = words < np.uint64(share * 2.0**64)
   if is_held_out.all() or not is_held_out.any():

@@ -58,7 +58,7 @@ def csv_table(path: Path) -> Table:
     if names.count(name) > 1:
       raise ConfigError(f"data.path: {path}: its first line has the name {name!r} twice")
   for number, row in enumerate(rows):
-    if "" in row or None in row.values():
+    if "" in row or None in row.values():  # DictReader's marks for too many and too few values
       raise ConfigError(f"data.path: {path} row {number + 1} has not the columns of its first line")
   return Table(path, rows)
 

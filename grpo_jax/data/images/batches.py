@@ -62,7 +62,8 @@ class ImageDecoder:
       kind = self._processor.kind
       patches = sum(rows * columns for rows, columns in layout.tokens) * kind.patches_per_token
       self._pictures[image] = future
-      self._sizes[image] = patches * kind.patch_numbers * 4
+      self._sizes[image] = patches * kind.patch_numbers * 4  # bytes of float32
+      # The newest stays, however large it is.
       while sum(self._sizes.values()) > _KEPT_BYTES and len(self._pictures) > 1:
         oldest, _ = self._pictures.popitem(last=False)
         del self._sizes[oldest]
@@ -129,11 +130,11 @@ def pad(
   if not processor.kind.has_axes:
     return HostImages(patches_PINC, places_PIN2, seen_PS2)
   positions_PS3 = np.zeros((P, max_tokens, 3), np.int32)
-  for p, one in enumerate(placed):
-    count = len(one.seen_S2)
-    positions_PS3[p, :count] = one.positions_S3
-    positions_PS3[p, count:] = one.next + np.arange(max_tokens - count)[:, None]
-  next_P = np.array([one.next for one in placed], np.int32)
+  for p, prompt in enumerate(placed):
+    count = len(prompt.seen_S2)
+    positions_PS3[p, :count] = prompt.positions_S3
+    positions_PS3[p, count:] = prompt.next + np.arange(max_tokens - count)[:, None]
+  next_P = np.array([prompt.next for prompt in placed], np.int32)
   return HostImages(patches_PINC, places_PIN2, seen_PS2, positions_PS3, next_P)
 
 

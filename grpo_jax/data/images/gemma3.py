@@ -52,13 +52,13 @@ def make(fields: Fields, around: Fields, vision: Fields, tokens: dict[str, Any])
   Raises:
     ConfigError: A field has a value that is not supported.
   """
-  # transformers' processor of Gemma 3 ignores this field, whatever a folder says.
+  # If true, images would also be seen in crops. transformers' Gemma3Processor ignores this field.
   fields.must_be_false("do_pan_and_scan")
   size = fields.inside("size", {"height": 224, "width": 224})
   side = size.count("height", 224)
   if size.count("width", 224) != side:
     size.refuse("width", f"it must be the height, {side}")
-  kind = Gemma3(
+  kind = Gemma3(  # the number of tokens may be in either processor's fields
     scale=scale_of(fields, _SIGLIP),
     side=side,
     patch=vision.count("patch_size", 14),

@@ -39,25 +39,25 @@ class Idefics3(SquareKind):
       for column in range(1, columns + 1):
         text += f"{self.around}<row_{row}_col_{column}>{tile}"
       text += "\n"
-    if rows:
+    if rows:  # an empty line before the whole image
       text += "\n"
     text += f"{self.around}{self.whole}{tile}{self.around}"
     return Layout(text, (self.grid,) * (rows * columns + 1))
 
   def pictures(self, image: np.ndarray) -> list[Picture]:
     """The tiles row by row, then the whole image. The values of a patch: [channel, row, column]."""
-    side, kind = self.side, self.scale.resample
-    image = resize(image, *self._first_size(*image.shape[:2]), kind)
+    side, resample = self.side, self.scale.resample
+    image = resize(image, *self._first_size(*image.shape[:2]), resample)
     if not self.splits:
-      tiles = [resize(image, side, side, kind)]
+      tiles = [resize(image, side, side, resample)]
     else:
       rows, columns = self._counts(*image.shape[:2])
-      image = resize(image, rows * side, columns * side, kind)
+      image = resize(image, rows * side, columns * side, resample)
       tiles = [
         *image.reshape(rows, side, columns, side, -1).swapaxes(1, 2).reshape(-1, side, side, 3)
       ]
-      if len(tiles) > 1:
-        tiles.append(resize(image, side, side, kind))
+      if len(tiles) > 1:  # else the only tile already is the whole image
+        tiles.append(resize(image, side, side, resample))
     return [as_convolution(self.scale(tile), self.patch) for tile in tiles]
 
   def _tiles(self, height: int, width: int) -> tuple[int, int]:

@@ -35,9 +35,9 @@ def with_sources(value: Any, where: str, folder: str) -> Any:
   """
   if not isinstance(value, (list, tuple)) or not any(map(_has_parts, value)):
     return value
-  count = sum(sum(map(_is_image, one["content"])) for one in value if _has_parts(one))
+  count = sum(sum(map(_is_image, x["content"])) for x in value if _has_parts(x))
   check_count(count, where)
-  messages, number = [], 0
+  messages, number = [], 0  # `number` counts the images of the conversation
   for message in value:
     if not _has_parts(message):
       messages.append(message)
@@ -84,7 +84,7 @@ def place_images(
     users = [message for message in placed if message["role"] == "user"]
     if not users:
       raise ConfigError(f"{where} has images and no message of the user to put them in")
-    parts = [dict(IMAGE) for _ in images]
+    parts = [dict(IMAGE) for _ in images]  # all are empty, so the row's images fill them below
     users[0]["content"] = [*parts, *users[0]["content"]]
   empty = sum("image" not in part for part in parts)
   if empty != len(images):
@@ -109,16 +109,16 @@ def _part_with_source(part: Any, where: str, folder: str) -> dict[str, Any]:
   if kind == "text" and isinstance(part.get("text"), str):
     return {"type": "text", "text": part["text"]}
   if kind == "image":
-    given = [key for key in _KEYS if part.get(key) is not None]
-    if not given:
+    keys = [key for key in _KEYS if part.get(key) is not None]
+    if not keys:
       return dict(IMAGE)
-    value = part["image"] if given[0] == "image" else part
+    value = part["image"] if keys[0] == "image" else part  # `source_of` reads the other keys
     return {**IMAGE, "image": source_of(value, where, folder)}
-  if kind == "image_url":
+  if kind == "image_url":  # OpenAI's form of a part: the URL, perhaps in an object
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, Mapping) else url
     return {**IMAGE, "image": source_of(url, where, folder)}
-  name = where.rpartition(": ")[0]
+  name = where.rpartition(": ")[0]  # without the number of an image, which this part is not
   raise ConfigError(
     f"{name}: a part of a message must be a text or an image; got {shown(part):.80}"
   )

@@ -81,14 +81,14 @@ class PromptImages:
     Raises:
       ConfigError: A value of an image column is not an image, or there are too many images.
     """
-    found, images, where = dict(example), list[AnyImage](), "a prompt"
+    found, images, where = dict(example), list[AnyImage](), "a prompt"  # if no column is set
     for name in IMAGE_COLUMNS:
       given = example.get(name)
       if given is None:
         continue
-      if not isinstance(given, GivenImages):
+      if not isinstance(given, GivenImages):  # a program's task or a `Drawing`, not a file
         given = GivenImages(given, f"an example: {name}", "")
-      where = given.where.rpartition(": ")[0]
+      where = given.where.rpartition(": ")[0]  # without the name of the column
       sources = sources_of(given.value, given.where, given.folder, self._may_download)
       found[name] = sources if isinstance(given.value, (list, tuple)) else next(iter(sources), None)
       images += sources
@@ -157,7 +157,7 @@ class PromptImages:
       ]
       for prompt in prompts
     ]
-    placed = [self.processor.place(one.ids, one.layouts, one.where) for one in prompts]
+    placed = [self.processor.place(x.ids, x.layouts, x.where) for x in prompts]
     sizes = padded_sizes(*needed, self.processor.kind.patches_per_token, most)
     return pad(pictures, placed, sizes, max_tokens, self.processor)
 
@@ -173,8 +173,8 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
   ):
     return example
   values = dict(example)
-  for name in IMAGE_COLUMNS:
-    given = example.get(name)
+  for name in set(IMAGE_COLUMNS) & set(example):
+    given = example[name]
     value = given.value if isinstance(given, GivenImages) else given
     if not _is_plain(value):
       where = given.where if isinstance(given, GivenImages) else f"data.task: the field {name}"
@@ -193,7 +193,7 @@ def has_images(example: Mapping[str, Any]) -> bool:
   ):
     return True
   conversations = [value for value in example.values() if isinstance(value, (list, tuple))]
-  messages = [message for one in conversations for message in one if isinstance(message, Mapping)]
+  messages = [message for x in conversations for message in x if isinstance(message, Mapping)]
   contents = [message.get("content") for message in messages]
   parts = [part for content in contents if isinstance(content, list) for part in content]
   return any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)

@@ -61,7 +61,7 @@ class Processor:
     try:
       return self.kind.layout(height, width)
     except ValueError as error:
-      if isinstance(error, ConfigError):
+      if isinstance(error, ConfigError):  # it already is a complete message
         raise
       raise ConfigError(
         f"{image.name} has {width} x {height} pixels, which the model cannot see: {error}"
@@ -145,7 +145,7 @@ def _positions(seen_S2: np.ndarray, grids: Sequence[tuple[int, int]]) -> tuple[n
     end = first + rows * columns
     positions_S3[done:first] = position + np.arange(first - done)[:, None]
     position += first - done
-    inside = np.indices((1, rows, columns)).reshape(3, -1).T
+    inside = np.indices((1, rows, columns)).reshape(3, -1).T  # one time, then row and column
     positions_S3[first:end] = position + inside
     position, done = position + max(rows, columns), end
   positions_S3[done:] = position + np.arange(len(seen_S2) - done)[:, None]
@@ -185,7 +185,7 @@ def load(folder: str | Path, tokenizer: TextEncoder) -> Processor | None:
     return None
   own, around = found
   name = own.get("image_processor_type") or own.get("feature_extractor_type")
-  base = str(name).removesuffix("Fast").removesuffix("Pil")
+  base = str(name).removesuffix("Fast").removesuffix("Pil")  # names of variants of one processor
   if base not in _KINDS:
     own.refuse("image_processor_type", f"choose one of {', '.join(_KINDS)}")
   config = read_json(folder / "config.json") or {}

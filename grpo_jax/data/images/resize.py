@@ -74,6 +74,7 @@ def _first_axis(image: np.ndarray, size: int, resample: int) -> np.ndarray:
     low, high = int(sources[0, rows].min()), int(sources[-1, rows].max()) + 1
     matrix = np.zeros((rows.stop - begin, high - low))
     for source, weight in zip(sources[:, rows], weights[:, rows]):
+      # Unused entries repeat an index with weight 0, so weights are added and not assigned.
       matrix[np.arange(len(source)), source - low] += weight
     matrix /= 1 << bits
     for left in range(0, flat.shape[1], _COLUMNS):
@@ -93,7 +94,7 @@ def _weights(old: int, new: int, resample: int) -> tuple[np.ndarray, np.ndarray,
   """
   _, kernel, reach = FILTERS[resample]
   scale = old / new
-  support = reach * max(scale, 1.0)
+  support = reach * max(scale, 1.0)  # wider if the image shrinks, which is the antialiasing
   centres = scale * (np.arange(new) + 0.5)
   first = np.maximum((centres - support + 0.5).astype(np.int64), 0)
   end = np.minimum((centres + support + 0.5).astype(np.int64), old)

@@ -199,8 +199,8 @@ def source_of(value: Any, where: str, folder: str = "", may_download: bool = Fal
 
   Args:
     value: A path, a URL, a data URL, base64, bytes, an image of Pillow, pixels as uint8 [height,
-      width(, channels)], a source, or a dict as the package datasets stores it: {"bytes": ...,
-      "path": ...}.
+      width(, channels)], a source, or a dict with one of these under the key bytes, path, url or
+      base64. The first of these keys that is set counts. The package datasets stores such dicts.
     where: The name of the image in error messages.
     folder: The folder that relative paths start from.
     may_download: Whether the image may be read from a URL.
@@ -211,14 +211,14 @@ def source_of(value: Any, where: str, folder: str = "", may_download: bool = Fal
   make = functools.partial(ImageSource, where, may_download=may_download)
   if isinstance(value, Drawing):
     return value
-  if isinstance(value, ImageSource):
+  if isinstance(value, ImageSource):  # the caller decides about downloads, whoever made the source
     return dataclasses.replace(value, may_download=may_download)
   if isinstance(value, Mapping):
     keys = [key for key in ("bytes", "path", "url", "base64") if value.get(key) is not None]
     inner = value[keys[0]] if keys else None
-    if isinstance(inner, str) and keys[0] in ("bytes", "base64"):
+    if isinstance(inner, str) and keys[0] in ("bytes", "base64"):  # not to be taken for a path
       return make(data=_from_base64(inner, where))
-    if keys and not isinstance(inner, Mapping):
+    if keys and not isinstance(inner, Mapping):  # a dict in a dict is refused below
       return source_of(inner, where, folder, may_download)
   if isinstance(value, (bytes, bytearray)):
     if not value:
@@ -259,14 +259,15 @@ def _of_text(text: str, make: Callable[..., ImageSource], where: str, folder: st
   if "\0" not in path and os.path.exists(path):
     return make(path=path)
   # A short text counts as base64 only if it decodes to an image. Else it is a misspelled path.
-  start = text[:64].strip()
+  start = text[:64].strip()  # enough for the first bytes of a file, by which formats differ
+  # These characters are common in paths, and base64 has none of them.
   is_code = start.isascii() and not set(start) & set(".\\: _-")
   if len(text) > _LONGEST_PATH or (is_code and len(text) >= 40 and _looks_like_image(start)):
     return make(data=_from_base64(text, where))
-  begin = f"; relative paths begin in {folder}" if folder and not os.path.isabs(text) else ""
+  hint = f"; relative paths begin in {folder}" if folder and not os.path.isabs(text) else ""
   if not text:
     raise ConfigError(f"{where} is empty; it must be a path, the bytes of an image or base64")
-  raise ConfigError(f"{where}: there is no file {text!r:.200}{begin}")
+  raise ConfigError(f"{where}: there is no file {text!r:.200}{hint}")
 
 
 def _looks_like_image(start: str) -> bool:
@@ -344,18 +345,23 @@ def _chunks(file: IO[bytes]) -> list[bytes]:
   return kinds
 
 
-@functools.lru_cache(4096)
 def _downloaded(url: str, where: str) -> str:
-  """Downloads a URL, once a process. Returns the path of the temporary file."""
+  """Returns the path of a temporary file with the bytes of a URL. `where` names it in errors."""
   try:
-    with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
-      data = answer.read(MOST_BYTES + 1)
+    return _download(url)
   except Exception as error:  # network and HTTP errors, malformed addresses
     raise ConfigError(f"{where} ({url:.200}) cannot be downloaded ({_one_line(error)})") from None
+
+
+@functools.lru_cache(4096)  # several rows may name one URL
+def _download(url: str) -> str:
+  """Writes the bytes of a URL to a temporary file. Returns its path."""
+  with urllib.request.urlopen(url, timeout=_SECONDS) as answer:
+    data = answer.read(MOST_BYTES + 1)
   if len(data) > MOST_BYTES:
-    raise ConfigError(f"{where} ({url:.200}) has more than {MOST_BYTES:,} bytes")
-  number, path = tempfile.mkstemp(dir=_folder().name)
-  with os.fdopen(number, "wb") as file:
+    raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+  descriptor, path = tempfile.mkstemp(dir=_folder().name)
+  with os.fdopen(descriptor, "wb") as file:
     file.write(data)
   return path
 

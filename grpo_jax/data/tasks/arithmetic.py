@@ -41,6 +41,7 @@ def split_of(question: str) -> str:
 def _example(split: str, operands: int, index: int) -> dict[str, str]:
   """Example `index` of a split: a sum, whose solution shows the steps in some examples."""
   # Only random() is called, because Python promises that its sequence never changes.
+  # The default keeps the examples that it had before `operands` became a parameter.
   name = f"{split}/{index}" if operands == OPERANDS else f"{split}/{operands}/{index}"
   rng = random.Random(name)
   while True:

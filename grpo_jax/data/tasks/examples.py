@@ -91,16 +91,16 @@ class ExampleMaker:
     self._folder = folder
     self._added: dict[str, str] = {}
     absent = dict.fromkeys(names)  # a row in which every column is None
-    for one in added:
-      name, equals, source = one.partition("=")
+    for entry in added:
+      name, equals, source = entry.partition("=")
       if not (name and equals and source):
         raise ConfigError(
-          f"data.columns holds {one!r}: write NAME=COLUMN, such as answer=final_answer, or"
+          f"data.columns holds {entry!r}: write NAME=COLUMN, such as answer=final_answer, or"
           " NAME=TEMPLATE with columns in braces"
         )
       if "{" not in source and not _has(rows, names, source):
         raise ConfigError(
-          f"data.columns holds {one!r}: no row has a column {source!r}; {rows.where(0)} and the"
+          f"data.columns holds {entry!r}: no row has a column {source!r}; {rows.where(0)} and the"
           f" rows that follow have {', '.join(names_of(absent | rows[0]))}"
         )
       if name in self._added:
@@ -109,9 +109,9 @@ class ExampleMaker:
           " leave one of them out"
         )
       self._added[name] = source
-    read = itertools.chain(*(fields_of(source) for source in self._added.values()))
+    in_templates = itertools.chain(*(fields_of(source) for source in self._added.values()))
     # For a name that no row has, `fill` raises an error that lists the existing fields.
-    self._columns_read = [name for name in dict.fromkeys(read) if _has(rows, names, name)]
+    self._columns_read = [name for name in dict.fromkeys(in_templates) if _has(rows, names, name)]
     used = {name.partition(".")[0] for name in (*self._columns_read, *needed)}
     self._names = [name for name in names if name in rows[0] or name in used or name not in _OF_RUN]
     self._prompt = [name for name in needed if name in self._added or _has(rows, names, name)]
@@ -122,13 +122,13 @@ class ExampleMaker:
     Raises:
       ConfigError: The row lacks a field of a template, or its messages or images are invalid.
     """
-    whole = {name: row.get(name) for name in self._names}
-    _check_has(whole, self._columns_read, where)
-    example = dict(whole)
+    columns = {name: row.get(name) for name in self._names}
+    _check_has(columns, self._columns_read, where)
+    example = dict(columns)
     for name, source in self._added.items():
       is_template = "{" in source
       example[name] = (
-        fill(source, whole, "data.columns") if is_template else value_of(whole, source)
+        fill(source, columns, "data.columns") if is_template else value_of(columns, source)
       )
     _check_has(example, self._prompt, where)
     for name in _TEXT_FIELDS:
@@ -144,7 +144,7 @@ class ExampleMaker:
         place = f"data.path: {where}: {name}"
         # Messages may contain images as paths, URLs or bytes. A source reads them later.
         example[name] = with_sources(example[name], place, self._folder)
-        if any(isinstance(one, Mapping) for one in example[name]):
+        if any(isinstance(one, Mapping) for one in example[name]):  # else it is a list of texts
           chat.check_messages(example[name], place)
         if has_empty_places(example[name]) and not example.keys() & {*IMAGE_COLUMNS}:
           raise ConfigError(

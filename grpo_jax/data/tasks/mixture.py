@@ -80,6 +80,7 @@ def columns_of(name: str, columns: Sequence[str], mixture: Sequence[str]) -> lis
   names = [source.name for source in sources_of(mixture)]
   entries = []
   for entry in columns:
+    # Only before the "=": what follows may be a template with a colon.
     source, colon, field = entry.partition("=")[0].rpartition(":")
     if mixture and field == "task":
       raise ConfigError(
@@ -111,15 +112,16 @@ def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
   """
   if not weights:
     return list(sizes)
-  epoch = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-  length = sum(weight * epoch for weight in weights)
-  if length > max(_MOST_PLACES, 2 * sum(sizes)):
+  # The least factor of the weights that gives each source at least as many places as rows.
+  factor = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+  length = sum(weight * factor for weight in weights)
+  if length > max(_MOST_PLACES, 2 * sum(sizes)):  # large data may always be doubled
     raise ConfigError(
       f"config key data.weights is {tuple(weights)}: an epoch has every row at least once, so it"
       f" would have {length:.3g} prompts for {sum(sizes):,} rows; bring the weights closer together"
       ", or leave out the source that is hardly ever drawn"
     )
-  return [max(size, round(weight * epoch)) for size, weight in zip(sizes, weights)]
+  return [max(size, round(weight * factor)) for size, weight in zip(sizes, weights)]
 
 
 class Mixture(Sequence[Example]):

@@ -45,7 +45,7 @@ class Problems(Generated):
     seeds, failures = SEEDS[self._split], list[str]()
     for tried in range(MOST_TRIED):
       try:
-        entry = self._entry((index * seeds + tried) % (len(self) * seeds))
+        entry = self._entry((index * seeds + tried) % (len(self) * seeds))  # wraps at the end
       except ConfigError:
         raise
       except Exception as error:  # a task may fail to make a problem of some seeds
@@ -55,6 +55,7 @@ class Problems(Generated):
         continue
       if split_of(entry["question"]) == self._split:
         return self._example(entry)
+    # The message gives this reason, or the last error if the task failed for a seed.
     reason = f"each of {MOST_TRIED} belongs to the other split, so the task has too few"
     raise ConfigError(
       f"data.path: {self._task.call}: there is no problem {index} for {self._split}:"

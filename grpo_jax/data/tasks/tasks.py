@@ -98,7 +98,7 @@ def make_task(data: "Data") -> Task:
         " data.task=columns"
       )
     return _one_task(data, Source(data.task, data.task, data.path), data.prompt)
-  if data.path and data.mixture:
+  if data.path and data.mixture:  # else the mixture comes from data.path, for reasoning_gym
     raise ConfigError(
       f"config key data.path is {data.path!r}: with data.mixture each source brings its own, as"
       " TASK:PATH; leave it empty"
@@ -106,6 +106,7 @@ def make_task(data: "Data") -> Task:
   templates = templates_of(data)
 
   def open_source(source: Source) -> tuple[Sequence[Example], Sequence[Example]]:
+    """(training examples, test examples) of a source."""
     task = _one_task(data, source, templates.get(source.name, data.prompt))
     return task.train, task.test
 
@@ -425,20 +426,24 @@ def _checked(task: Any, name: str) -> Task:
 
 
 def _examples(given: Any, where: str) -> Examples:
-  """Wraps the examples of a program, so that each is checked when it is read."""
+  """Wraps the examples of a program, so that each is checked when it is read.
+
+  `given` is a split as the program returned it, and `where` its name in error messages.
+  """
   rows = OfProgram(given, where)
   if not len(rows):
     raise ConfigError(f"{where} has no examples")
   first = rows[0]
 
-  def example(row: Example, where: str) -> Example:
+  def checked(row: Example, name: str) -> Example:
+    """Returns the example `row`. Raises ConfigError, with the name of the row, if it is invalid."""
     if "question" not in row:
-      raise ConfigError(f"{where} must be a dict with a question")
+      raise ConfigError(f"{name} must be a dict with a question")
     if row.keys() != first.keys():
       fields, expected = ", ".join(row), ", ".join(first)
-      raise ConfigError(f"{where} has the fields {fields}, and the first one {expected}")
+      raise ConfigError(f"{name} has the fields {fields}, and the first one {expected}")
     if not isinstance(row["question"], str):
-      chat.check_messages(row["question"], where)
+      chat.check_messages(row["question"], name)
     return row
 
-  return Examples(rows, example)
+  return Examples(rows, checked)

@@ -162,7 +162,7 @@ def _example(split: str, numbers: Numbers, index: int) -> dict[str, Any]:
   a, b, result = _numbers(rng, operation, numbers)
   story = _one_of(_STORIES[split][operation], rng)
   first = int(rng.random() * len(_NAMES))
-  second = (first + 1 + int(rng.random() * (len(_NAMES) - 1))) % len(_NAMES)
+  second = (first + 1 + int(rng.random() * (len(_NAMES) - 1))) % len(_NAMES)  # never the first
   question = story.format(
     A=_NAMES[first],
     B=_NAMES[second],

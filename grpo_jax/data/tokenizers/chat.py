@@ -211,8 +211,8 @@ class _Process:
         if not isinstance(error, OSError):
           self._process = None
           raise
-        answer = b""
-      if answer.endswith(b"\n"):
+        answer = b""  # the process had already died, which the lines below report
+      if answer.endswith(b"\n"):  # else the process died before it had written the whole line
         return json.loads(answer)
       code = self._process.wait()
       self._process = None

@@ -51,7 +51,7 @@ def _answer(
   texts = []
   try:
     # SIGALRM has no handler, so it ends the process even inside a C function.
-    signal.alarm(seconds)
+    signal.alarm(seconds)  # for the compilation, and below for each conversation
     template = _compiled(source)
     for messages in conversations:
       signal.alarm(seconds)

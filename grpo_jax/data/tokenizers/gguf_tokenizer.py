@@ -64,7 +64,7 @@ def make_files(path: str | os.PathLike) -> dict[str, bytes]:
   file = open_file(path)
   vocabulary = _Vocabulary.of(file)
   kind = file.metadata.get("tokenizer.ggml.model")
-  if type(kind) is not str or kind not in _KINDS:
+  if type(kind) is not str or kind not in _KINDS:  # a list, for example, could not be looked up
     file.refuse(f"tokenizer.ggml.model is {shown(kind)}: choose a file of {', '.join(_KINDS)}")
   parts = {
     "version": "1.0",
@@ -170,25 +170,25 @@ def _config(file: GGUFFile, vocabulary: _Vocabulary, kind: str) -> dict[str, Any
 
 def _post_processor(config: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, Any]:
   """The part of tokenizer.json that adds the bos_token and the eos_token to a text or two texts."""
-  text = {"Sequence": {"id": "A", "type_id": 0}}
+  first = {"Sequence": {"id": "A", "type_id": 0}}
   second = {"Sequence": {"id": "B", "type_id": 1}}
-  single: list[dict[str, Any]] = [text]
-  pair: list[dict[str, Any]] = [text, second]
+  single: list[dict[str, Any]] = [first]  # the template of one text. `pair` is for two
+  pair: list[dict[str, Any]] = [first, second]
   used = {}
   for role in ("bos_token", "eos_token"):
     if not config[f"add_{role}"]:
       continue
     token = config[role]
     used[token] = {"id": token, "ids": [vocabulary.tokens.index(token)], "tokens": [token]}
-    marks = [{"SpecialToken": {"id": token, "type_id": i}} for i in (0, 1)]
+    marks = [{"SpecialToken": {"id": token, "type_id": i}} for i in (0, 1)]  # for either text
     if role == "bos_token":
-      single, pair = [marks[0], text], [marks[0], text, marks[1], second]
+      single, pair = [marks[0], first], [marks[0], first, marks[1], second]
     else:
       single, pair = [*single, marks[0]], [*pair[:-1], marks[0], second, marks[1]]
-      if config["add_bos_token"]:
-        first = {"SpecialToken": {"id": config["bos_token"], "type_id": 0}}
-        other = {"SpecialToken": {"id": config["bos_token"], "type_id": 1}}
-        pair = [first, text, marks[0], other, second, marks[1]]
+      if config["add_bos_token"]:  # the eos_token must come before the second bos_token
+        begin_first = {"SpecialToken": {"id": config["bos_token"], "type_id": 0}}
+        begin_second = {"SpecialToken": {"id": config["bos_token"], "type_id": 1}}
+        pair = [begin_first, first, marks[0], begin_second, second, marks[1]]
   return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
 
 
@@ -198,9 +198,10 @@ def _on_bytes(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
   if name not in _SPLITS:
     known = ", ".join(filter(None, _SPLITS))
     file.refuse(f"tokenizer.ggml.pre is {shown(name)}: choose a file of {known}")
-  whole = (_CONTROL, _USER_DEFINED)
+  # Added tokens stay texts. All others must be in byte symbols, and a file may have them as texts.
+  added = (_CONTROL, _USER_DEFINED)
   ids = {
-    token if kind in whole or _ALPHABET.issuperset(token) else _spelled(token): number
+    token if kind in added or _ALPHABET.issuperset(token) else _spelled(token): number
     for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types))
   }
   on_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -222,7 +223,7 @@ def _on_bytes(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
   return {
     "normalizer": None,
     "pre_tokenizer": pre_tokenizer,
-    "decoder": {**on_bytes, "add_prefix_space": True, "use_regex": True},
+    "decoder": {**on_bytes, "add_prefix_space": True, "use_regex": True},  # decoding reads neither
     "model": _bpe(ids, _pairs(file, merges), continuing_subword_prefix="", end_of_word_suffix=""),
   }
 
@@ -283,7 +284,7 @@ def _spaces_as_marks(architecture: Any, adds_space: bool) -> dict[str, Any]:
       "behavior": "MergedWithPrevious",
       "invert": False,
     }
-  elif architecture == "phi3":
+  elif architecture == "phi3":  # as in the tokenizer.json of Phi-3
     in_front = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
     normalizer = {"type": "Sequence", "normalizers": [*in_front, marked]}
   else:
@@ -325,6 +326,7 @@ def _merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]
   """Derives the merges of a sentencepiece BPE, in order of priority, from the scores of its tokens.
 
   Any two tokens that form a third token are a merge. The merge with the highest score comes first.
+  Equal scores are ordered as in transformers, because the order changes how texts are split.
   """
   ids = {token: number for number, token in enumerate(tokens)}
   found = []

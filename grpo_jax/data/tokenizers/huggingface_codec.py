@@ -89,9 +89,9 @@ class HuggingFaceCodec:
       self._check_characters(texts)
     try:
       return [
-        row.ids
-        for some in _in_parts(texts)
-        for row in engine.encode_batch(some, add_special_tokens=False)
+        encoding.ids
+        for batch in _in_parts(texts)
+        for encoding in engine.encode_batch(batch, add_special_tokens=False)
       ]
     except Exception:  # for an unknown character, the library raises Exception itself
       characters = sorted(set("".join(texts)))
@@ -101,7 +101,10 @@ class HuggingFaceCodec:
       raise _unknown(unknown) from None
 
   def _check_characters(self, texts: Sequence[str]) -> None:
-    """Raises ConfigError for a character that the model would silently drop."""
+    """Raises ConfigError for a character that the model would silently drop.
+
+    Added tokens are exempt, because they are found before the model splits the rest of a text.
+    """
     if self._expressible.issuperset("".join(texts)):
       return
     other_texts = "".join(self._added_token.sub("", text) for text in texts)
@@ -158,7 +161,10 @@ def _is_llama_tokenizer(
 
 
 def _llama_parts(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The normalizer and the pre-tokenizer that LlamaTokenizer uses instead of tokenizer.json's."""
+  """The normalizer and the pre-tokenizer that LlamaTokenizer uses instead of tokenizer.json's.
+
+  "first" puts a space before a text, and "always" also before the text after a special token.
+  """
   if config.get("add_prefix_space") is False:
     prepend_scheme = "never"
   elif config.get("legacy"):

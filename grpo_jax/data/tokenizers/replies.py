@@ -74,6 +74,7 @@ class Replies:
     turn, text = self._after_turn(messages, self._tools if tools is None else tools)
     ids = self._encoded(text)
     # If the stand-in is a call, the text starts with its closing brackets, before the turn's end.
+    # If it is a text, the text starts with the turn's end, which need not be a stop token.
     end = next((place for place, token in enumerate(ids) if token in stop_ids), None)
     if end is None and turn is not _said:
       raise ConfigError(
@@ -81,7 +82,7 @@ class Replies:
         " a turn; add that token to eos_token_id in generation_config.json"
       )
     end = end or 0
-    return ids[end + 1 :] if ids[end] == last_id else ids[end:]
+    return ids[end + 1 :] if ids[end : end + 1] == [last_id] else ids[end:]
 
   def _encoded(self, text: str) -> list[int]:
     """Encodes a text without the characters that the vocabulary lacks.
@@ -121,7 +122,7 @@ class Replies:
     probes = [
       {"role": role, "content": f"{_SAID}{i}", "name": "tool"} for i, role in enumerate(roles)
     ]
-    problem: ConfigError | None = None
+    problem: ConfigError | None = None  # the error of the first stand-in that fails
     for turn in (_said, _calls_each, _calls_once):
       try:
         text = self._rendered(turn, probes, tools)

@@ -82,6 +82,7 @@ class SentencePieceCodec:
       token["content"]: i for i, token in added_tokens.items() if token.get("special", True)
     }
     self._ids = special_ids | added_ids  # the tokens at which a text is split, with their ids
+    # The texts of these tokens in decoded texts, keyed by id. Special tokens are skipped.
     self._decoded = {i: "" if text in special_ids else text for text, i in self._ids.items()}
     self.special_texts: Mapping[int, str] = {i: text for text, i in special_ids.items()}
 

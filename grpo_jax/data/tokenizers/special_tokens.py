@@ -41,7 +41,7 @@ def stop_and_pad_ids(
   stop_ids, pad_ids = [], []
   for name in ("tokenizer_config.json", "special_tokens_map.json"):
     values = read_json(files, name)
-    stop_ids.append(token_to_id(_text(values.get("eos_token"))))
+    stop_ids.append(token_to_id(_text(values.get("eos_token"))))  # the id of "" is None
     pad_ids.append(token_to_id(_text(values.get("pad_token"))))
   generation_ids = read_json(files, "generation_config.json").get("eos_token_id")
   stop_ids += generation_ids if isinstance(generation_ids, list) else [generation_ids]
@@ -57,8 +57,9 @@ def prefix_ids(
 ) -> tuple[int, ...]:
   """The ids that a text begins with.
 
-  If tokenizer_config.json has add_bos_token or add_eos_token, a text begins with the bos_token only
-  if add_bos_token is true. If it has neither, a text begins with `post_processor_ids`.
+  If tokenizer_config.json has add_bos_token or add_eos_token, transformers replaces the
+  post-processor: a text begins with the bos_token only if add_bos_token is true. If it has neither,
+  a text begins with `post_processor_ids`.
 
   Args:
     files: The JSON files of the tokenizer.

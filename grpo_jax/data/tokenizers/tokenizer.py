@@ -112,7 +112,7 @@ class Tokenizer:
     """
     if not shown:
       return self.codec.decode(ids)
-    parts, start = list[str](), 0
+    parts, start = list[str](), 0  # `start` is the place after the last token in `shown`
     for place in [*(i for i, token in enumerate(ids) if token in shown), len(ids)]:
       parts.append(self.codec.decode(ids[start:place]) if place > start else "")
       parts.append(shown[ids[place]] if place < len(ids) else "")
@@ -195,7 +195,7 @@ class Tokenizer:
         f" {vocab_size}"
       )
     pad_id = self.pad_id
-    if pad_id in beyond:
+    if pad_id in beyond:  # any id can pad, because padding is masked
       pad_id = self.stop_ids[0] if self.stop_ids else 0
     size = min(vocab_size, self.codec.vocab_size)
     return dataclasses.replace(self, vocab_size=size, pad_id=pad_id)

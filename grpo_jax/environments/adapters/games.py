@@ -63,6 +63,7 @@ class TextArena:
         self._game = textarena.make(self._id + _RAW, **self._options)
         self._game.reset(num_players=1, seed=seed)
     except Exception as error:  # each game raises other errors
+      # nltk frames its errors with lines of *.
       lines = [line for line in str(error).splitlines() if line.strip(" *")]
       said = " ".join(" ".join(lines).split())[:200] or type(error).__name__
       raise ConfigError(

@@ -73,7 +73,7 @@ def _tool(server: str, found: Any) -> Callable[..., Any]:
 
 def _connection(server: str) -> "_Connection":
   """Returns this process's connection to a server. Connects if there is none, or it has ended."""
-  key = server, os.getpid()
+  key = server, os.getpid()  # a forked process cannot use the connection of its parent
   with _LOCK:
     if key not in _CONNECTIONS or not _CONNECTIONS[key].is_open:
       _CONNECTIONS[key] = _Connection(server)
@@ -176,7 +176,7 @@ class _Connection:
     self._end = asyncio.Event()
     async with asyncio.timeout(_SECONDS) as limit, mcp.Client(server) as client:
       tools = await _listed(client)
-      limit.reschedule(None)
+      limit.reschedule(None)  # the timeout is for the start only
       self._ready.set_result((asyncio.get_running_loop(), client, tools))
       await self._end.wait()
 

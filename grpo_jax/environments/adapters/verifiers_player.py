@@ -40,6 +40,7 @@ async def play(
       stack = contextlib.AsyncExitStack()
       await stack.enter_async_context(environment.serving())
       _SERVED[id] = stack
+  # The client reads its key from an environment variable, and concurrent calls have other keys.
   variable = f"GRPO_JAX_KEY_{secrets.token_hex(8)}"
   os.environ[variable] = api_key
   try:

@@ -29,7 +29,7 @@ def _attend_rows(
   B, T, H, _ = q_BTHE.shape
   C = k_BCKE.shape[1]
   # The scores of one chunk of queries, [H, chunk, keys], should be at most MAX_SCORES numbers. If
-  # they are fewer, several rows are computed together.
+  # they are fewer, several rows are computed together: a divisor of B, so that no batch is smaller.
   queries = MAX_SCORES // (H * _keys_of_chunk(min(T, MAX_CHUNK), C, view))
   chunk = min(T, MAX_CHUNK, max(8, queries // 8 * 8))
   rows = MAX_SCORES // (H * chunk * _keys_of_chunk(chunk, C, view))
@@ -78,7 +78,7 @@ def _attend_row(
   spans = min(chunks, 1 if view.hiding_window or view.pictures_PS is not None else SPANS)
   for span in range(spans):
     first, end = chunks * span // spans, chunks * (span + 1) // spans
-    seen = min(C, C - T + end * chunk)
+    seen = min(C, C - T + end * chunk)  # the keys up to that of the span's last query
     k, v = (x[:seen] for x in keys_and_values)
     attend_chunk = jax.checkpoint(_chunk_attention(k, v, keys_C[:seen], C - T, view))
     outs.append(jax.lax.map(attend_chunk, (q_NQHE[first:end], starts_N[first:end])))
@@ -107,20 +107,20 @@ def _chunk_attention(
     place_Q = jnp.minimum(past + start + jnp.arange(Q), C - 1)
     first_key = jnp.clip(past + start - view.hiding_window + 1, 0, C - width) if width < C else 0
 
-    def seen(x: jax.Array) -> jax.Array:
+    def in_reach(x: jax.Array) -> jax.Array:
       return jax.lax.dynamic_slice_in_dim(x, first_key, width)
 
     # How many tokens before the query each key is. Later keys are hidden, except its picture's.
     back_QC = place_Q[:, None] - (first_key + jnp.arange(width))
     if view.pictures_PS is None:
-      mask_QC = (back_QC >= 0) & seen(keys_C)
+      mask_QC = (back_QC >= 0) & in_reach(keys_C)
     else:
-      own_Q1 = keys_C[place_Q][:, None]
-      mask_QC = (back_QC >= 0) | ((own_Q1 >= 0) & (own_Q1 == keys_C))
+      picture_Q1 = keys_C[place_Q][:, None]  # with pictures, all C keys are in reach
+      mask_QC = (back_QC >= 0) | ((picture_Q1 >= 0) & (picture_Q1 == keys_C))
     if view.hiding_window:
       mask_QC = mask_QC & (back_QC < view.hiding_window)
     own = Own(
-      *(seen(x).astype(q_QHE.dtype).transpose(1, 0, 2)[None, :, None] for x in (k_CKE, v_CKE))
+      *(in_reach(x).astype(q_QHE.dtype).transpose(1, 0, 2)[None, :, None] for x in (k_CKE, v_CKE))
     )
     q_PKGRQE = q_QHE.reshape(1, 1, Q, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
     out = softmax_attention(q_PKGRQE, own, mask_QC, None, None, Scoring(view.cap, view.sinks_H))

@@ -99,9 +99,10 @@ class Exchange:
 
   def cost(self, of: SplitAttention) -> float:
     """The estimated time of messages and scores per token of a device, in operations of a chip."""
-    of_score = 4.0 * of.head_dim
+    of_score = 4.0 * of.head_dim  # products and sums, with the key and with the value
     if not (self.uses_kernel and of.has_kernel):
       of_score = (of_score + _BYTES_OF_SCORE * _OPERATIONS_PER_BYTE) * self.slowness
+    # A query sees half of a long text on average, or its window.
     scores = self.heads(of) * min(of.window or _LONG, _LONG / 2)
     return self.bytes_sent(of) * _OPERATIONS_PER_BYTE_SENT + scores * of_score
 
@@ -124,9 +125,10 @@ def by_heads(attend: AttendStream) -> AttendStream:
     packing: Packing | None,
     view: View,
   ) -> jax.Array:
+    """An `AttendStream` on a device that has some tokens of each of its heads."""
     devices = jax.lax.axis_size(AXIS)
     (H, E), K = q_PNHE.shape[2:], k_PNKE.shape[2]
-    more = divisible_heads(H, K, devices) // K - H // K
+    more = divisible_heads(H, K, devices) // K - H // K  # query heads to add to each key head
 
     def with_more(x: jax.Array, heads: int) -> jax.Array:
       """Appends `more` query heads of zeros for each key head. `heads` is the axis of heads."""
@@ -140,9 +142,10 @@ def by_heads(attend: AttendStream) -> AttendStream:
     if more:
       q_PNHE = with_more(q_PNHE, 2)
       sinks_H = None if sinks_H is None else with_more(sinks_H, 0)
-    if sinks_H is not None:
+    if sinks_H is not None:  # every device has all sinks, and needs those of its heads
       sinks_H = sinks_H.reshape(devices, -1)[jax.lax.axis_index(AXIS)]
     arrays = q_PNHE, _divided(k_PNKE, devices), _divided(v_PNKE, devices)
+    # Splits the axis of heads, and joins that of tokens. Below, the outputs go the other way.
     q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in arrays)
     of_device = dataclasses.replace(view, sinks_H=sinks_H)
     out = attend(q, k, v, prompt_lengths_P, packing, of_device)
@@ -279,7 +282,8 @@ def recur_by_heads(
   mesh, row_axes = config.rows.mesh, config.rows.spec[0]
   head_axes = ("tensor", AXIS)
   rows, tokens = PartitionSpec(row_axes), PartitionSpec(row_axes, AXIS, "tensor")
-  second, first = PartitionSpec(None, head_axes), PartitionSpec(head_axes)  # axes that are split
+  # The heads are the second axis of weights [W, J, ...], and the first one of a memory [J, ...].
+  heads_second, heads_first = PartitionSpec(None, head_axes), PartitionSpec(head_axes)
 
   def recur(scan: Scan, weights: Any, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
     """Pads the heads, exchanges tokens for heads, recurs, and exchanges the outputs back."""
@@ -288,19 +292,20 @@ def recur_by_heads(
     # Each device along `tensor` has a block of heads. Zeros are added at the end of every block, so
     # that no head moves to another device.
     blocks = 1 if J % tensor else tensor
-    own = J // blocks
-    more = -own % (tensor // blocks * context)
+    in_block = J // blocks
+    more = -in_block % (tensor // blocks * context)
 
     def with_more(x: jax.Array, axis: int) -> jax.Array:
-      in_blocks = x.reshape(*x.shape[:axis], blocks, own, *x.shape[axis + 1 :])
+      """Appends `more` heads of zeros to each block of the axis of heads."""
+      in_blocks = x.reshape(*x.shape[:axis], blocks, in_block, *x.shape[axis + 1 :])
       sides = [(0, 0)] * in_blocks.ndim
       sides[axis + 1] = (0, more)
       return jnp.pad(in_blocks, sides).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def without_more(x: jax.Array, axis: int) -> jax.Array:
-      in_blocks = x.reshape(*x.shape[:axis], blocks, own + more, *x.shape[axis + 1 :])
-      whole = jax.lax.slice_in_dim(in_blocks, 0, own, axis=axis + 1)
-      return whole.reshape(*x.shape[:axis], J, *x.shape[axis + 1 :])
+      in_blocks = x.reshape(*x.shape[:axis], blocks, in_block + more, *x.shape[axis + 1 :])
+      trimmed = jax.lax.slice_in_dim(in_blocks, 0, in_block, axis=axis + 1)
+      return trimmed.reshape(*x.shape[:axis], J, *x.shape[axis + 1 :])
 
     def recur_here(
       weights: Any, inputs_PN: Any, empty: Any, lengths_P: jax.Array, packing: Packing | None
@@ -312,7 +317,7 @@ def recur_by_heads(
     out_PN, kept = jax.shard_map(
       recur_here,
       mesh=mesh,
-      in_specs=(second, tokens, first, rows, rows),
+      in_specs=(heads_second, tokens, heads_first, rows, rows),
       out_specs=(tokens, PartitionSpec(row_axes, head_axes)),
       check_vma=False,
     )(

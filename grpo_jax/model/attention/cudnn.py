@@ -27,6 +27,7 @@ def make_attend(implementation: str = "cudnn") -> AttendGroups:
     prompt_lengths_P: jax.Array,
     view: View,
   ) -> jax.Array:
+    """Attends within prompts or, if there are completions, within rows of prompt and completion."""
     window = (view.hiding_window - 1, 0) if view.hiding_window else None
 
     def causal(q_BCHE: jax.Array, k_BCKE: jax.Array, v_BCKE: jax.Array) -> jax.Array:
@@ -34,13 +35,13 @@ def make_attend(implementation: str = "cudnn") -> AttendGroups:
         q_BCHE,
         k_BCKE,
         v_BCKE,
-        scale=1.0,
+        scale=1.0,  # the queries are already scaled
         is_causal=True,
         local_window_size=window,
         implementation=implementation,
       )
 
-    if view.completions == 0:
+    if view.completions == 0:  # the mask hides a prompt's padding, which comes last
       return causal(q_PNHE, k_PNKE, v_PNKE)
     rows = (_rows(x, prompt_lengths_P, view) for x in (q_PNHE, k_PNKE, v_PNKE))
     return _groups(causal(*rows), prompt_lengths_P, view)
@@ -63,7 +64,7 @@ def _rows(x_PNHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
 
 
 def _groups(x_BCHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
-  """[P, N, H, E]: the inverse of `_rows`. The prompt's outputs are those of the first row."""
+  """[P, N, H, E]: the outputs of groups, from those of `_rows`: a prompt's from its first row."""
   P, (H, E) = lengths_P.shape[0], x_BCHE.shape[2:]
   S, G, T = view.prompt_slots, view.completions, view.slots
   padding_last, padding_between = _orders(lengths_P, view)
@@ -82,8 +83,10 @@ def _orders(lengths_P: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
   slots_C = jnp.arange(S + T)
   lengths_P1 = lengths_P[:, None]
   end_P1 = lengths_P1 + T
+  # For each slot with padding last, the slot where its token is with padding between.
   after_prompt = jnp.where(slots_C < end_P1, slots_C - lengths_P1 + S, slots_C - T)
   padding_last = jnp.where(slots_C < lengths_P1, slots_C, after_prompt)
+  # The reverse: the padding of slot c was moved T slots to the right.
   after_prompt = jnp.where(slots_C < S, slots_C + T, slots_C - S + lengths_P1)
   padding_between = jnp.where(slots_C < lengths_P1, slots_C, after_prompt)
   return jnp.repeat(padding_last, G, axis=0), jnp.repeat(padding_between, G, axis=0)

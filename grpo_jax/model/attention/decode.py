@@ -105,7 +105,7 @@ def attention(
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
     )
   out, norm = kernel(q_PKGRE, own)
-  if sinks_H is not None:
+  if sinks_H is not None:  # a sink adds to the sum of the softmax, but brings no value
     K, _, R, _ = q_PKGRE.shape[1:]
     with_sinks = jnp.logaddexp(norm, sinks_H.astype(jnp.float32).reshape(K, 1, R, 1))
     out, norm = out * jnp.exp(norm - with_sinks), with_sinks
@@ -146,11 +146,11 @@ def own_attention(
   blocks = _Blocks(slots, C // slots, prompts, members, structure)
   # How many blocks the rows that are read together need: the block of the newest token, which has
   # `in_newest_block` slots up to this token, and earlier blocks with the other tokens they see.
-  most = own.visible_PG.reshape(P // prompts, prompts, G // members, members).max((1, 3))
+  most_visible = own.visible_PG.reshape(P // prompts, prompts, G // members, members).max((1, 3))
   in_newest_block = own.time % C % slots + 1
-  needed = 1 + -(-jnp.maximum(most - in_newest_block, 0) // slots)
+  needed = 1 + -(-jnp.maximum(most_visible - in_newest_block, 0) // slots)
   needed = jnp.minimum(needed, blocks.in_cache)
-  scalars = jnp.stack([own.layer, own.time % C]), needed, own.visible_PG
+  scalars = jnp.stack([own.layer, own.time % C]), needed, own.visible_PG  # see `_kernel`
   out_types = [jax.ShapeDtypeStruct((P, K, G, R, width), jnp.float32) for width in (E, 1)]
   rows = prompts * members
   return pl.pallas_call(
@@ -170,6 +170,7 @@ def own_attention(
     ),
     interpret=interpret,
     name="decode_attention",
+    # Scales [..., C, 1] become [..., 1, C]: a TPU would pad an axis of 1 at the end to 128.
   )(*scalars, q_PKGRE, *(x if x.shape[-1] > 1 else x.swapaxes(-1, -2) for x in arrays))
 
 
@@ -182,7 +183,8 @@ def _by_row(blocks: _Blocks, x: Any) -> pl.BlockSpec:
 def _by_slot(blocks: _Blocks, x: jax.Array) -> pl.BlockSpec:
   """The rows' block of slots in keys, values [L, P, K, G, C, E] or scales [L, P, K, G, 1, C].
 
-  The grid's last axis, `back`, counts blocks back from the newest token's.
+  The grid's last axis, `back`, counts blocks back from the newest token's. The functions return the
+  index of a block, from the indices of the grid and the scalars that `_kernel` explains.
   """
 
   def where(p: Any, k: Any, g: Any, *rest: Any) -> tuple[Any, ...]:
@@ -254,6 +256,7 @@ def _with_block(
   scores_RB = jnp.where(sees_1B, scores_RB, _HIDDEN)
   new_max_R1 = jnp.maximum(max_R1, scores_RB.max(-1, keepdims=True))
   shrink_R1 = jnp.exp(max_R1 - new_max_R1)
+  # Where a row has seen nothing yet, exp(_HIDDEN - _HIDDEN) is 1, not 0.
   weights_RB = jnp.where(sees_1B, jnp.exp(scores_RB - new_max_R1), 0.0)
   sum_R1 = sum_R1 * shrink_R1 + weights_RB.sum(-1, keepdims=True)
   added_RE = _product((weights_RB * value_scales).astype(q_RE.dtype), values_BE, 0)

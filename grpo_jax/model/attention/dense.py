@@ -79,6 +79,7 @@ def attend_packed(
   """
   P, N, H, E = q_PNHE.shape
   K, S, window = k_PNKE.shape[2], view.prompt_slots, view.hiding_window
+  # A free slot, -1, gets row -1: it sees free slots, so that its softmax is finite.
   row_PN, place_PN = jnp.divmod(token_PN, view.slots)
   back_PNN = place_PN[:, :, None] - place_PN[:, None]
   # All completions share the stream, but a token sees only its own completion.

@@ -58,6 +58,7 @@ def recur_in_groups(
   """
 
   def recur_of(lengths_P: jax.Array, packing: Packing | None) -> Recur:
+    """The recurrence of groups: of all, or in a shard_map of those that a device computes."""
     return _recurrence(groups._replace(lengths_P=lengths_P, packing=packing), keep)
 
   layout = groups.lengths_P, groups.packing
@@ -73,25 +74,26 @@ def _recurrence(groups: Groups, keep: bool) -> Recur:
 
   def in_rows(x_PN: jax.Array) -> jax.Array:
     """[P * G, T, ...]: the completions of an array [P, N, ...] of groups, in rows."""
-    own_PN = x_PN[:, S:]
+    rest_PN = x_PN[:, S:]
     if groups.packing is not None:
-      own_PN = unpack(own_PN, groups.packing)
-    return own_PN.reshape(P * G, T, *x_PN.shape[2:])
+      rest_PN = unpack(rest_PN, groups.packing)
+    return rest_PN.reshape(P * G, T, *x_PN.shape[2:])
 
   def in_stream(x_BT: jax.Array) -> jax.Array:
-    """The inverse of `in_rows`."""
-    own_PC = x_BT.reshape(P, G * T, *x_BT.shape[2:])
-    return own_PC if groups.packing is None else pack(own_PC, groups.packing)
+    """[P, N - S, ...]: the completions of an array [P * G, T, ...] of rows, as in the groups."""
+    rest_PC = x_BT.reshape(P, G * T, *x_BT.shape[2:])
+    return rest_PC if groups.packing is None else pack(rest_PC, groups.packing)
 
   def recur(scan: Scan, weights: Any, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
-    nothing_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), empty)
+    empty_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), empty)
     is_token_PS = jnp.arange(S) < groups.lengths_P[:, None]
     prompts_PS = jax.tree.map(lambda x: x[:, :S], inputs_PN)
-    out_PS, memory_P = scan(weights, prompts_PS, nothing_P, is_token_PS)
+    out_PS, memory_P = scan(weights, prompts_PS, empty_P, is_token_PS)
     kept = memory_P if keep else None
     if not G:
       return out_PS, kept
     memory_B = jax.tree.map(lambda x: jnp.repeat(x, G, axis=0), memory_P)
+    # Padding at the end of completions needs no mask, because their memory is not kept.
     out_BT, _ = scan(weights, jax.tree.map(in_rows, inputs_PN), memory_B, None)
     return jax.tree.map(lambda x, y: jnp.concatenate([x, in_stream(y)], 1), out_PS, out_BT), kept
 
@@ -110,13 +112,13 @@ def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
   )
 
   def rows_of(x_PNHE: jax.Array, packing: Packing | None) -> jax.Array:
-    """Unpacks the completions of [P, N, ...] to rows, after the prompts."""
+    """Unpacks the completions of [P, N, ...] to [P, S + G * T, ...], unless `packing` is None."""
     if packing is None:
       return x_PNHE
     return jnp.concatenate([x_PNHE[:, :S], unpack(x_PNHE[:, S:], packing)], 1)
 
   def stream_of(x_PNHE: jax.Array, packing: Packing | None) -> jax.Array:
-    """The inverse of `rows_of`."""
+    """Packs the completions of [P, S + G * T, ...], unless `packing` is None."""
     if packing is None:
       return x_PNHE
     return jnp.concatenate([x_PNHE[:, :S], pack(x_PNHE[:, S:], packing)], 1)
@@ -163,12 +165,13 @@ def in_groups(
       sinks_H: jax.Array | None = None,
       kept: Any = None,
     ) -> tuple[jax.Array, Any]:
+      """A `seen.Attend`. `kept`, if given, is kept in place of the keys and values."""
       arrays = dict(sinks_H=sinks_H, pictures_PS=pictures)
       view = View(groups.prompt_slots, groups.completions, groups.slots, **arrays, **scoring)
       if k_PNKE is None:  # the layer borrows the keys and values of another layer
         k_PNKE, v_PNKE = memory.stack
       elif keep:
-        kept = kept or (k_PNKE, v_PNKE)  # a layer may have others to keep, such as latents
+        kept = kept or (k_PNKE, v_PNKE)  # latent attention gives its latents as `kept`
       out_PNHE = attend(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, groups.packing, view)
       return out_PNHE, kept if keep else None
 

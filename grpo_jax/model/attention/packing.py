@@ -35,6 +35,7 @@ def make_packing(counts_PG: jax.Array, slots_per_row: int, slots: int) -> Packin
   ends_PG = jnp.cumsum(counts_PG, 1)
   starts_PG = ends_PG - counts_PG
   slot_N = jnp.arange(N)
+  # The number of rows that end before a slot is that of its row, or G for a slot after all rows.
   row_PN = (slot_N >= ends_PG[:, :, None]).sum(1)
   start_PN = jnp.take_along_axis(starts_PG, jnp.minimum(row_PN, G - 1), 1)
   token_PN = jnp.where(row_PN < G, row_PN * T + slot_N - start_PN, -1)

@@ -172,6 +172,7 @@ def _zigzag(x: jax.Array, axis: str, back: bool = False) -> jax.Array:
   def ways(first: int) -> list[tuple[int, int]]:
     """(sender, receiver) of each even piece if `first` is 0, or of each odd piece if it is 1."""
     numbers = [(i, 2 * i + first) for i in range(devices)]
+    # In the zigzag, device min(p, 2n - 1 - p) has piece p.
     there = [(i, min(number, 2 * devices - 1 - number)) for i, number in numbers]
     return [(to, source) for source, to in there] if back else there
 
@@ -266,12 +267,12 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
   products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   products = jnp.moveaxis(products, 3, -1)
 
-  def meet(
+  def add_of_chunk(
     dkv: Any, seen: _MaskedChunk, of_chunk: Any, k: jax.Array, v: jax.Array
   ) -> tuple[Any, Any]:
     """Adds a chunk's gradients of keys and values to `dkv`, and returns that of its queries."""
     dk, dv = dkv
-    dout, log_total, products = of_chunk
+    dout, log_total, products = of_chunk  # those of the chunk's queries
     scores = _scores(ring, seen.q, k)
     weights = jnp.where(seen.mask, jnp.exp(scores - log_total[..., None]), 0)
     dscores = weights * (einsum("pqkre,pske->pkrqs", dout, v) - products[..., None])
@@ -282,19 +283,19 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     dk = dk + einsum("pkrqs,pqkre->pske", dscores, seen.q)
     return (dk, dv), einsum("pkrqs,pske->pqkre", dscores, k)
 
-  def visit(dq: jax.Array, dkv: Any, pair: _Pair, of_piece: Any, k: Any, v: Any) -> Any:
-    """Adds the gradients between a piece of queries and a piece of keys."""
+  def add_of_piece(dq: jax.Array, dkv: Any, pair: _Pair, of_piece: Any, k: Any, v: Any) -> Any:
+    """Adds the gradients between a piece of queries and a piece of keys to dq and to dkv."""
 
     def chunk(dkv: Any, inputs: Any) -> tuple[Any, jax.Array]:
       seen, of_chunk = _seen(ring, inputs[0], pair.of_keys), inputs[1]
 
-      def nothing(dkv: Any, seen: _MaskedChunk, *_: Any) -> tuple[Any, jax.Array]:
+      def unchanged(dkv: Any, seen: _MaskedChunk, *_: Any) -> tuple[Any, jax.Array]:
         return dkv, jnp.zeros(seen.q.shape, jnp.float32)
 
-      return jax.lax.cond(seen.mask.any(), meet, nothing, dkv, seen, of_chunk, k, v)
+      return jax.lax.cond(seen.mask.any(), add_of_chunk, unchanged, dkv, seen, of_chunk, k, v)
 
-    dkv, more = jax.lax.scan(chunk, dkv, (pair.queries, of_piece))
-    return dq + more, dkv
+    dkv, added = jax.lax.scan(chunk, dkv, (pair.queries, of_piece))
+    return dq + added, dkv
 
   def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
     """Adds the gradients between the queries and the keys that are here, and passes these on."""
@@ -306,7 +307,7 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
         pair = _pair(ring, q, of_pieces, number, (a, b))
         arguments = dq[a], dkv[b], pair, of_piece, k[b], v[b]
         dq[a], dkv[b] = jax.lax.cond(
-          pair.is_before, visit, lambda dq, dkv, *_: (dq, dkv), *arguments
+          pair.is_before, add_of_piece, lambda dq, dkv, *_: (dq, dkv), *arguments
         )
     dk, dv = (jnp.stack(x) for x in zip(*dkv))
     return (jnp.stack(dq), _passed_on((k, v, dk, dv), ring.axis)), None
@@ -328,14 +329,14 @@ def _pair(
   """Pairs piece a of the device's queries with piece b of the keys that are here in this turn."""
   a, b = pieces
   devices, here = jax.lax.axis_size(ring.axis), jax.lax.axis_index(ring.axis)
-  source = (here - number) % devices
+  source = (here - number) % devices  # the device whose keys these are: each turn passes them on
   of_queries = 2 * devices - 1 - here if a else here
   of_keys = 2 * devices - 1 - source if b else source
   chunk = q.shape[3]
 
   def in_chunks(x: jax.Array) -> jax.Array:
-    own = x[of_queries]
-    return jnp.moveaxis(own.reshape(len(own), -1, chunk), 1, 0)
+    of_piece = x[of_queries]
+    return jnp.moveaxis(of_piece.reshape(len(of_piece), -1, chunk), 1, 0)
 
   return _Pair(
     of_keys <= of_queries,

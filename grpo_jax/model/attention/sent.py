@@ -35,7 +35,7 @@ def _sent_by(config: ModelConfig, kind: LayerKind) -> str:
 def split_attention(config: ModelConfig, kind: LayerKind) -> SplitAttention:
   """The sizes of the attention of a kind of layer, with the heads of one device."""
   heads, keys, size = config.num_heads, kind.num_kv_heads, kind.head_dim
-  if kind.mixer == "latent":  # see `LatentAttention`
+  if kind.mixer == "latent":  # each head has a key and a value, padded to one size
     keys, size = heads, max(size, config.latent.value_dim)
   if config.axis_of(heads):
     tensor = config.rows.mesh.shape["tensor"]

@@ -37,6 +37,7 @@ def make_attend(interpret: bool = False) -> AttendGroups:
     is_token_BC: jax.Array | None,
     view: View,
   ) -> jax.Array:
+    """Attention of rows, as `by_rows.AttendRows` describes it."""
     T, H = q_BTHE.shape[1:3]
     past = k_BCKE.shape[1] - T
     block = block_size(T, past)
@@ -47,7 +48,7 @@ def make_attend(interpret: bool = False) -> AttendGroups:
     k_BKCE = _pad(k_BCKE, sides).swapaxes(1, 2)
     v_BKCE = _pad(v_BCKE, sides).swapaxes(1, 2)
     kernel = _kernel(T + padding, past + past_padding, H, block, view, interpret)
-    segments = None
+    segments = None  # for prompts: no past, and the mask hides the padding after a row
     if is_token_BC is not None:
       # A query sees keys of its segment. All queries are in segment 1, as are all keys of tokens.
       segments_BC = _pad(is_token_BC.astype(jnp.int32), sides)

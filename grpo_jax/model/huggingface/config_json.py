@@ -89,18 +89,18 @@ def _read_labels(
   family: Family, values: Mapping[str, Any], labels: Collection[int], refuse: Refuse
 ) -> int:
   """Reads `ModelConfig.labels` from the architecture and `id2label`. It must be among `labels`."""
-  head_of = {family.architecture_with(count): count for count in labels}
+  labels_of = {family.architecture_with(count): count for count in labels}
   found = values.get("architectures") or [family.architecture]
   listed = found if isinstance(found, list) else []
-  architecture = next((name for name in map(str, listed) if name in head_of), None)
+  architecture = next((name for name in map(str, listed) if name in labels_of), None)
   if architecture is None:
     named = shown(values.get("architectures"))
-    refuse("architectures", f"is {named}: choose a checkpoint of {' or '.join(head_of)}")
+    refuse("architectures", f"is {named}: choose a checkpoint of {' or '.join(labels_of)}")
   names = values.get("id2label")
   # transformers, too, assumes 2 labels if the file has neither field.
   count = len(names) if isinstance(names, dict) else values.get("num_labels", 2)
-  wanted = head_of[architecture]
-  if wanted not in (0, count):
+  wanted = labels_of[architecture]
+  if wanted not in (0, count):  # 0: a language model, to which the fields do not matter
     refuse("id2label", f"has {count} labels: choose a {architecture} with {wanted}")
   return wanted
 
@@ -187,6 +187,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     # transformers 5 accepts only an int here.
     values[family.fields["query_scalar"]] = int(config.query_scalar)
   if config.rope_scaling and config.rope_scaling.kind == "dynamic":
+    # The longest text before the scaling, from which reading computes `max_positions`.
     values["max_position_embeddings"] = config.rope_scaling.original_positions
   values |= family.write(config)
   return values if config.vision is None else whole_to_json(whole_of(config), config, values)

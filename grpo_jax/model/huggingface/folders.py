@@ -63,6 +63,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
     yield partial
     os.replace(partial, target)
   except OSError as error:
+    # An error without a file name is taken for one of the temporary folder.
     if error.errno and str(error.filename or partial).startswith(str(partial)):
       error.filename = str(target)
     raise
@@ -172,7 +173,7 @@ class TensorFiles:
     # A matrix in FP8 is read as float32, and its scales are not listed as a tensor.
     self._block, self._fp8 = fp8_block, set[str]()
     for name in [name for name, dtype in self.dtypes.items() if dtype == fp8.DTYPE]:
-      if name + fp8.SCALE in self.shapes:
+      if name + fp8.SCALE in self.shapes:  # otherwise loading refuses the dtype
         self._fp8.add(name)
         self.dtypes[name] = "F32"
         fp8.check_scales(

@@ -160,6 +160,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
   values["rope_parameters"] = _rope_parameters(file, prefix, found, values)
   _add_windows(values)
   if architecture.model_type.startswith("gemma"):
+    # Queries are divided by the root of this scalar, which is head_dim except in the 27B models.
     is_27b = values["num_hidden_layers"] == _27B[file.metadata["general.architecture"]]
     scalar = values["hidden_size"] // values["num_attention_heads"] if is_27b else None
     values["query_pre_attn_scalar"] = scalar or values["head_dim"]
@@ -274,7 +275,7 @@ def _from_frequencies(file: GGUFFile, theta: float, head_dim: int) -> dict[str, 
     turns = low + kept[ramp[0]] * (high - low)
     original = round(turns * 2 * math.pi / frequencies[ramp[0]])
   turns = original * frequencies / (2 * math.pi)
-  kept = np.clip((turns - low) / (high - low), 0, 1)
+  kept = np.clip((turns - low) / (high - low), 0, 1)  # s again, now from the original length
   if not np.allclose(1 / divisors, kept + (1 - kept) / factor, rtol=1e-4, atol=0):
     file.refuse("tensor rope_freqs.weight scales positions in another way than Llama 3 does")
   return {

@@ -109,7 +109,8 @@ def load(
     for leaf in leaves:
       parameter, spec = leaf.parameter, leaf.specs[0]
       tensor = _read_tensor(files, leaf.specs, sizes, leaf.tensor_sharding(shardings))
-      how = _Conversion(
+      # Without the name of a tensor, all layers have equal conversions and share a compilation.
+      conversion = _Conversion(
         dataclasses.replace(spec, hf_name="", leaf_name=parameter),
         tuple(sizes.items()),
         convert,
@@ -117,7 +118,7 @@ def load(
         targets and targets[parameter],
       )
       stack = params.get(parameter)
-      params[parameter], are_finite[spec.hf_name] = _put(how, stack, leaf.place, tensor)
+      params[parameter], are_finite[spec.hf_name] = _put(conversion, stack, leaf.place, tensor)
       done += _count_bytes(files, leaf.specs, sizes)
       work.reach(done // _MB)
     _check_finite(are_finite, folder)
@@ -190,8 +191,8 @@ def _tensors_of(source: Path, family: Family, config: ModelConfig) -> Tensors:
     return None if is_further else found
 
   files = TensorFiles(weight_files(source), rename, fp8.block_of(values))
-  are_apart = any("{x}" in entry.hf_name for entry in family.table)
-  return UnpackedExperts(files, config.embed_dim if are_apart else 0)
+  has_tensor_per_expert = any("{x}" in entry.hf_name for entry in family.table)
+  return UnpackedExperts(files, config.embed_dim if has_tensor_per_expert else 0)
 
 
 def ignores_parts(path: str | os.PathLike, vision: bool = False) -> bool:
@@ -242,6 +243,7 @@ def _read_tensor(
 
   Returns a jax.Array with `sharding`, or a numpy array if it is None.
   """
+  # The tensors of experts differ only in their names, so one spec has the shape of all.
   spec, is_stacked = specs[0], specs[0].expert is not None
   starts, shape = spec.starts(sizes), spec.hf_shape(sizes)
   if is_stacked:

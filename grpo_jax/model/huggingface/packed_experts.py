@@ -53,8 +53,9 @@ class UnpackedExperts:
     X, rows, blocks, _ = shape
 
     def read(index: Index) -> np.ndarray:
-      experts, columns, rows = index
-      of_scales = experts, rows, slice(0, blocks)
+      experts, columns, rows_read = index
+      # All columns are read, because several share a byte and an exponent.
+      of_scales = experts, rows_read, slice(0, blocks)
       packed = self._files.read(name + _BLOCKS, (*of_scales, slice(0, _BLOCK // 2)))
       scales = self._files.read(name + _SCALES, of_scales)
       return dequantised(packed, scales).swapaxes(1, 2)[:, columns]
@@ -79,8 +80,8 @@ class UnpackedExperts:
     def read(expert: int, first: int, index: Index) -> np.ndarray:
       of_rows, of_columns = index
       of_rows = slice(of_rows.start + first, of_rows.stop + first)
-      both = (of_columns, of_rows) if is_transposed else (of_rows, of_columns)
-      found = self._files.read(name, (slice(expert, expert + 1), *both))[0]
+      in_file = (of_columns, of_rows) if is_transposed else (of_rows, of_columns)
+      found = self._files.read(name, (slice(expert, expert + 1), *in_file))[0]
       return found.T if is_transposed else found
 
     for expert in range(X):

@@ -94,8 +94,8 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
   # The only supported patterns are those that `save_adapters` writes: an adapter in blocks for a
   # module of several projections.
   ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-  own_rank = "only modules of several projections may have a rank of their own, in blocks"
-  require(_has_blocks(ranks) and ranks == _ranks(lora, ranks), "rank_pattern", own_rank)
+  rank_rule = "only modules of several projections may have a rank of their own, in blocks"
+  require(_has_blocks(ranks) and ranks == _ranks(lora, ranks), "rank_pattern", rank_rule)
   wanted = _alphas(lora, ranks)
   require(
     _has_blocks(alphas)
@@ -115,8 +115,8 @@ def _adapted_modules(folder: Path, targets: Any) -> tuple[list[str], str]:
   and the problem with `targets`, or "".
   """
   names = TensorFiles([folder / "adapter_model.safetensors"]).shapes
-  a = ".lora_A.weight"
-  all_modules = [name.removeprefix(PREFIX)[: -len(a)] for name in names if name.endswith(a)]
+  end = ".lora_A.weight"  # each adapted module has one such tensor
+  all_modules = [name.removeprefix(PREFIX)[: -len(end)] for name in names if name.endswith(end)]
   if isinstance(targets, str):
     try:
       pattern = re.compile(".*" if targets == "all-linear" else targets)
@@ -133,9 +133,9 @@ def _adapted_modules(folder: Path, targets: Any) -> tuple[list[str], str]:
     }
   else:
     return [], "it must be a list of modules, or a regular expression of their names"
-  without = [target for target, modules in meant.items() if not modules]
-  if without:
-    return [], f"adapter_model.safetensors has no adapter of {without[0]!r:.80}"
+  unmatched = [target for target, modules in meant.items() if not modules]
+  if unmatched:
+    return [], f"adapter_model.safetensors has no adapter of {unmatched[0]!r:.80}"
   kinds = sorted({module.rpartition(".")[2] for modules in meant.values() for module in modules})
   other = [kind for kind in kinds if kind not in ADAPTABLE]
   if other:

@@ -91,7 +91,7 @@ class ModuleAdapter(NamedTuple):
   def joined(self, leaf: Callable[[TensorSpec], np.ndarray], sizes: Sizes) -> dict[str, np.ndarray]:
     """Joins the leaves of all kernels into the tensors A and B, with a block for each kernel.
 
-    The inverse of `split`. `leaf(spec)` returns the leaf of a spec as an array on the host.
+    `split` inverts it. `leaf(spec)` returns the leaf of a spec as an array on the host.
     """
     r, n = sizes[RANK], len(self.parts)
     a = [part.a.to_hf(leaf(part.a), sizes) for part in self.parts]

@@ -103,18 +103,18 @@ def _read_growth(
 
 
 def _read_rotary_dim(
-  family: Family, places: Iterable[Mapping[str, Any]], head_dim: Any, refuse: Refuse
+  family: Family, objects: Iterable[Mapping[str, Any]], head_dim: Any, refuse: Refuse
 ) -> int:
   """Returns how many numbers of a head are rotated, or 0 for all of them.
 
-  `places` are the objects in which the share of rotated numbers may be stated. They must agree.
+  The share of rotated numbers may be stated in each of `objects`, which must agree.
   """
   key = "partial_rotary_factor"
-  if any(place.get("rope_type") == "proportional" for place in places):
+  if any(values.get("rope_type") == "proportional" for values in objects):
     if family.rotated is not None:
       refuse(key, "belongs to a scaling that models of this family do not have here")
     return 0  # here the factor is a part of the scaling
-  factors = [place[key] for place in places if place.get(key) is not None]
+  factors = [values[key] for values in objects if values.get(key) is not None]
   if not factors and family.rotated is not None:
     factors = [family.rotated]
   if not factors or all(factor == 1 for factor in factors):
@@ -174,11 +174,11 @@ def _read_scaling(
   found = {name: rope.get(name) or values.get(name) or longest}
   original = read_field(found, name, int, refuse)
   if kind == "dynamic":
-    original = longest  # transformers ignores the other two fields for this kind
+    original = longest  # for this kind, transformers ignores the field `name` in both objects
   if kind == "proportional":
-    given = {"factor": 1.0, "partial_rotary_factor": 1.0, **rope}
-    share = read_field(given, "partial_rotary_factor", float, refuse)
-    return RopeScaling(kind, read_field(given, "factor", float, refuse), original, share=share)
+    fields = {"factor": 1.0, "partial_rotary_factor": 1.0, **rope}
+    share = read_field(fields, "partial_rotary_factor", float, refuse)
+    return RopeScaling(kind, read_field(fields, "factor", float, refuse), original, share=share)
   if kind == "longrope":
     return _read_longrope(rope, values, original, refuse)
   scaling = RopeScaling(kind, read_field(rope, "factor", float, refuse), original)
@@ -203,8 +203,8 @@ def _read_longrope(
     refuse: refuse(field, reason) raises ConfigError.
   """
   longest = values["max_position_embeddings"]
-  given = {"factor": rope.get("factor") or longest / original}
-  factor = read_field(given, "factor", float, refuse)  # a stated factor is checked, too
+  fields = {"factor": rope.get("factor") or longest / original}
+  factor = read_field(fields, "factor", float, refuse)  # a stated factor is checked, too
   attention_factor = longrope_attention_factor(factor, original)
   if rope.get("attention_factor") is not None:
     attention_factor = read_field(rope, "attention_factor", float, refuse)
@@ -240,7 +240,7 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
     # transformers reads null and 0 as missing, too.
     return read_field({key: rope.get(key) or default}, key, float, refuse)
 
-  def attention_scale(mscale: float) -> float:
+  def attention_scale(mscale: float) -> float:  # YaRN's own value for mscale = 1
     return 0.1 * mscale * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
 
   if rope.get("attention_factor") is not None:

@@ -48,7 +48,7 @@ def save(
     for specs_of_tensor in files
   )
   if path is None:
-    collections.deque(tensors_of_files, maxlen=0)
+    collections.deque(tensors_of_files, maxlen=0)  # fetches everything and keeps nothing
     return
   with new_folder(path) as folder:
     write_json(folder / "config.json", config_json.config_to_json(config))

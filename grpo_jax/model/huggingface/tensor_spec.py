@@ -92,7 +92,7 @@ class TensorSpec:
     return tensor
 
   def joined(self, parts: Sequence[np.ndarray], sizes: Sizes) -> np.ndarray:
-    """Joins the parts of all leaves, in the order of the brackets. The inverse of `part_of`."""
+    """Joins the parts of all leaves, in the order of the brackets. Inverts `part_of`."""
     for number, axis in enumerate(_axes(self.hf_axes)):
       if len(axis.parts) > 1:
         shape = self.tensor_shape(sizes)

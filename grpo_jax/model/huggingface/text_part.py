@@ -43,7 +43,7 @@ def text_values(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
   for name in ("tie_word_embeddings", "eos_token_id", "quantization_config"):
     if values.get(name) is not None:
       defaults[name] = values[name]
-  if whole is None:
+  if whole is None:  # `architectures` of the file names the whole model, so it is dropped
     return {**defaults, **text, "architectures": None}
   known = {k: v for k, v in text.items() if not re.fullmatch(whole.ignored, f"text_config.{k}")}
   for name in ("rope_scaling", "rope_parameters"):
@@ -51,8 +51,8 @@ def text_values(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
       known[name] = _without_mrope(known[name])
   # The head belongs to the whole model, so its field says whether the head is the embedding.
   tied = values.get("tie_word_embeddings", whole.tied)
-  own = {"architectures": None, "model_type": whole.text, "tie_word_embeddings": tied}
-  return {**defaults, **whole.text_defaults, **known, **own}
+  fixed = {"architectures": None, "model_type": whole.text, "tie_word_embeddings": tied}
+  return {**defaults, **whole.text_defaults, **known, **fixed}
 
 
 def _without_tower(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class Attention(nn.Module):
       return out_NHE.reshape(*x_BTD.shape[:-1], heads, head_dim)
 
     def rotated_norm(name: str, x: jax.Array) -> jax.Array:
+      """Normalises queries or keys (see `ModelConfig.qk_norm`), then rotates them."""
       if c.qk_norm:
         axes = (-2, -1) if c.qk_norm == "all" else -1
         norm = RMSNorm(

@@ -181,11 +181,11 @@ def scan_tokens(
     # `with_tails` has W - 1 earlier tokens in front, so the last W - 1 of n tokens begin at n.
     from_BW = is_token_BT.sum(1)[:, None] + jnp.arange(W - 1)
 
-    def last(x: jax.Array) -> jax.Array:
+    def newest(x: jax.Array) -> jax.Array:
       index = from_BW.reshape(*from_BW.shape, *[1] * (x.ndim - 2))
       return jnp.take_along_axis(x, index, axis=1)
 
-    tails = jax.tree.map(last, with_tails)
+    tails = jax.tree.map(newest, with_tails)
   mixed = jax.tree.map(convolved, with_tails, weights)
   q, k = _normalised(mixed.q) / A**0.5, _normalised(mixed.k)
   rule = one_token if T == 1 else in_chunks
@@ -206,13 +206,14 @@ def one_token(
   state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """The rule by its definition, for T = 1. Arguments and results are those of `in_chunks`."""
+  # q and k become [B, J, 1, A, 1], v [B, J, R, N], and b [B, J, R].
   q, k, v, b = q[:, 0, :, None, :, None], k[:, 0, :, None, :, None], v[:, 0], strength[:, 0]
   # Both sums read the old state, so a TPU reads it once and updates it in place. If q read the new
   # state, XLA would copy all states.
   decay = jnp.exp(log_decay[:, 0])[..., None]
-  new = (v - decay * (state * k).sum(-2)) * b[..., None]
-  out = decay * (state * q).sum(-2) + (k * q).sum(-2) * new
-  return out[:, None], state * decay[..., None] + k * new[..., None, :]
+  written = (v - decay * (state * k).sum(-2)) * b[..., None]
+  out = decay * (state * q).sum(-2) + (k * q).sum(-2) * written
+  return out[:, None], state * decay[..., None] + k * written[..., None, :]
 
 
 def in_chunks(
@@ -237,12 +238,12 @@ def in_chunks(
     The vectors that the queries read, [B, T, J, R, N], and the state after the tokens.
   """
   T = q.shape[1]
-  C = min(CHUNK, 1 << (T - 1).bit_length())
+  C = min(CHUNK, 1 << (T - 1).bit_length())  # a power of two, as `inverse` needs
   chunks = -(-T // C)
-  back = jnp.arange(C)[:, None] - jnp.arange(C)
+  back = jnp.arange(C)[:, None] - jnp.arange(C)  # how many tokens d comes before c, in [c, d]
 
   def split(x: jax.Array) -> jax.Array:
-    """[B, T, J, ...] -> [chunks, B, J, ..., C, last]"""
+    """[B, T, J, ...] -> [chunks, B, J, ..., C, last], padded by zeros, which keep the state."""
     x = jnp.pad(x, [(0, 0), (0, chunks * C - T)] + [(0, 0)] * (x.ndim - 2))
     x = x.reshape(x.shape[0], chunks, C, *x.shape[2:])
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
@@ -250,6 +251,7 @@ def in_chunks(
   # Few products, and each of one chunk: a compiler may take seconds for each, and more for many
   # matrices at once. Token c of a chunk writes k_c u_c^T. As it reads the earlier writes, u is the
   # solution of a triangular system: (1 + L) u = b (v - exp(decay) k^T S), with S before the chunk.
+  # L is b k_c . k_d times the decay from d to c, for d < c.
   def chunk(state: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:  # -> state after it, outputs
     k_and_q, v, decay, b = x
     k = k_and_q[..., :C, :]
@@ -257,14 +259,14 @@ def in_chunks(
     between = decay - jnp.swapaxes(decay, -1, -2)  # log of the decay from token d to token c
     between = jnp.exp(jnp.where(back >= 0, between, -jnp.inf))
     products = jnp.einsum("bjca,bjda->bjcd", k_and_q, k, precision=_EXACT)[:, :, None]
-    products, reads = products[..., :C, :] * between, products[..., C:, :] * between
-    read = jnp.einsum("bjca,bjran->bjrcn", k_and_q, state, precision=_EXACT)
-    solved = inverse(jnp.where(back > 0, b * products, 0))
-    new = b * (v - read[..., :C, :] * jnp.exp(decay))
-    new = jnp.matmul(solved, new, precision=_EXACT)
-    out = read[..., C:, :] * jnp.exp(decay) + jnp.matmul(reads, new, precision=_EXACT)
-    last = decay[..., -1:, :]
-    added, state = new * jnp.exp(last - decay), state * jnp.exp(last)
+    k_products, q_products = products[..., :C, :] * between, products[..., C:, :] * between
+    of_state = jnp.einsum("bjca,bjran->bjrcn", k_and_q, state, precision=_EXACT)
+    inverted = inverse(jnp.where(back > 0, b * k_products, 0))
+    wanted = b * (v - of_state[..., :C, :] * jnp.exp(decay))
+    writes = jnp.matmul(inverted, wanted, precision=_EXACT)  # u of all tokens
+    out = of_state[..., C:, :] * jnp.exp(decay) + jnp.matmul(q_products, writes, precision=_EXACT)
+    end = decay[..., -1:, :]  # log of the decay over the whole chunk
+    added, state = writes * jnp.exp(end - decay), state * jnp.exp(end)
     return state + jnp.einsum("bjca,bjrcn->bjran", k, added, precision=_EXACT), out
 
   k_and_q = jnp.concatenate([split(k), split(q)], axis=-2)
@@ -292,9 +294,9 @@ def inverse(lower: jax.Array) -> jax.Array:
     between = jnp.matmul(inverted, jnp.where(joins, lower, 0), precision=_EXACT)
     return inverted - jnp.matmul(between, inverted, precision=_EXACT)
 
-  alone = jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape)
+  identity = jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape)
   # A loop, so that only one level is compiled.
-  return jax.lax.fori_loop(0, C.bit_length() - 1, joined, alone)
+  return jax.lax.fori_loop(0, C.bit_length() - 1, joined, identity)
 
 
 def _inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:

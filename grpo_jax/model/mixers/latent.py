@@ -68,17 +68,18 @@ class LatentAttention(nn.Module):
     up = _Up(c, name="kv_b")()
     up_keys, up_values = up[..., : shape.key_dim], up[..., shape.key_dim :]
     if seen.is_cached:
+      # The cache has the latent and the rotated key as one vector, both as key and as value.
       plain, rotated = q_BTHE[..., : shape.key_dim], q_BTHE[..., shape.key_dim :]
       plain = einsum("bthe,nhe->bthn", plain, up_keys).astype(c.dtype)
-      read, kept = seen.attend(jnp.concatenate([plain, rotated], -1), both, None)
-      read = read[..., : shape.rank]
-      out = einsum("bthn,nhe->bthe", read, up_values).astype(c.dtype)
+      mean, kept = seen.attend(jnp.concatenate([plain, rotated], -1), both, None)
+      mean_latents = mean[..., : shape.rank]
+      out = einsum("bthn,nhe->bthe", mean_latents, up_values).astype(c.dtype)
     else:
       keys = einsum("btn,nhe->bthe", latent_BTN, up_keys).astype(c.dtype)
       values = einsum("btn,nhe->bthe", latent_BTN, up_values).astype(c.dtype)
       rotated = jnp.broadcast_to(key_BT1E, (*keys.shape[:-1], shape.rope_dim))
       keys = jnp.concatenate([keys, rotated], -1)
-      size = max(c.head_dim, shape.value_dim)
+      size = max(c.head_dim, shape.value_dim)  # attention takes heads of one size E
       padded = (_padded(x, size) for x in (q_BTHE, keys, values))
       out, kept = seen.attend(*padded, kept=(both, None))
       out = out[..., : shape.value_dim]

@@ -387,8 +387,8 @@ def product_in_stack(
     stack_LXIO.reshape(L * X, I, O),
     sizes_X,
     preferred_element_type=x_NI.dtype,
-    tiling=(_LANES, min(I, _MOST_INPUTS), outputs),
-    # The kernel reads matrix number (expert - offset).
+    tiling=(_LANES, min(I, _MOST_INPUTS), outputs),  # the rows, inputs and outputs of a block
+    # The kernel reads matrix number (expert - offset), hence the minus.
     group_offset=-place * X,
     interpret=interpret,
   )

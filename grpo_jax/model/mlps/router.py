@@ -72,7 +72,8 @@ def route(
   Args:
     config: The model.
     logits_BTX: float32.
-    balance_X: The biases of the experts. They change which experts are chosen, not their shares.
+    balance_X: The biases of the experts, or None with "softmax". They change which experts are
+      chosen, not their shares.
     given_BTU: Experts that replace the chosen ones, or -1 to keep those. Their shares come from the
       scores of this pass, with the gradient (R3, 2510.11370).
   """
@@ -112,7 +113,7 @@ def statistics(choice: Choice, routes: Routes) -> Routing:
   counted_BT1, probs_BTX = (routes.counted_BT != 0)[..., None], choice.probs_BTX
   assigned_BTX = (choice.used_BTU[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
   compared_BL, differs_BL = _differences(choice, routes)
-  fixed_probs_BTX = jax.lax.stop_gradient(probs_BTX)
+  fixed_probs_BTX = jax.lax.stop_gradient(probs_BTX)  # the entropy is only a metric
   # p log p is 0 at p = 0. Without the bound it would be 0 * -inf.
   logprobs_BTX = jnp.log(jnp.maximum(fixed_probs_BTX, 1e-30))
   entropy_BTX = jnp.where(counted_BT1, -fixed_probs_BTX * logprobs_BTX, 0)

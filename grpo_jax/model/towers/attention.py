@@ -44,7 +44,7 @@ def _attend_pictures(
   B, N, A, _ = q_BNAE.shape
   chunk = N if A * N * N <= MAX_SCORES else min(MAX_CHUNK, N, max(8, MAX_SCORES // (A * N)))
   fitting = max(1, MAX_SCORES // (A * N * chunk))
-  if B <= fitting and chunk == N:
+  if B <= fitting and chunk == N:  # all pictures at once, without a loop
     return jax.vmap(jax.checkpoint(_attend))(q_BNAE, k_BNAE, v_BNAE, seen_BN, seen_BN)
   at_a_time = max(n for n in range(1, B + 1) if B % n == 0 and n <= fitting)
 
@@ -62,7 +62,7 @@ def _attend_picture(
   chunks = -(-N // chunk)
   padding = chunks * chunk - N
   q_NAE = jnp.pad(q_NAE, ((0, padding), (0, 0), (0, 0)))
-  sees_N = jnp.pad(seen_N, (0, padding), mode="edge")
+  sees_N = jnp.pad(seen_N, (0, padding), mode="edge")  # so that padding sees keys, too
   # The gradient of keys and values, to which each chunk adds, is summed in float32.
   keys_and_values = k_NAE.astype(jnp.float32), v_NAE.astype(jnp.float32)
 
@@ -72,8 +72,8 @@ def _attend_picture(
     k, v = (x.astype(q_QAE.dtype) for x in keys_and_values)
     return _attend(q_QAE, k, v, sees_Q, seen_N)
 
-  parts = q_NAE.reshape(chunks, chunk, *q_NAE.shape[1:]), sees_N.reshape(chunks, chunk)
-  return jax.lax.map(attend_chunk, parts).reshape(q_NAE.shape)[:N]
+  in_chunks = q_NAE.reshape(chunks, chunk, *q_NAE.shape[1:]), sees_N.reshape(chunks, chunk)
+  return jax.lax.map(attend_chunk, in_chunks).reshape(q_NAE.shape)[:N]
 
 
 def _attend(

@@ -112,7 +112,7 @@ class TowerAttention(nn.Module):
     if self.joined:
       qkv = Dense(c, (3, *heads), use_bias=True, name="qkv")(x_BNW)
       q_BNAE, k_BNAE, v_BNAE = (qkv[..., i, :, :] for i in range(3))
-      out_name = "proj"
+      out_name = "proj"  # the name in the checkpoints of such towers
     else:
       out_name = "out"
       q_BNAE, k_BNAE, v_BNAE = (Dense(c, heads, use_bias=True, name=x)(x_BNW) for x in "qkv")
@@ -183,6 +183,7 @@ def in_blocks(x_BNW: jax.Array, places_BN2: jax.Array, side: int) -> jax.Array:
   """
   B, N, W = x_BNW.shape
   block_M1, inner = jnp.arange(N // side**2)[:, None], jnp.arange(side**2)
+  # At least one block, so that pictures that are padding do not divide by 0.
   columns_B11 = jnp.maximum(sizes_of(places_BN2)[..., 1:], side)
   blocks_B11 = columns_B11 // side
   row_BMS = block_M1 // blocks_B11 * side + inner // side

@@ -107,7 +107,7 @@ def _check_rows(
       elif solution.strip() and row_score < 1:
         problems.append(f"{place}: its own solution fails its tests")
     tried += len(batch)
-  if not tried and time.monotonic() < deadline:
+  if not tried and time.monotonic() < deadline:  # else there was no time to find rows with tests
     return f"{where}: none of the rows that were looked at has tests"
   if not problems:
     return ""
@@ -176,7 +176,7 @@ def code(
     ConfigError: No sandbox works on this machine.
     RewardError: A sandbox did not start, or a setup fails.
   """
-  judge = _ProgramScorer(
+  score_program = _ProgramScorer(
     sandbox=runner.find() if sandboxed else runner.NONE,
     limits=runner.SandboxLimits(math.ceil(seconds), int(memory * 2**30), threads=_THREADS),
     seconds=seconds,
@@ -186,7 +186,7 @@ def code(
   named = {"test_list": test_list, "test_setup_code": test_setup_code, "code": code, "place": place}
   problems = _problems(len(completions), {**columns, **named})
   with ThreadPoolExecutor(at_once) as pool:
-    return list(pool.map(judge, completions, problems))
+    return list(pool.map(score_program, completions, problems))
 
 
 class _Problem(NamedTuple):

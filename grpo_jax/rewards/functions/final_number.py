@@ -157,7 +157,7 @@ def _leading_number(text: str, quotients: bool = True) -> Value | None:
   Returns None if `text` does not start with a number, or if the rest of the line has another
   number or changes the value.
   """
-  text = _LATEX_COMMA.sub(",", text)
+  text = _LATEX_COMMA.sub(",", text)  # 1{,}000 becomes 1,000
   fraction = _FRACTION.match(text) if quotients else None
   match = fraction or _ANSWER.match(text)
   if match is None:
@@ -167,7 +167,7 @@ def _leading_number(text: str, quotients: bool = True) -> Value | None:
   has_number = any(unicodedata.category(character)[0] == "N" for character in rest)
   if has_number or _CHANGES_THE_VALUE.search(rest):
     return None
-  if fraction:
+  if fraction:  # written as \frac{1}{2}, or as \frac12
     numerator = match["above"] or match["above_digit"]
     denominator = match["below"] or match["below_digit"]
     return _quotient(match["sign"], numerator, denominator)
@@ -180,6 +180,7 @@ def _quotient(sign: str, above: str, below: str) -> Value | None:
   """The value of above / below. None if one of them is too long or not a number, or below is 0."""
   if max(len(above), len(below)) > _LONGEST_PART:
     return None
+  # part[:True] is the sign, and part[:False] is empty.
   parts = [_decimal(part[: part.startswith("-")], part.lstrip("-")) for part in (above, below)]
   values = [
     Fraction(f"{'-' * one.negative}{one.whole or 0}.{one.fraction or 0}") for one in parts if one
@@ -190,6 +191,7 @@ def _quotient(sign: str, above: str, below: str) -> Value | None:
   scaled = value * 10**_MOST_PLACES
   if scaled.denominator != 1:
     return value
+  # A finite decimal becomes a `Number`, so that 1/2 equals 0.5.
   digits = str(abs(scaled.numerator)).zfill(_MOST_PLACES + 1)
   run = f"{digits[:-_MOST_PLACES]}.{digits[-_MOST_PLACES:]}"
   return _decimal("-" if value < 0 else "", run)

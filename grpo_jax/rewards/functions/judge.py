@@ -81,7 +81,7 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
     raise ConfigError(f"{where}(pattern={options['pattern']!r}): {error}") from None
   if not groups:
     raise ConfigError(f"{where}(pattern={options['pattern']!r}): it needs a group, as (\\d+)")
-  _template(options["prompt_file"], where)
+  _template(options["prompt_file"], where)  # raises ConfigError, as `_openai` does
   _openai()
 
 

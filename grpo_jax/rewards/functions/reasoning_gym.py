@@ -114,7 +114,7 @@ def answer_of(text: str, tag: str = "answer", tagged: bool = False) -> str | Non
 
   It is the text in the last pair of tags. Without tags, it is the rest of the line after the last
   `####`, or all later lines if that rest is empty. Without `####`, it is the content of the last
-  `\\boxed{}`, and without that the whole text.
+  `\\boxed{}`, and without that, or if that box is not closed, the whole text.
 
   Args:
     text: The completion.

@@ -52,14 +52,14 @@ def json_schema(
     )
   validators: dict[str, Any] = {}
   scores: list[float | None] = []
-  for text, one in zip(completions, schema, strict=True):
-    if one is None:
+  for text, row_schema in zip(completions, schema, strict=True):
+    if row_schema is None:
       scores.append(None)
       continue
-    key = one if isinstance(one, str) else json.dumps(one)
-    if key not in validators:
-      validators[key] = _validator(key, "reward json_schema")
-    scores.append(float(_accepts(validators[key], text)))
+    schema_text = row_schema if isinstance(row_schema, str) else json.dumps(row_schema)
+    if schema_text not in validators:
+      validators[schema_text] = _validator(schema_text, "reward json_schema")
+    scores.append(float(_accepts(validators[schema_text], text)))
   return scores
 
 

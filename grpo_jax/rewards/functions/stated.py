@@ -102,6 +102,7 @@ def stated_answer(text: str) -> str | None:
   """
   boxes, open_box = _boxes(text)
   anchor = text.rfind("####")
+  # The last box is cut off: only a later #### gives an answer.
   if open_box >= 0 and (not boxes or boxes[-1][0] < open_box):
     return _first_line(text[anchor + 4 :]) if anchor > open_box else ""
   if boxes:
@@ -153,7 +154,7 @@ def as_formula(answer: str) -> str:
   if len(answer) > _LONGEST:
     return ""
   text = _in_latex(answer)
-  if not any(character.isdigit() for character in text):
+  if not any(character.isdigit() for character in text):  # words are removed only around numbers
     return text.strip(" .")
   text = _NOT_THIS.sub(" ", text).strip().rstrip(".?,;: ")
   text = re.sub(r"\bminus\s+(?=\d)", "-", text, flags=re.I)
@@ -169,7 +170,7 @@ def as_formula(answer: str) -> str:
   text = _ENUMERATION.sub(", ", text).strip(" ,")
   if _TWO_NUMBERS.search(text) or _has_words(text):
     return ""
-  return "x" + text if _RELATION.match(text) else text
+  return "x" + text if _RELATION.match(text) else text  # "< 5" becomes "x< 5"
 
 
 def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int]:
@@ -177,6 +178,7 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int]:
 
   Also returns the start of the last box that is not closed, or -1.
   """
+  # `braces` are those that are open: the match of a box, None for others. `depth` counts boxes.
   boxes, braces, depth = [], list[re.Match[str] | None](), 0
   for match in _BRACE.finditer(text):
     if match["box"]:
@@ -209,9 +211,9 @@ def _in_latex(answer: str) -> str:
   """Rewrites an answer in plain LaTeX: Unicode digits, signs and spaces, boxes, delimiters."""
   answer = re.sub(r"[ \t\r\n]+", " ", answer).strip()
   text = "".join(_SIGNS.get(one) or _digit(one) for one in _LONG_DASH.sub("-", answer))
-  text = re.sub(r"(?<=\d)\s*[–—]\s*(?=\d)", " to ", text)
+  text = re.sub(r"(?<=\d)\s*[–—]\s*(?=\d)", " to ", text)  # a range, which is then rejected
   text = _UNBOXED.sub(" ", text)
-  if any(character.isdigit() for character in text):
+  if any(character.isdigit() for character in text):  # "(A) 5" becomes "5"
     text = _CHOICE.sub("", _WRITTEN.sub(r" \1 ", text).lstrip(), count=1)
   text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), _MATH.sub(" ", text).strip())
   text = re.sub(r"\\(?:lor|land|vee|wedge)(?![a-zA-Z])", " or ", _SPACES.sub(" ", text))

@@ -185,13 +185,14 @@ class _Compare:
     """
     if not self._agrees(gold, found):
       return False
-    if isinstance(gold, str) or gold == found:
+    if isinstance(gold, str) or gold == found:  # they are equal without a tolerance
       return True
     try:
       place = self._packages.limited(_lowest_place)([gold, found])
     except (Exception, self._packages.took_too_long):  # sympy cannot compute one of the two
       return False
     has_float = any(one.has(self._packages.float) for one in (gold, found))
+    # Enough decimal places for the first digits of the smallest number.
     return self._agrees(
       gold,
       found,
@@ -252,6 +253,7 @@ def _lowest_place(expressions: Iterable[Any]) -> int:
   place = 0
   for one in expressions:
     if not getattr(one, "is_number", False):
+      # A matrix has the method `flat`.
       parts = one.flat() if hasattr(one, "flat") else getattr(one, "args", ())
       place = min(place, _lowest_place(parts))
       continue

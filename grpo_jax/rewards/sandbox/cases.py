@@ -190,7 +190,7 @@ def _is_right(case: Case, talk: _Talk) -> bool:
   """Sends a case to the sandbox. Returns whether the program passes it."""
   if case.function:
     try:
-      arguments = encode(case.input, id)
+      arguments = encode(case.input, id)  # `id` is for objects, and the input is plain data
     except RecursionError:  # too deeply nested to send
       raise _Gone from None
     talk.say({"function": case.function, "arguments": arguments})
@@ -249,8 +249,8 @@ def same_value(case: Case, found: bytes) -> bool:
     return False
   try:
     value, expected = _plain(json.loads(found)), _with_texts_as_keys(case.output)
-    is_list = case.boxed and isinstance(expected, list) and len(expected) == 1
-    return bool(value == expected or (is_list and value == expected[0]))
+    is_boxed = case.boxed and isinstance(expected, list) and len(expected) == 1
+    return bool(value == expected or (is_boxed and value == expected[0]))
   except (ValueError, TypeError, LookupError, RecursionError):  # `found` is not an encoded value
     return False
 

@@ -123,7 +123,7 @@ def start(
   """
   values = values_of(limits, kind)
   folder, packages = _PROGRAMS_INSIDE, _PACKAGES_INSIDE
-  if kind == NONE:
+  if kind == NONE:  # the program can then import all packages in the folder of numpy
     folder, packages = str(_PROGRAMS), str(Path(_packages()[0]).parent)
   source = (
     f"import sys; sys.path.insert(0, {folder!r}); sys.path.append({packages!r});"

@@ -80,6 +80,7 @@ def run_tests(
     finally:
       for end in (*to_checker, *to_player):
         os.close(end)
+    # The verdict: "+", and a character for each test.
     found = _read(started[0].stderr.fileno(), 1 + len(tests.asserts), deadline)
   finally:
     for process in started:

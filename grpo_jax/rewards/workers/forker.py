@@ -134,7 +134,7 @@ class Forker:
 
     For the arguments see `ForkerProcess.start`.
     """
-    _, (descriptor,), _, _ = socket.recv_fds(self._channel, 1, 1)
+    _, (descriptor,), _, _ = socket.recv_fds(self._channel, 1, 1)  # it comes with one byte
     process = os.fork()
     if process:
       os.close(descriptor)

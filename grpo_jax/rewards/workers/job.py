@@ -76,8 +76,8 @@ class CallBatch:
 
     Args:
       task: The task.
-      kind: As in `Failure`.
-      text: As in `Failure`.
+      kind: "error", "timeout" or "crash", as in `Failure`.
+      text: The reason, as one line that names the function.
       retries: How many times a task may be retried.
 
     Returns:

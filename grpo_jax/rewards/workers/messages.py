@@ -181,16 +181,16 @@ class LineReader:
     data = self._channel.recv(2**20)
     if not data:
       raise EOFError
-    start = len(self._buffer)
+    start = len(self._buffer)  # the bytes before it hold no line break
     self._buffer += data
     end = self._buffer.rfind(b"\n", start)
     if end < 0:
       if len(self._buffer) > _LONGEST_LINE:
         raise ValueError("a line has no end")
       return []
-    whole, self._buffer = self._buffer[:end], self._buffer[end + 1 :]
+    complete, self._buffer = self._buffer[:end], self._buffer[end + 1 :]
     try:
-      objects = [json.loads(line) for line in whole.split(b"\n")]
+      objects = [json.loads(line) for line in complete.split(b"\n")]
     except RecursionError as error:
       raise ValueError(str(error)) from None
     if not all(isinstance(one, dict) for one in objects):

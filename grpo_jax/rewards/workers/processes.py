@@ -256,8 +256,8 @@ class WorkerProcesses:
       worker.is_orphan = True
     while True:
       forker = ForkerProcess()
-      early = [source for source in self.functions if source not in self._loaded_by_workers]
-      with_threads = [one for one in early if not forker.load(one, *self.functions[one])]
+      preloaded = [source for source in self.functions if source not in self._loaded_by_workers]
+      with_threads = [one for one in preloaded if not forker.load(one, *self.functions[one])]
       if not with_threads:
         break
       # A forker with threads cannot fork safely. The next one leaves these functions to workers.

@@ -164,17 +164,21 @@ class Schedule:
     if (task.failed and not worker.is_new) or (worker.pending and not worker.is_async):
       return 0
     if call.is_async:
+      # A worker makes either first attempts or retries.
       if worker.pending and (task.failed or self._tasks[worker.pending[0]].failed):
         return 0
       if call.one_worker and not self._may_begin(worker, call):
         return 0
-      alone = task.failed > 1 or call.one_worker
-      return min(1 if alone else waiting, CALLS_AT_ONCE - len(worker.pending))
+      # A second retry is alone in its worker. `_may_begin` allows only one more call.
+      one_by_one = task.failed > 1 or call.one_worker
+      return min(1 if one_by_one else waiting, CALLS_AT_ONCE - len(worker.pending))
     if worker.pending:
       return 0
     if task.failed:
       return 1
+    # Half of an equal share: workers that are faster than others come back for the rest.
     share = -(-waiting // (2 * len(self._processes.workers)))
+    # As many calls as take _SECONDS_OF_CALLS. One if no call of the function has ended yet.
     fitting = int(_SECONDS_OF_CALLS / self._seconds.get(call.key, _SECONDS_OF_CALLS))
     return max(1, min(share, fitting))
 
@@ -207,7 +211,7 @@ class Schedule:
         wanted += 1
       elif task.call.is_async and task.failed < 2:
         wanted += -(-len(numbers) // CALLS_AT_ONCE)
-      else:
+      else:  # a worker for each task: `fill` applies the limit
         wanted += len(numbers)
     return wanted
 
@@ -215,7 +219,7 @@ class Schedule:
     had_none = not worker.pending
     worker.pending += batch
     worker.is_async = self._tasks[batch[0]].call.is_async
-    if had_none:  # else the worker must answer an earlier call first
+    if had_none:  # else the deadline is that of an earlier call
       self._extend(worker)
     try:
       worker.send([(number, self._tasks[number].cut()) for number in batch], self._timeout)
@@ -243,8 +247,8 @@ class Schedule:
     for channel in connection.wait(list(by_channel), max(0.0, seconds)):
       worker = by_channel[channel]
       if worker is None:
-        self._wakes.recv(2**10)
-      elif worker in self._processes.workers:
+        self._wakes.recv(2**10)  # drops the bytes that `wake` sent
+      elif worker in self._processes.workers:  # a message of another worker may have ended it
         self._read(worker)
     for worker in awaited:
       is_waited_for = worker in self._processes.workers and (worker.pending or not worker.is_ready)

@@ -53,6 +53,7 @@ def set_up(memory: int) -> None:
     if memory:
       # Not RLIMIT_AS: numerical libraries reserve far more address space than they use memory.
       resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+  # Otherwise all workers would draw the same numbers, from the state that the forker had.
   random.seed()
   if "numpy" in sys.modules:
     sys.modules["numpy"].random.seed()
@@ -79,7 +80,7 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
       calls, timeout = messages.receive(channel)
     except (EOFError, OSError):
       return
-    if calls[0][1].is_async:
+    if calls[0][1].is_async:  # all calls of a message are of one function
       runner.run(_answer_side_by_side(channel, functions, calls, timeout))
       continue
     for number, one in calls:
@@ -97,7 +98,11 @@ def _function(functions: dict[str, Any], one: WorkerCall) -> Any:
 
 
 def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> None:
-  """Sends the outcome of a call of the function `name`. After a "crash" the run kills us."""
+  """Sends the outcome of a call of the function `name`.
+
+  After a "crash" the run kills this process. "final" means that a retry would fail, too. The run
+  itself writes the text for a timeout.
+  """
   reply: dict[str, Any]
   if isinstance(outcome, Answer):
     reply = {"answer": messages.answer_to_json(outcome)}
@@ -153,6 +158,6 @@ async def _answer_side_by_side(
       done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
       running -= done
       for task in done:
-        task.result()
+        task.result()  # an error that `make` does not expect ends this worker
   finally:
     loop.remove_reader(channel)

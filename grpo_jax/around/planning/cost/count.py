@@ -96,6 +96,7 @@ def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> li
   found: list[InstructionRuns] = []
 
   def walk(name: str, times: float) -> None:
+    # Lists the instructions of computation `name`, which runs `times` times.
     computation = counter.module.computations[name]
     for x in computation:
       if x.opcode == "while":
@@ -200,12 +201,12 @@ class _Counter:
     opcodes, constants = self._inside(condition)
     if not {"and", "or", "not", "reduce"} & opcodes and len(constants) == 1:
       start, step = _start_and_step(loop, computation, self.module)
-      return -((start - constants.pop()) // step), False
-    ends = constants & set(self._rounds)
-    if not ends:
+      return -((start - constants.pop()) // step), False  # (limit - start) / step, rounded up
+    limits = constants & set(self._rounds)
+    if not limits:
       self.notes.add(f"a loop of unknown length is counted once: {loop.name}")
       return 1, False
-    return self._rounds[max(ends)], True
+    return self._rounds[max(limits)], True
 
   def _inside(self, name: str) -> tuple[set[str], set[int]]:
     """The opcodes and integer constants in computation `name`, including those in its fusions."""
@@ -249,6 +250,7 @@ def _start_and_step(loop: Instruction, computation: Computation, module: Module)
   if body.root.opcode == "tuple":
     counted = body.operand(body.root, number)
     if counted.opcode == "add":
+      # One term is the old counter, which counts 0 here, so the sum is the other term.
       step = sum(_constant(body.operand(counted, term), body) for term in range(2))
   return start, max(step, 1)
 

@@ -94,9 +94,10 @@ def _valid_pairs(instruction: Instruction, axis: int, left: int, right: int, out
     return found[1].split("x")[axis] if found else default
 
   stride, left_dilation = int(value("stride", "1")), int(value("lhs_dilate", "1"))
-  right_dilation, low = int(value("rhs_dilate", "1")), int(value("pad", "0_0").split("_")[0])
-  positions = np.arange(out)[:, None] * stride - low + np.arange(right) * right_dilation
+  right_dilation, pad = int(value("rhs_dilate", "1")), int(value("pad", "0_0").split("_")[0])
+  positions = np.arange(out)[:, None] * stride - pad + np.arange(right) * right_dilation
   inside = (positions >= 0) & (positions < (left - 1) * left_dilation + 1)
+  # Dilation puts zeros between the elements, which also count as padding.
   return int((inside & (positions % left_dilation == 0)).sum())
 
 

@@ -76,7 +76,8 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
     # ((source), destination, context) or (destination, source, context)
     part = min(array.bytes for array in instruction.arrays[:2])
     return sum(_moved(part, (array,)) for array in instruction.arrays[:2])
-  if opcode.endswith("-start"):  # a collective, whose result may include its operands
+  # A collective, whose result may include its operands. Else it counts as large as they are.
+  if opcode.endswith("-start"):
     operands = sum(x.main_bytes for x in inputs)
     return max(instruction.main_bytes, 2 * operands)
   if opcode == "custom-call":
@@ -124,7 +125,7 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
         return None
       total += further
     elif user.operands.index(source.name) != 0 or user.operands.count(source.name) > 1:
-      return None
+      return None  # the array is an index or an update, which is read whole
     elif user.opcode in _SLICES:
       total += user.bytes
     elif user.opcode not in _UPDATES:  # updates write a slice into the array without reading it

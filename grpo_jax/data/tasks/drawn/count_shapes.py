@@ -22,7 +22,7 @@ def problem(rng: random.Random) -> Problem:
   kinds = [(name, color)] * count
   for _ in range(1 + int(rng.random() * OTHERS)):
     other = (name, color)
-    while other == (name, color):
+    while other == (name, color):  # draws until it is no counted shape
       other = (choose(rng, SHAPES), choose(rng, [*COLORS]))
     kinds.append(other)
   shapes = tuple(_shape(rng, kind, cell) for kind, cell in zip(kinds, cells))

@@ -11,7 +11,7 @@ def problem(rng: random.Random) -> Problem:
   """A grid in which one shape differs. The answer is its number, row by row from the top left."""
   name, color = choose(rng, SHAPES), choose(rng, [*COLORS])
   odd = (choose(rng, [other for other in SHAPES if other != name]), color)
-  if rng.random() < 0.5:
+  if rng.random() < 0.5:  # in half of the problems, the colour differs instead
     odd = (name, choose(rng, [other for other in COLORS if other != color]))
   place = int(rng.random() * ROWS**2)
   shapes = []

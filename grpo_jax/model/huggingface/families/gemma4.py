@@ -38,7 +38,7 @@ def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
   if types is None:
     types = [FULL if i % 6 == 5 else SLIDING for i in range(values["num_hidden_layers"])]
   types = [*types[:-1], FULL]  # as transformers does, even if the file says otherwise
-  windows = read_windows({**values, "layer_types": types}, refuse, [], always=True)
+  windows = read_windows({**values, "layer_types": types}, refuse, [], always=True)  # no default
   if SLIDING in types and not windows:
     refuse("sliding_window", "is missing, and layer_types names layers with a window: add it")
   _check_rope(values["rope_parameters"], types, refuse)
@@ -94,7 +94,7 @@ def _heads_of_full_attention(by_layer: Any, types: list[str], refuse: Refuse) ->
   """Returns the fields that `per_layer_config` sets for each layer without a window.
 
   Refuses layers whose fields differ, fields other than `_HEADS`, and fields for layers with a
-  window. The last layer has none. `by_layer` maps a layer's number to its fields.
+  window. At least the last layer has no window. `by_layer` maps a layer's number to its fields.
   """
   layers = [str(i) for i, kind in enumerate(types) if kind == FULL]
   is_object = isinstance(by_layer, dict) and all(isinstance(x, dict) for x in by_layer.values())

@@ -44,10 +44,10 @@ def read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
     )
   if values["topk_group"] > groups:
     refuse("topk_group", f"is {values['topk_group']}, of {groups} groups: correct either")
-  of_shared = read_field(values, "n_shared_experts", int, refuse) if shared else 0
+  shared_count = read_field(values, "n_shared_experts", int, refuse) if shared else 0
   return {
     "sparse_layers": tuple(range(dense, layers)),
-    "shared_dim": of_shared * values["moe_intermediate_size"],
+    "shared_dim": shared_count * values["moe_intermediate_size"],
   }
 
 

@@ -35,7 +35,7 @@ def read_mixers(values: Values, refuse: Refuse) -> dict[str, Any]:
     )
   if shape.width < 2:
     refuse(_SHAPE["width"], f"is {shape.width}: the convolution must see 2 tokens at least")
-  if _LINEAR not in types:
+  if _LINEAR not in types:  # without `mixers`, all layers have attention
     return {"delta": shape}
   return {"mixers": tuple("attention" if x == FULL else "delta" for x in types), "delta": shape}
 

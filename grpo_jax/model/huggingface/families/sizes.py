@@ -53,12 +53,13 @@ def sizes(config: ModelConfig) -> dict[str, int]:
       "B": vision.head_dim,
       "I": vision.mlp_dim,
       "O": vision.merged_dim,
-      "o": vision.merged_dim,
+      "o": vision.merged_dim,  # for kernels in which both axes have this length
       "P": vision.positions,
       "C": math.prod(vision.patch),
       "T": 3,  # colours, or queries, keys and values
       "c": 2,  # rows and columns
-      "t": (*vision.patch, 1)[1],  # frames
+      # Frames, height and width. If `patch` lacks one of them, the family's table lacks the letter.
+      "t": (*vision.patch, 1)[1],
       "y": (1, *vision.patch)[-2],
       "x": vision.patch[-1],
     }

@@ -46,8 +46,8 @@ def read_vision(family: VisionFamily, values: Mapping[str, Any], refuse: Refuse)
     key = family.fields["dim"]
     refuse_of_tower(key, f"({fields['dim']}) must be a multiple of the heads")
   fields |= family.read(values, vision, refuse_of_tower)
-  others = ((name, _other(values, vision, name, none)) for name, none in family.others.items())
-  known = tuple((name, value) for name, value in others if value is not None)
+  pairs = ((name, _other(values, vision, name, default)) for name, default in family.others.items())
+  known = tuple((name, value) for name, value in pairs if value is not None)
   return VisionShape(family=family.model_type, others=known, **family.fixed, **fields)
 
 
@@ -98,7 +98,7 @@ def whole_to_json(
   """
   shape = config.vision
   text = _merged(text, family.write_text(config) | {"model_type": family.text_type})
-  del text["architectures"]
+  del text["architectures"]  # the whole model's name stands for both
   vision = {key: getattr(shape, name) for name, key in family.fields.items()}
   vision |= {"hidden_act": ACTIVATION_NAMES[shape.activation][0], **family.write(config)}
   others = dict(shape.others)

@@ -127,8 +127,9 @@ def _play(code: Any, names: dict[str, Any], case: dict[str, Any]) -> None:
   sink = os.dup(1)
   os.dup2(2, 1)  # so that prints of the code do not mix with the value
   exec(code, module.__dict__)
-  owner = vars(module).get("Solution")
+  owner = vars(module).get("Solution")  # the class with the function, as on LeetCode
   called = getattr(owner(), function) if hasattr(owner, function) else vars(module)[function]
+  # An object that is not plain data is sent as its id, which equals no expected value.
   value = encode(called(*decode(case["arguments"], id)), id)
   _write(sink, json.dumps(value).encode())
 

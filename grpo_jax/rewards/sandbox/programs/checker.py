@@ -82,6 +82,7 @@ class Player:
     if "error" not in answer:
       return self._decode(answer["value"]), None
     kind = self._exception(answer["error"])
+    # Not kind(...), whose __init__ may refuse the arguments of the program's class.
     error = kind.__new__(kind, *self._decode(answer["arguments"]))
     attributes = self._decode(answer["attributes"])
     vars(error).update({k: v for k, v in attributes.items() if not k.startswith("_")})
@@ -158,6 +159,7 @@ def run_tests() -> None:
   setup = _parsed(job["setup"])
   needed = foreign(setup, {}) if setup else []
   names |= helpers([setup] if setup else [], {}, solution)
+  # The setup reads these, and neither it nor Python defines them.
   of_program = [name for name in needed if name not in names]
   try:
     names |= {name: player.ask(name=name) for name in of_program}
@@ -171,9 +173,9 @@ def run_tests() -> None:
     return
   trees = [test for test in tests if test]
   names |= helpers(trees, names, solution)
-  imported = job["names"]
-  reads = [[*dict.fromkeys([*foreign(test, names), *imported])] if test else [] for test in tests]
-  if not (any(reads) or of_program):
+  required = job["names"]  # each test takes these from the program, even if it redefines them
+  reads = [[*dict.fromkeys([*foreign(test, names), *required])] if test else [] for test in tests]
+  if not (any(reads) or of_program):  # the program may redefine a builtin that the tests read
     name = name_under_test(trees, names, solution)
     reads = [[name] if test and name in names_read(test) else [] for test in tests]
   used_by_setup = player.uses

@@ -48,12 +48,12 @@ def confine(limits: dict[str, int], threads: int, in_sandbox: bool) -> None:
   """
   os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads when numpy is imported
   table = _TABLES.get(platform.machine())
-  only_threads = limits.get("NPROC") == 1
+  only_threads = limits.get("NPROC") == 1  # never without a sandbox, which has no such limit
   if only_threads and table:
     limits = limits | {"NPROC": threads}
   for name, limit in limits.items():
     kind = getattr(resource, "RLIMIT_" + name)
-    hard = resource.getrlimit(kind)[1]
+    hard = resource.getrlimit(kind)[1]  # which this process may not raise
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(kind, (limit, limit))
   if not in_sandbox:
@@ -71,6 +71,7 @@ def _filter_calls(arch: int, clone: int, refused: list[int], only_threads: bool)
   It installs a BPF program, whose steps are (operation, jump if true, jump if false, operand). For
   `arch`, `clone` and `refused` see `_TABLES`. With `only_threads`, clone may only make threads.
   """
+  # _LOAD 4 loads the architecture, _LOAD 0 the number of the call, _LOAD 16 its first argument.
   steps = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
   steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERROR | _EPERM)]  # calls of x32
   for number in refused:

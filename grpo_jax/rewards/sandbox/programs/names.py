@@ -17,12 +17,15 @@ _SHORT = {"np": "numpy"}  # modules by their usual short names
 
 
 def names_read(tree: ast.AST) -> list[str]:
-  """The names that some code reads and does not define, in the order of `ast.walk`."""
+  """The names that some code reads and does not define, in the order of `ast.walk`.
+
+  A name that the code defines anywhere, in any scope and even after it is read, counts as defined.
+  """
   nodes = list(ast.walk(tree))
   names = [node for node in nodes if isinstance(node, ast.Name)]
   defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
   defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-  defined |= {
+  defined |= {  # `import a.b` defines a
     (node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)
   }
   defined |= {

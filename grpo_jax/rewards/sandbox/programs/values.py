@@ -74,7 +74,7 @@ def decode(data: Any, object_of: Any, exception_of: Any = None) -> Any:
     return object_of(int(rest[0]))
   if kind == "exception":
     return exception_of(rest[0])
-  if kind in _SCALARS:
+  if kind in _SCALARS:  # what follows the type name is not encoded
     return _SCALARS[kind](*rest)
 
   def decoded(items: Any) -> Any:
@@ -82,7 +82,7 @@ def decode(data: Any, object_of: Any, exception_of: Any = None) -> Any:
 
   if kind in _MAPPINGS:
     return _MAPPINGS[kind](dict(map(decoded, rest[0])))
-  if kind == "namedtuple":
+  if kind == "namedtuple":  # renames fields, because a program may send invalid names
     return namedtuple(rest[0], rest[1], rename=True)(*decoded(rest[2]))
   if kind == "deque":
     return deque(decoded(rest[0]), rest[1])
