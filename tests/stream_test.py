@@ -133,15 +133,13 @@ def replying(waits):
   return reply
 
 
-def assert_pauses_change_nothing(config, params, placed, seats, chunk, waits=(0, 3, 11)):
+def assert_pauses_change_nothing(config, params, placed, seats, chunk):
   sampler, begin = stream_of(config, params, 0, in_order=False, chunk=64)
   at_once = drawn(begin(), [requests_of(config, sampler, True)], replying(lambda row: 0))
   sampler, begin = stream_of(*placed, seats, chunk=chunk)
   asked = requests_of(placed[0], sampler, True)
   batches = [asked[:3], asked[3:4], asked[4:]]
-  late = drawn(
-    begin(), batches, replying(lambda row: waits[(row.prompt + row.member) % len(waits)])
-  )
+  late = drawn(begin(), batches, replying(lambda row: (0, 3, 11)[(row.prompt + row.member) % 3]))
   went_on = 0
   for number, completions in at_once.items():
     assert_same(late[number], completions)
@@ -171,11 +169,23 @@ def test_pauses_change_nothing_with_windows_states_and_caches_of_int8(name, cach
 
 
 @pytest.mark.slow
-def test_the_first_row_that_pauses_keeps_its_window_while_no_reply_comes():
-  """It pauses in a chunk that no other row has shortened, and another chunk follows."""
+def test_the_first_rows_that_pause_keep_their_windows_while_no_reply_comes():
+  """They pause after 9 of the 20 tokens of a chunk, and another chunk comes before the replies."""
   config, params = model.load(FAMILIES / "gemma3")
   config = dataclasses.replace(config, dtype="float32")
-  assert_pauses_change_nothing(config, params, (config, params), 8, 12, waits=(2,))
+
+  def drawn_with(chunk, wait):
+    sampler = Sampler(config, Decoding(max_tokens=T, stop_ids=()))
+    sampler.programs.columns = chunk
+    first, *others = requests_of(config, sampler, True)[:P]
+    asked = [first._replace(turn_tokens=9), *(one._replace(pauses=False) for one in others)]
+    stream = sampler.stream(lambda: (params, 0), P, G)
+    return drawn(stream, [asked], replying(lambda row: wait))
+
+  at_once, late = drawn_with(64, 0), drawn_with(20, 2)
+  assert 95 in at_once[100].tokens_PGT
+  for number, completions in at_once.items():
+    assert_same(late[number], completions)
 
 
 @pytest.mark.slow
