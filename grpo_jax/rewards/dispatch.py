@@ -208,7 +208,7 @@ FIRST_OF_TASK = "rewards"
 
 
 def tasks_in(entry: str) -> list[str]:
-  """Splits an entry of reward.tasks, such as "gsm8k,svamp", into tasks. None for an empty entry."""
+  """Splits an entry of reward.tasks, such as "gsm8k,svamp", into tasks. "" has none."""
   return [name.strip() for name in entry.split(",") if name.strip()]
 
 
