@@ -294,9 +294,10 @@ class Flow:
     checks = None if self._check is None else self._check.start(rollouts, prompts, step)
 
     def scored() -> tuple[ScoredGroups, Report]:
+      """Waits for the scores and the checks of these groups, and puts them together."""
       found = scores.result()
       checks_PG = np.full(found.extras_PG.shape, np.nan, np.float32)
-      if checks is not None:
+      if checks is not None:  # the check is one function, whose 1 means right
         checks_PG = (checks.result().rewards.scores_PGJ[..., 0] == 1).astype(np.float32)
       groups = ScoredGroups(
         indices_P=indices_P,

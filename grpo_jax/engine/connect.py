@@ -61,8 +61,8 @@ class ExternalEngine:
     )
     self._folders: Folders | None = None
     self.servers: Servers | None = None
-    self._servers: list[EngineServer] = []
-    self._is_rehearsed = False
+    self._servers: list[EngineServer] = []  # the servers alone; `servers` shares rows among them
+    self._is_rehearsed = False  # whether servers have proved that they load weights
 
   def open(self, workdir: Path) -> None:
     """Opens the record of drawn groups. Connects to the servers unless another run is replayed.

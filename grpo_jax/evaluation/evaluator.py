@@ -89,7 +89,7 @@ class Evaluator:
     if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
     samples, at_once = self.config.samples, self.config.batch
-    # Without tasks, ask for "": only functions for all tasks score it.
+    # Without tasks, the task is "", which only functions for all tasks score.
     self._has_votes = samples > 0 and self._score.has_votes({*self._tasks} or {""})
     if samples and not self._has_votes and run.hosts.is_first:
       print(

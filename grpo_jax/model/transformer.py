@@ -262,10 +262,12 @@ def _angles(
   if positions_BT.ndim == 3:
     return _angles_of_axes(config, positions_BT, longest)
   c = config
-  from_table = bool(c.length)  # a table has a row for each position, so it needs a bound
-  rotated = c.rotary_dim or c.head_dim
-  of_global = c.global_head_dim or rotated
-  rope = rope_lib.angles(positions_BT, of_global, c.rope_theta, c.rope_scaling, longest, from_table)
+  from_table = bool(c.length)  # only a bounded run can have a table of all positions
+  local_dim = c.rotary_dim or c.head_dim
+  global_dim = c.global_head_dim or local_dim
+  rope = rope_lib.angles(
+    positions_BT, global_dim, c.rope_theta, c.rope_scaling, longest, from_table
+  )
   if c.query_growth:  # scales up queries beyond the length of pretraining
     original = c.rope_scaling.original_positions
     scale_BT = rope_lib.query_scale(positions_BT, c.query_growth, original)
@@ -273,7 +275,7 @@ def _angles(
   if not c.local_rope_theta:
     return rope, rope
   local = rope_lib.angles(
-    positions_BT, rotated, c.local_rope_theta, c.local_rope_scaling, longest, from_table
+    positions_BT, local_dim, c.local_rope_theta, c.local_rope_scaling, longest, from_table
   )
   return rope, local
 

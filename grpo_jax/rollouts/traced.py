@@ -45,7 +45,8 @@ class Harness:
     """
     self._run, self._players, self._stops_on_error = run, players, stops_on_error
     self._endpoint: Endpoint | None = None
-    self._version, self._warned = 0, set[str]()
+    self._version = 0  # of the weights that the endpoint has
+    self._warned = set[str]()  # the names whose warnings were printed
     if jax.process_count() > 1:
       raise ConfigError("environment.harness: a run with a harness has one process")
     if has_filters(run.config.sampling):

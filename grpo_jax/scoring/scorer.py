@@ -127,7 +127,8 @@ class Scorer:
       hosts: The processes of the run.
       decode_text: Decodes token ids to a text.
       caller: Calls the functions.
-      needs_steps: Whether the advantage needs the rewards of steps at their tokens.
+      needs_steps: Whether the advantage reads `Rewards.step_rewards_PGT`, the rewards of parts of a
+        completion.
     """
     self._functions = [one.function for one in functions]
     self.names = [rewards_lib.name_of(function) for function in self._functions]

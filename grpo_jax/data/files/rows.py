@@ -319,8 +319,9 @@ def _may_have_others(part: bytes, names: Iterable[str]) -> bool:
       return False
     key = json.dumps(name, ensure_ascii=False).encode("utf-8", "replace")
     is_name_N = ends_N >= len(key)
-    befores = ends_N[is_name_N] - len(key)  # the byte before a key may escape its first quote
-    is_name_N[is_name_N] = values[befores] != _BACKSLASH
+    preceding = ends_N[is_name_N] - len(key)  # the byte before a key may escape its first quote
+    is_name_N[is_name_N] = values[preceding] != _BACKSLASH
+    # Each comparison looks at the positions that still match, and unmarks those that differ.
     for offset, byte in enumerate(key, start=1 - len(key)):  # relative to the last byte of the key
       is_name_N[is_name_N] = values[ends_N[is_name_N] + offset] == byte
     ends_N = ends_N[~is_name_N]

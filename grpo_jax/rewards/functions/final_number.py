@@ -177,7 +177,10 @@ def _leading_number(text: str, quotients: bool = True) -> Value | None:
 
 
 def _quotient(sign: str, above: str, below: str) -> Value | None:
-  """The value of above / below. None if one of them is too long or not a number, or below is 0."""
+  """The value of above / below, negated if `sign`, which is before the fraction, is a minus.
+
+  None if one of them is too long or not a number, or below is 0.
+  """
   if max(len(above), len(below)) > _LONGEST_PART:
     return None
   # part[:True] is the sign, and part[:False] is empty.

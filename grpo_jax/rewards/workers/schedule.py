@@ -314,8 +314,10 @@ class Schedule:
   ) -> None:
     """Kills a worker that has failed. The calls that it was making count as failed.
 
-    `kind` is "crash" or "timeout". `what` says what the worker did, "" for how it ended. `text` is
-    the whole message, if it is known.
+    These are all pending async calls, or else the first pending call. Other workers get the rest.
+    `kind` is "crash" or "timeout", which has a message of its own. `what` completes the message
+    "the worker process of reward function NAME ...", and "" says how the process ended. `text`
+    replaces the message.
     """
     pending, worker.pending = worker.pending, []
     how = self._processes.end(worker)

@@ -42,13 +42,13 @@ def confine(limits: dict[str, int], threads: int, in_sandbox: bool) -> None:
   Args:
     limits: The limits by the name of the resource, such as {"CPU": 10} for RLIMIT_CPU.
     threads: How many threads the process may have if limits["NPROC"] is 1, that is if it may start
-      no process. The kernel counts threads as processes, so RLIMIT_NPROC becomes `threads`, and in
-      a sandbox the filter refuses new processes.
+      no process. The kernel counts threads as processes, so RLIMIT_NPROC becomes `threads`, and
+      the filter refuses new processes. Machines that `_TABLES` lacks keep the limit of 1.
     in_sandbox: Whether the process is in a sandbox.
   """
   os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads when numpy is imported
   table = _TABLES.get(platform.machine())
-  only_threads = limits.get("NPROC") == 1  # never without a sandbox, which has no such limit
+  only_threads = limits.get("NPROC") == 1  # only sandboxes get it
   if only_threads and table:
     limits = limits | {"NPROC": threads}
   for name, limit in limits.items():
