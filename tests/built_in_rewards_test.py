@@ -361,7 +361,7 @@ def test_json_schema_without_a_schema(tmp_path, monkeypatch):
   assert score("json_schema", "{}", schema=None) is None
   with pytest.raises(ConfigError, match="needs a column `schema`, or a file"):
     scores("json_schema", ["{}"])
-  with pytest.raises(ConfigError, match="no JSON Schema: 'thing' is not valid"):
+  with pytest.raises(ConfigError, match="not a JSON Schema: 'thing' is not valid"):
     score("json_schema", "{}", schema={"type": "thing"})
   (tmp_path / "bad.json").write_text("{")
   with pytest.raises(ConfigError, match="bad.json'.: the schema is not JSON"):

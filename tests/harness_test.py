@@ -364,7 +364,7 @@ def test_a_harness_may_return_columns_and_metrics(tmp_path):
 @pytest.mark.parametrize(
   "pays, words",
   [
-    ("{}", "one of them is reward"),
+    ("{}", "one of them must be reward"),
     ("{'reward': 1, 2: 3}", "the keys of a dict must be texts"),
     ("{'reward': 1, 'turns': 3}", "the column turns, which reward functions have already"),
     ("{'reward': 1, 'x': object()}", "the columns .*JSON cannot represent"),

@@ -313,7 +313,7 @@ def test_what_a_call_cannot_use_is_one_line_and_nothing_is_written(
       lambda: grpo_jax.load_config(["arithmetic"]),
       r"the recipe must be a path: .* \['arithmetic'\]",
     ),
-    (lambda: grpo_jax.load_config("arithmetic", {5: 1}), "config key 5 is no text"),
+    (lambda: grpo_jax.load_config("arithmetic", {5: 1}), "config key 5 is not a string"),
     (lambda: grpo_jax.load_config("arithmetic", [1]), r"a dict of values by key, such as .*\[1\]"),
     (lambda: grpo_jax.train(grpo_jax.Config(steps=1.5), "r"), "steps must be a whole number"),
     (lambda: grpo_jax.load_policy("r", "1"), r"load_policy\(\): step must be a whole number"),

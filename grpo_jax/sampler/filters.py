@@ -171,9 +171,7 @@ def own_values(filters: Sequence[str]) -> dict[str, float]:
     if name in BUILT_IN:
       raise ConfigError(f"{key}: set sampling.{name} instead")
     if name not in FILTERS:
-      raise ConfigError(
-        f"{key}: there is no such filter; register it with grpo_jax.register_filter first"
-      )
+      raise ConfigError(f"{key}: name a registered filter, or call grpo_jax.register_filter first")
     try:
       value = float(text)
     except ValueError:
