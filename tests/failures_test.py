@@ -178,7 +178,9 @@ def test_a_run_that_never_had_a_reward_stops_and_fails_at_its_end_too(tmp_path):
   config = with_reward(dataclasses.replace(small_config(), steps=3), tmp_path, SOMETIMES, ["never"])
   config = with_section(config, "reward", max_unscored_steps=2)
   words = "the last {} GRPO steps had nothing to learn from"
-  with pytest.raises(RunFailed, match=words.format(2) + ".*; step 2 is saved, the same command"):
+  with pytest.raises(
+    RunFailed, match=words.format(2) + ".*; step 2 is saved; run the same command"
+  ):
     train(config, tmp_path / "run")
   endless = config.replace({"reward.max_unscored_steps": 0})
   for _ in range(2):  # the second time, no step is left to take

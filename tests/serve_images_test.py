@@ -468,7 +468,7 @@ def test_images_that_the_tower_cannot_encode_end_their_request_alone(tmp_path, m
       patched.setitem(vars(programs), "see", lacks_memory)
       ask = functools.partial(post, served.address, "/v1/chat/completions")
       status, answer = ask(**chat(shown(picture(9))), n=2)
-      assert status == 500 and "failed at the images" in answer["error"]["message"]
+      assert status == 500 and "could not encode the images" in answer["error"]["message"]
       assert ask(**chat(text("a")))[0] == 200
     assert programs.see is see and served.engine.is_open
     assert served.asked([{"role": "user", "content": one}]).token_ids == first.token_ids

@@ -164,7 +164,7 @@ class TestWithXManager:
       time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     code, shown, said = end(process, 30)
-    assert code == 75 and "run the same command again to go on" in shown, said
+    assert code == 75 and "the same command goes on" in shown, said
     while not (workdir / "checkpoints" / str(step_of(workdir))).is_dir():  # XManager does not wait
       time.sleep(0.2)
     last = step_of(workdir) + 2
