@@ -173,7 +173,9 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
   ):
     return example
   values = dict(example)
-  for name in set(IMAGE_COLUMNS) & set(example):
+  for name in IMAGE_COLUMNS:
+    if name not in example:
+      continue
     given = example[name]
     value = given.value if isinstance(given, GivenImages) else given
     if not _is_plain(value):
