@@ -1,8 +1,8 @@
-"""Stand-ins for jax and orbax, which import the module when one of its attributes is first read.
+"""Stand-ins for jax, orbax and Pillow, which import the module when an attribute is first read.
 
 A file of `grpo_jax/algo/` holds the settings and checks of its variants beside their functions of
 arrays. Commands that need no arrays, such as report and launch, start in a fraction of the time
-without jax. And a run without checkpoints needs no orbax.
+without jax. A run without checkpoints needs no orbax, and one without images no Pillow.
 
 A file that uses a stand-in must not evaluate annotations that name the module, which would import
 it. Such a file begins with `from __future__ import annotations`.
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
   import jax
   import jax.numpy as jnp
   import orbax.checkpoint as ocp
+  from PIL import Image, ImageOps
 
-__all__ = ["jax", "jnp", "ocp"]
+__all__ = ["Image", "ImageOps", "jax", "jnp", "ocp"]
 
 
 class _Lazy:
@@ -32,3 +33,4 @@ class _Lazy:
 
 if not TYPE_CHECKING:
   jax, jnp, ocp = _Lazy("jax"), _Lazy("jax.numpy"), _Lazy("orbax.checkpoint")
+  Image, ImageOps = _Lazy("PIL.Image"), _Lazy("PIL.ImageOps")

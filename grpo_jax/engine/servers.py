@@ -22,8 +22,10 @@ from grpo_jax.engine.weights import Written
 from grpo_jax.progress import doing
 from grpo_jax.settings import RunFailed
 
-_LOOK = 0.5  # seconds between two health checks of a server that does not answer
-_BEAT = 5.0  # seconds between two health checks of a server that draws
+_CHECK_GONE = 0.5  # seconds between two health checks of a server that does not answer
+_CHECK_READY = 5.0  # seconds between two health checks of a server that draws
+# Seconds before a row is tried again after a server's error: after the first, and after later ones.
+_FIRST_RETRY, _LATER_RETRY = 0.5, 5.0
 _TELL = 8.0  # seconds between two lines that say what the run waits for
 _MOST_LOST = 5  # failures while servers draw a row, after which the row itself is the suspect
 _MOST_ROWS = 256  # rows in flight per server
@@ -76,7 +78,7 @@ class _ServerState:
     name: The name of the model or adapters that draw.
     is_gone: Whether the server does not answer.
     is_known: Whether the server's settings were checked since it last began to answer.
-    returns: How often the server has come back.
+    comebacks: How often the server has come back.
     jobs: The requests in flight at the server.
   """
 
@@ -86,7 +88,7 @@ class _ServerState:
   name: str = ""
   is_gone: bool = False
   is_known: bool = False
-  returns: int = 0
+  comebacks: int = 0
   jobs: set[RowRequest] = dataclasses.field(default_factory=set)
 
 
@@ -211,7 +213,7 @@ class Servers:
     """Waits until `holds()` is true. `what` names the awaited state in progress lines."""
     while not holds():
       self._look_around(what)
-      self._changed.wait(_LOOK)
+      self._changed.wait(_CHECK_GONE)
     self._look_around(what)
 
   def _look_around(self, what: str) -> None:
@@ -240,11 +242,11 @@ class Servers:
     looked_at = -math.inf
     while True:
       with self._changed:
-        self._changed.wait_for(lambda: self._is_closed or self._has_work(state), _LOOK)
+        self._changed.wait_for(lambda: self._is_closed or self._has_work(state), _CHECK_GONE)
         if self._is_closed or self._failure:
           return
-        # A server that draws is only checked every _BEAT seconds. Others are checked each time.
-        wanted, is_due = self._wanted, time.monotonic() - looked_at >= _BEAT
+        # A server that draws is checked every _CHECK_READY seconds, and others each time.
+        wanted, is_due = self._wanted, time.monotonic() - looked_at >= _CHECK_READY
         if not (state.is_gone or not state.is_known or self._has_work(state) or is_due):
           continue
       looked_at = time.monotonic()
@@ -285,7 +287,7 @@ class Servers:
     with self._changed:
       if state.is_gone:
         _say(f"{state.server.url} is back")
-        state.returns += 1
+        state.comebacks += 1
       state.is_known, state.is_gone = True, False
       self._changed.notify_all()
 
@@ -323,7 +325,7 @@ class Servers:
       with self._server_for(job) as state:
         if state is None:
           return None
-        returns = state.returns
+        comebacks = state.comebacks  # before the request is sent
         try:
           return state.server.draw(job.ask, state.name)
         except ServerGone as error:
@@ -334,7 +336,7 @@ class Servers:
             raise ServerRefused(
               f"a server went away {lost} times while it drew a row: {error}"
             ) from None
-          if state.returns == returns:  # otherwise it has already come back
+          if state.comebacks == comebacks:  # otherwise it has already come back
             self._lose(state, str(error))
         except ServerRefused as error:
           if job.is_dropped:
@@ -342,18 +344,21 @@ class Servers:
           refused += 1
           if error.status < 500 or refused == _MOST_LOST:
             raise
-          self._wait_after(job, state, returns, _LOOK if refused == 1 else _BEAT)
+          wait = _FIRST_RETRY if refused == 1 else _LATER_RETRY
+          self._wait_after(job, state, comebacks, wait)
 
-  def _wait_after(self, job: RowRequest, state: _ServerState, returns: int, seconds: float) -> None:
+  def _wait_after(
+    self, job: RowRequest, state: _ServerState, comebacks: int, seconds: float
+  ) -> None:
     """Waits before a row is tried again after a server's 5xx status. Then any server may draw it.
 
     If the health check fails, it marks the server as gone, unless the server has come back since
-    the request was sent, when `returns` was the value of `state.returns`.
+    the request was sent, when `comebacks` was the value of `state.comebacks`.
     """
     try:
       state.server.is_there()
     except (ServerGone, ServerRefused) as error:
-      if state.returns == returns:
+      if state.comebacks == comebacks:
         self._lose(state, str(error))
     with self._changed:
       self._homes.pop(job.group, None)

@@ -35,12 +35,14 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
   ) -> tuple[jax.Array, KeysAndValues | None]:
     """A `seen.Attend`. Without keys and values, the layer borrows those of another layer."""
     (B, T, H, E), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
+    # R = H // K query heads share each of the K heads of keys.
     K, _, C, _ = with_axes(jax.tree.leaves(memory.stack)[0], cache.axes).shape[-4:]  # of keys
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
 
     def put(stack: jax.Array, new: jax.Array) -> jax.Array:
       """Writes the T new tokens of this layer into the slots that follow the last written one."""
-      layer = [memory.place][: stack.ndim - new.ndim]  # empty if the stack has no axis L
+      # The index of the layer in the stack. Empty if the stack is of one layer and has no axis L.
+      layer = [memory.place][: stack.ndim - new.ndim]
       new = new.reshape((1,) * len(layer) + new.shape)
       start = [*layer, *[0] * len(cache.axes), cache.time % C, 0]
       return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config, cache.axes)
@@ -165,7 +167,8 @@ def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
   """Builds a cache from a pass that ran without one. Each row becomes a prompt's only row.
 
   Args:
-    kept: For each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
+    kept: For each stack, what its layers kept: keys and values [L, B, T, K, E], or arrays
+      [L, B, ...] of states.
     tokens: T, the tokens of each row. Padding counts as tokens here, so callers of `as_prefix` also
       give it the lengths.
   """

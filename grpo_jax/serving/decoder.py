@@ -325,6 +325,8 @@ class Decoder:
     slots = next((size for size in self._slots if size >= written + _ROUNDS), self._slots[-1])
     if longest:  # the cache shrinks only if all rows are new
       slots = max(slots, self._flight.cache.slots)
+    # `grow` also lets the cache count its rounds from 0 again, so it is called before the int32
+    # overflows, even if the cache keeps its size.
     if slots != self._flight.cache.slots or self._rounds > _MOST_ROUNDS:
       self._flight = self._programs.grow(self._flight, slots)
       self._rounds = 0

@@ -5,9 +5,8 @@ import hashlib
 import io
 from typing import Any
 
-from PIL import Image
-
 from grpo_jax.data.images.source import AnyImage, ImageSource, on_white
+from grpo_jax.lazy import Image
 from grpo_jax.settings import ConfigError
 
 _SIDE = 64  # pixels of a thumbnail's longer side

@@ -4,6 +4,8 @@ The files may come from untrusted people, so an image is decoded only after its 
 its size is within the limits.
 """
 
+from __future__ import annotations  # so that annotations do not import Pillow
+
 import base64
 import binascii
 from collections.abc import Callable, Mapping
@@ -19,9 +21,9 @@ import urllib.request
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
 
 from grpo_jax import files
+from grpo_jax.lazy import Image, ImageOps
 from grpo_jax.settings import ConfigError, shown
 
 MOST_BYTES = 64 << 20  # of a file
@@ -37,7 +39,7 @@ _TURNED = (5, 6, 7, 8)  # orientations that swap height and width
 _LONGEST_PATH = 1024  # a longer text that names no file is taken as base64
 
 # Pillow warns of large images. MOST_PIXELS is lower than its limit, and exceeding it is an error.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+warnings.filterwarnings("ignore", r"Image size .* exceeds limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,8 @@ class ImageSource:
     except Image.DecompressionBombError:
       raise self._refuse(f"has more than {MOST_PIXELS:,} pixels; make it smaller") from None
     except Exception as error:
+      from PIL import UnidentifiedImageError  # Pillow has been imported by now
+
       is_unknown = isinstance(error, UnidentifiedImageError)
       reason = "its format is unknown" if is_unknown else _one_line(error)
       kinds = ", ".join(FORMATS)
