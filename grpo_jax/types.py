@@ -1,5 +1,7 @@
 """Structs that several packages share, and the meaning of the letters in the names of arrays.
 
+docs/developing.md explains words such as row, seat and slot.
+
   P  prompts                   H  query heads              X  experts
   G  completions of a prompt   K  key and value heads      U  experts that a token uses
   S  prompt tokens             R  query heads per K        M  width of an expert
