@@ -333,6 +333,10 @@ class Names:
       {"tests": stdin_cases(("1", "2"), testtype="functional")},
       "calls a function, and nothing names it",
     ),
+    (
+      {"tests": stdin_cases(("1", "2"), type="function_call")},
+      "calls a function, and nothing names it",
+    ),
     ({"test": "def f(: pass"}, "test is not Python"),
     ({"test": "from solution import f"}, "test has no function test_"),
     (

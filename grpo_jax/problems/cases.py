@@ -53,9 +53,9 @@ def _typed_case(case: Any, name: str, function: str) -> Case:
   metadata = case.get("metadata")
   in_metadata = metadata.get("func_name") if isinstance(metadata, Mapping) else None
   function = case.get("fn_name") or in_metadata or function
+  if kind in ("functional", "function_call") and not function:
+    raise Unreadable(f"{name} has a case that calls a function, and nothing names it")
   if kind == "functional":
-    if not function:
-      raise Unreadable(f"{name} has a case that calls a function, and nothing names it")
     # LiveCodeBench has an argument as JSON in each line.
     arguments = [json_in(line, name) for line in str(case["input"]).split("\n") if line.strip()]
     return Case(arguments, json_in(case["output"], name), function)
