@@ -474,7 +474,7 @@ def test_further_branches_learn_what_those_before_them_lack():
 def test_a_recorder_knows_which_answer_a_conversation_goes_on_from():
   recorder = Recorder()
   first = [{"role": "user", "content": "a"}]
-  recorder.read("x", first, None, [1])
+  recorder.remember_prompt("x", first, None, [1])
   recorder.add("x", Trace([1], [2], [0.0], 1, "stop", said="b"))
   answered = [*first, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
   found, after = recorder.earlier("x", answered, None)

@@ -230,7 +230,7 @@ class Beside(Ahead):
     schedule: WeightSchedule | None,
     remote: KeepsWeights | None = None,
   ):
-    """Starts no thread yet. The first call starts it.
+    """Starts no thread yet. The first request for a batch (`__call__`) starts it.
 
     Args:
       collector: Draws the batches.
@@ -239,8 +239,9 @@ class Beside(Ahead):
       remote: The sampler that the collector uses. None for devices of this process.
     """
     super().__init__(collector, config)
-    # A remote sampler needs a copy, because an update donates the arrays of the learning devices.
-    self._kept: Callable[[Any], Any] = remote.weights if remote else lambda params: params
+    # Makes weights that outlast the next update, which donates the arrays of the learning devices.
+    # Devices that sample have arrays of their own.
+    self._lasting: Callable[[Any], Any] = remote.weights if remote else lambda params: params
     self._drawing = threading.Lock()
     # An evaluation must wait for the thread if it samples with the same devices or engine.
     if remote is None or config.eval.engine:
@@ -250,8 +251,9 @@ class Beside(Ahead):
     self._schedule, self._changes = schedule, config.rollout.weights == "in_flight"
     self._changed = threading.Condition()
     self._weights: dict[int, Any] = {}  # by version
-    self._first_version = 0  # the first version that this process has
+    self._first_version = 0  # of the step at which this process began: it has no older weights
     self._chunk = 0  # with in_flight, the number of the run's next chunk
+    # `_is_drawing`: the thread draws a batch, or with in_flight may have rows in flight.
     # `_is_paused`: a checkpoint waits, so the thread finishes its step and begins no other.
     self._is_drawing = self._is_paused = self._is_closed = False
     self._error: BaseException | None = None  # that ended the thread
@@ -260,7 +262,7 @@ class Beside(Ahead):
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
     """Passes the weights before a step to the thread, and waits for the step's batch."""
-    params = self._kept(params)
+    params = self._lasting(params)
     clock.lap("weights")
     with self._changed:
       self._weights[index] = params
@@ -291,7 +293,7 @@ class Beside(Ahead):
     """See `Ahead.saved`. Waits until the thread has drawn all batches that the checkpoint needs."""
     if self._thread is not None:
       # The weights before the next step, if scheduled batches that must be drawn now need them.
-      converted = self._kept(params()) if index in self._known_versions() else None
+      converted = self._lasting(params()) if index in self._known_versions() else None
       with self._changed:
         # A checkpoint has no older weights, so all batches that they draw must be drawn now.
         last = min(index + self._bound, self._steps)

@@ -239,16 +239,19 @@ class Flow:
     while count > 0:
       size = min(count, P) if config.algo.dynamic_sampling else P
       numbers = np.arange(self.next, self.next + size)
-      # `step_of` may be too high, because dynamic sampling can draw more than P groups for a step.
+      # The step that will probably learn from these groups. `step_of` may be too high, because
+      # dynamic sampling can draw more than P groups for a step.
+      step = min(until, self.step_of(self.next))
       if config.curriculum.chooses:
-        indices_P = choose(size, min(until, self.step_of(self.next)))
+        indices_P = choose(size, step)
       else:
         indices_P = loader.indices_at(config.seed, numbers, len(self.prompts))
       prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
-      if size == P:  # an update uses these visual tokens only if it learns from the whole batch
+      # Of a part of a batch, encoding would be wasted: an update reuses visual tokens only if it
+      # learns from all groups of a batch as it was opened.
+      if size == P:
         prompts = encoded_first(self._run, prompts)
       self._decode_images_ahead(self.next + size)
-      step = min(until, self.step_of(self.next))
       temperature = temperature_at(config.sampling, step, config.steps)
       opened = [
         Opened(
@@ -316,12 +319,14 @@ class Flow:
   def _see_whose_rewards_differ(self) -> None:
     """Records for scored groups whether their rewards differ.
 
-    Waits for all scores if no group is being played, because nothing else is left to do.
+    It waits for all scores if no group is being played, because nothing else is left to do. It also
+    waits if unfinished rows outlast an update, because otherwise the time at which scores arrive
+    would decide which groups are opened before the update, and so which weights draw them. In other
+    cases, it waits for a moment.
     """
     hosts = self._run.hosts
+    # A lot is recorded as a whole. All processes have the same lots.
     waiting = [lot for lot in self._lots if lot.numbers[0] not in self._differ]
-    # With rows in flight in turn, it also waits: timing must not decide which groups are opened, or
-    # which weights draw them.
     waits = self.is_idle or self._config.keeps_flight
     if not waits:
       wait_for_all([lot.scored for lot in waiting], SOON)

@@ -66,7 +66,7 @@ class Terminal:
     self._ends = {_WARM_START: warm_start_steps, _GRPO: total_steps}
     self._last_accuracy: float | None = None
     self._clock = _Clock((total_steps - warm_start_steps) * warm_steps_of_a_step)
-    self._shown = contextlib.ExitStack()  # `close` unregisters what `show` has registered
+    self._progress = contextlib.ExitStack()  # from `_start` to `close`, PROGRESS calls `show`
     self._printed_at = self._drawn_at = -float("inf")
     self._bar: _Bar | notebook.Bar | None = None
     self._is_started = False
@@ -171,7 +171,7 @@ class Terminal:
 
   def close(self) -> None:
     """Stops the bar. Its last state stays on the screen, and the cursor is shown again."""
-    self._shown.close()
+    self._progress.close()
     if self._bar is not None:
       self._bar.doing = None
       self._bar.stop()
@@ -180,7 +180,7 @@ class Terminal:
     """Starts to draw the bar, and to show long work below it."""
     self._bar.start()
     if not self._is_started:
-      self._shown.enter_context(PROGRESS.shown_by(self))
+      self._progress.enter_context(PROGRESS.shown_by(self))
     self._is_started = True
 
   def _fewer(self, metrics: Mapping[str, Any]) -> dict[str, Any]:

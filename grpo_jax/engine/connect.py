@@ -207,7 +207,7 @@ def check_facts(url: str, facts: Facts, config: Config) -> None:
   """Raises ServerRefused if dtype, log-probs or row length of the server at `url` do not fit."""
   dtype, longest = config.sampling.dtype or config.model.dtype, longest_row(config)
   kind = ENGINES[config.rollout.engine]
-  for holds, is_so, wanted in (  # (whether a setting fits, the server's setting, the right option)
+  for fits, is_so, option in (  # (whether a setting fits, how it is, the option that sets it)
     (facts.dtype == dtype, f"computes in {facts.dtype}", f"--dtype {dtype}"),
     (
       facts.logprobs_mode == "processed_logprobs",
@@ -215,14 +215,15 @@ def check_facts(url: str, facts: Facts, config: Config) -> None:
       "--logprobs-mode processed_logprobs",
     ),
     (
-      facts.longest > longest,  # not >=: a server also draws a token after a row to score
+      # To score a row, that is to return its tokens' log-probs, a server also draws one more token.
+      facts.longest >= longest + 1,
       f"has room for {facts.longest} tokens",
       f"{kind.length_option} {longest + kind.spare}",
     ),
   ):
-    if not holds:
+    if not fits:
       raise ServerRefused(
-        f"{url} {is_so}: start it with {wanted}, as python -m grpo_jax.engine --print writes it"
+        f"{url} {is_so}: start it with {option}, as python -m grpo_jax.engine --print writes it"
       )
 
 

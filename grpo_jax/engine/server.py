@@ -185,7 +185,8 @@ class EngineKind(NamedTuple):
       the server computes on CPUs.
     key: The name of the environment variable with the API key.
     length_option: The command-line option for the token limit of a row.
-    spare: How much larger than the longest row this limit must be.
+    spare: How much larger than the longest row this limit must be, including the tokens that the
+      engine keeps free and leaves out of the limit that it reports.
   """
 
   server: type[EngineServer]

@@ -352,8 +352,14 @@ class Servers:
   ) -> None:
     """Waits before a row is tried again after a server's 5xx status. Then any server may draw it.
 
-    If the health check fails, it marks the server as gone, unless the server has come back since
-    the request was sent, when `comebacks` was the value of `state.comebacks`.
+    If the health check fails, it marks the server as gone.
+
+    Args:
+      job: The row.
+      state: The server.
+      comebacks: `state.comebacks` when the request was sent. If that has changed, the server was
+        gone meanwhile, and its own thread has taken care of it.
+      seconds: How long to wait.
     """
     try:
       state.server.is_there()
@@ -361,7 +367,7 @@ class Servers:
       if state.comebacks == comebacks:
         self._lose(state, str(error))
     with self._changed:
-      self._homes.pop(job.group, None)
+      self._homes.pop(job.group, None)  # so that another server may draw the rest of the group
       self._changed.wait_for(lambda: self._is_closed or job.is_dropped, seconds)
 
   @contextlib.contextmanager

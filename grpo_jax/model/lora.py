@@ -117,8 +117,9 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   """Converts a leaf of the frozen parameters, for one layer, to the dtype of the frozen base.
 
   With a dtype in QUANTISED_DTYPES, only the kernels of TARGETS are quantised, and other leaves
-  become bfloat16. Every TILE weights along an input axis share a scale, separately for each output.
-  Vectors always stay float32, because the scales of Gemma's norms are 1 + w.
+  become bfloat16. Every TILE weights along the last input axis share a scale, separately for each
+  output. Vectors always stay float32: they are small, and some lose much in bfloat16, such as
+  Gemma's norms, whose leaf is 1 + w with a w near 0.
 
   Args:
     name: The path of the leaf, such as "layers_0/attention/q/kernel".

@@ -107,9 +107,11 @@ def replicated(state: Any, mesh: Mesh) -> list[str]:
   Lists the arrays that `state_shardings` cannot match to a parameter, except those of one element.
   The list is empty if the mesh does not split parameters.
   """
+  # No rule names CONTEXT, but it also splits what a rule splits over fsdp (see `_weight_axes`).
   if all(mesh.shape.get(axis, 1) == 1 for axis in (*SPLIT_AXES, CONTEXT)):
     return []
   placement = _Placement(state.params, mesh)
+  # The key makes the paths in the lines begin with opt_state.
   arrays = jax.tree_util.tree_leaves_with_path({"opt_state": state.opt_state})
   return [
     f"{leaf_path(path)} {leaf.shape} of the optimizer lies whole on every device"

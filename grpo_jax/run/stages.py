@@ -111,14 +111,15 @@ def compile_ahead(run: Run, compiler: Compiler) -> None:
     compiler: Compiles programs in the background.
   """
   if jax.process_count() > 1 and run.parameters.model.platform == "gpu":
-    # Processes share GPU autotuning, so one would wait for another that has cancelled compilation.
+    # Processes of GPUs autotune each program together. A process whose run ends cancels what it has
+    # not begun to compile, and the others would wait for it.
     return
   config, parts = run.config, _ProgramArguments(run)
   # Other ways to sample have other shapes or devices. They are compiled at the first call.
   if config.samples_in_turn and not config.keeps_flight and not config.environment.harness:
     run.programs.sampler(keeps_experts=config.learner.router_replay)  # cached before threads use it
     compiler.prepare(lambda: parts.compile_sampling(compiler))
-  parts.compile_learning(compiler)
+  parts.compile_learning(compiler)  # which calls `prepare` for each of its programs
 
 
 class _ProgramArguments:

@@ -17,7 +17,7 @@ from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts, Resumed
 from grpo_jax.sampler.guides import Guided
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.programs import FlightPrograms
+from grpo_jax.sampler.programs import FlightPrograms, most_rewound
 from grpo_jax.sampler.requests import Finished, GroupRequest, News, StoppedRow
 from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
@@ -469,15 +469,19 @@ class Stream:
       longest: The most tokens that a row in flight has drawn.
     """
     T, seats, smaller = self._programs.decoding.max_tokens, self._seats, self._pace.smaller
-    # The token that was drawn last has no slot yet. A new row draws its first without a round.
-    written = max(longest - 1, 0)
+    written = max(longest - 1, 0)  # the token that was drawn last has no slot yet
     slots = self._flight.cache.slots
+    # `grow` lets the cache count its rounds from 0 again, so it is also called before the int32
+    # overflows.
     if (slots == written and slots < T) or self._rounds > _MOST_ROUNDS:
       slots = next(size for size in self._pace.slots if size > written)
       self._flight, self._rounds = self._programs.grow(self._flight, slots), 0
+    # A chunk's first column is for the tokens that new rows draw without a round.
     rounds = min(self._programs.columns - 1, slots - written)
-    if self._paused:  # their cache can be rolled by at most `most_rewound(columns)` slots
-      rounds = min(rounds, max(1, self._programs.columns - 2))
+    if (
+      self._paused
+    ):  # the cache of a row can be rolled by so many slots, but one round is always due
+      rounds = min(rounds, max(1, most_rewound(self._programs.columns)))
     going = int((seats.row_NQ != NOBODY).sum()) - len(self._paused)
     if self._has_room:  # the first row that ends may finish a group, which others replace
       ended = 0
@@ -485,6 +489,7 @@ class Stream:
       ended = int(seats_lib.IDLE_SHARE * seats.grid.rows)
     else:  # until the rows that still draw fit into the largest smaller grid, or have ended
       next_rows = max((grid.rows for grid in smaller if grid.rows < seats.grid.rows), default=0)
+      # A chunk ends once more than `ended` rows have ended, hence the 1.
       ended = max(0, going - next_rows - 1) if next_rows else going
     return Chunk(np.int32(rounds), np.int32(ended))
 

@@ -86,7 +86,9 @@ class Recorder:
       number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
       return self._settings.replace(max_tokens=asked.max_tokens), number, count
 
-  def read(self, name: str, messages: Messages, tools: Any, prompt: Sequence[int]) -> None:
+  def remember_prompt(
+    self, name: str, messages: Messages, tools: Any, prompt: Sequence[int]
+  ) -> None:
     """Remembers which messages and tools a prompt was rendered from."""
     with self._lock:
       self._asked_with[name, tuple(prompt)] = messages, tools

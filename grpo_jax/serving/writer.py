@@ -247,6 +247,7 @@ class AnswerWriter:
     shown = [tools, options]  # an earlier answer counts only if its prompt had the same
     recorded = self._recorder.earlier(name, messages, shown) if self._recorder else None
     # `Replies` writes the start of a new answer, so it cannot continue one.
+    # An endpoint that records takes no images, so only the first branch has any.
     if recorded is None or GOES_ON in options:
       text = self._rendered(messages, tools, options)
       self._check_length(text, "messages")
@@ -255,12 +256,12 @@ class AnswerWriter:
       ids = self._tokenizer.encode(text)
     else:
       trace, new_messages = recorded
-      answer = messages[-len(new_messages) - 1]
+      answer = messages[-len(new_messages) - 1]  # the recorded one, before the new messages
       named = with_names(answer.get("tool_calls") or (), new_messages)
-      new_ids = Replies(self._tokenizer, True, tools or ()).ids(named, trace.tokens[-1])
+      new_ids = Replies(self._tokenizer, chat=True, tools=tools or ()).ids(named, trace.tokens[-1])
       ids = [*trace.prompt, *trace.tokens, *new_ids]
     if self._recorder is not None:
-      self._recorder.read(name, messages, shown, ids)
+      self._recorder.remember_prompt(name, messages, shown, ids)
     return ids
 
   def _rendered(

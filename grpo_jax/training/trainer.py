@@ -198,15 +198,17 @@ class Trainer:
     from one that never ended. If rollout.weights is not "fixed", runs differ in any case.
     """
     rollout = self._config.rollout
-    is_within = self.first_grpo_step < step < self.last_step
-    if not is_within or self.ahead is None or rollout.weights != "fixed":
+    # Before the first GRPO step, every run has drawn nothing ahead.
+    resumes_midway = self.first_grpo_step < step < self.last_step
+    if not resumes_midway or self.ahead is None or rollout.weights != "fixed":
       return ()
     if has_drawn_ahead(state.host):
       return ()
-    count = min(rollout.max_staleness + 1, self.last_step - step)
+    # The batch after these is drawn by this policy in any run.
+    count = min(rollout.max_staleness, self.last_step - step)
     return (
-      f"step {step} has no batch that was drawn ahead: its policy draws the next {count}, and older"
-      " ones would have drawn them in a run that did not end there",
+      f"the checkpoint of step {step} has no batch that was drawn ahead: its policy draws the next"
+      f" {count}, which older policies would have drawn in a run that did not end there",
     )
 
   @contextlib.contextmanager

@@ -103,19 +103,21 @@ class HuggingFaceCodec:
   def _check_characters(self, texts: Sequence[str]) -> None:
     """Raises ConfigError for a character that the model would silently drop.
 
-    Added tokens are exempt, because they are found before the model splits the rest of a text.
+    Only for models with `_symbols`. A character that has passed is not checked again. Added tokens
+    are exempt, because they are found before the model splits the rest of a text.
     """
     if self._expressible.issuperset("".join(texts)):
       return
     other_texts = "".join(self._added_token.sub("", text) for text in texts)
     for character in sorted(set(other_texts) - self._expressible):
-      engine = self._engine_of_continuations
+      engine = self._engine_of_continuations  # it neither adds nor removes a space
       normalizer, pre_tokenizer = engine.normalizer, engine.pre_tokenizer
       text = normalizer.normalize_str(character) if normalizer else character
-      words = (
-        [word for word, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text]
+      # A pre-tokenizer may write each byte of a character as a symbol of its own.
+      symbols = (
+        [part for part, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text]
       )
-      if not self._symbols.issuperset("".join(words)):
+      if not self._symbols.issuperset("".join(symbols)):
         raise _unknown(character)
       self._expressible.add(character)
 

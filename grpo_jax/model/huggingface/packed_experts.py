@@ -30,12 +30,15 @@ class UnpackedExperts:
 
     Args:
       files: The tensors of the checkpoint.
-      apart_of: D if the table has a tensor for each expert, or 0 if it has one for all experts.
+      apart_of: D, by which transposed matrices are recognised, if the table has a tensor for each
+        expert. 0 if it has one for all experts.
     """
     self._files, self._embed_dim = files, apart_of
     # For each unpacked tensor, a function that reads the part at an index.
     self._reads: dict[str, Callable[[Index], np.ndarray]] = {}
+    # Copies, in which `_add_mxfp4` and `_add_each` replace packed tensors by unpacked ones.
     self.shapes, self.dtypes = dict(files.shapes), dict(files.dtypes)
+    # Tensors with these names and other numbers of axes stay as they are.
     for name, shape in files.shapes.items():
       if name.endswith(_BLOCKS) and len(shape) == 4:
         self._add_mxfp4(name.removesuffix(_BLOCKS), shape)

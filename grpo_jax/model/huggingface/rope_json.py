@@ -50,11 +50,11 @@ def read_rope(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict
   Args:
     family: The family of the model.
     values: The object in config.json, in the format of transformers 4 or 5.
-    refuse: refuse(field, reason) raises ConfigError.
+    refuse: refuse(field, reason) raises ConfigError, so it never returns.
   """
-  rope, local = _rope_parameters(values, refuse)
+  rope, local = _rope_parameters(values, refuse)  # of layers without a window, and with one
   # A file may state the base and the scaling in the fields of both versions. They must agree.
-  thetas = [values.get("rope_theta"), rope.get("rope_theta")]
+  thetas = [values.get("rope_theta")]
   scalings = []
   for key, found in (("rope_scaling", values.get("rope_scaling")), ("rope_parameters", rope)):
     if found:
@@ -77,6 +77,7 @@ def read_rope(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict
   }
   fields["query_growth"] = _read_growth(family, rope, fields["rope_scaling"], refuse)
   scaling, rotated = fields["rope_scaling"], fields["rotary_dim"] or head_dim
+  # `_read_longrope` has checked that there are as many long factors as short ones.
   if scaling and scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
     count = len(scaling.short_factors)
     refuse("short_factor", f"has {count} numbers, for {rotated // 2} frequencies: correct it")

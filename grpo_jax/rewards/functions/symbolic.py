@@ -48,7 +48,7 @@ class _Packages(NamedTuple):
     latex_alone: A config with which `parse` reads only LaTeX.
     limited: A decorator that limits a function to `SECONDS`.
     took_too_long: The exception that such a function raises after that.
-    float: Converts a text to a decimal.
+    float: Sympy's class of decimals, which also converts a text to one.
   """
 
   parse: Callable[..., Any]
@@ -181,11 +181,15 @@ class _Compare:
   def _pair_is_equal(self, gold: Any, found: Any) -> bool:
     """Whether two expressions are equal, also relative to the size of their numbers.
 
-    By itself, math-verify tolerates a difference of 1e-6 or 1e-15, so all small numbers are equal.
+    math-verify rounds to `float_rounding` places where one of the two is a decimal, by default 6,
+    and otherwise to `numeric_precision` places, by default 15. So it takes all small numbers for
+    equal. A pair that is equal by these places is compared again, with places enough for its
+    smallest number.
     """
     if not self._agrees(gold, found):
       return False
-    if isinstance(gold, str) or gold == found:  # they are equal without a tolerance
+    # Texts are compared as they are, without a tolerance.
+    if isinstance(gold, str) or gold == found:
       return True
     try:
       place = self._packages.limited(_lowest_place)([gold, found])
@@ -248,7 +252,8 @@ def _without_power(decimal: re.Match[str]) -> str:
 def _lowest_place(expressions: Iterable[Any]) -> int:
   """The decimal exponent of the smallest number in sympy expressions, at most 0: -19 for 1.6e-19.
 
-  A number is a maximal subexpression without variables. 0 is ignored.
+  A comparison rounds to places that are counted from there. A number is a maximal subexpression
+  without variables. The smallest is that with the least absolute value, 0 aside.
   """
   place = 0
   for one in expressions:

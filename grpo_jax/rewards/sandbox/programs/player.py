@@ -1,7 +1,8 @@
 """The player: runs the code of a completion, and calls the functions of the code for the checker.
 
-It never gets a test, only the names and arguments of calls. It reads a line with the code from
-standard input, then requests, and writes an answer to each to standard output, all as JSON.
+It never gets a test. It reads a line with the setup of the tests and the code from standard input,
+then requests with the names and arguments of calls. It answers each on standard output. All lines
+are JSON.
 """
 
 import contextlib
@@ -15,17 +16,23 @@ from values import decode, describe_exception, encode
 
 
 def play() -> None:
-  """Answers requests until there are no more."""
+  """Runs the code, and answers requests until there are no more.
+
+  If the code raises an exception, the process ends, which the checker notices.
+  """
   requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
   os.dup2(2, 1)  # so that prints of the code do not mix with the answers
   os.close(0)
   sys.stdin = io.StringIO()
   sys.setrecursionlimit(10_000)
-  sys.set_int_max_str_digits(0)
+  sys.set_int_max_str_digits(0)  # programs may print long integers
   job = json.loads(requests.readline())
+  # Before the code runs: without this answer the sandbox has not started, which is no fault of the
+  # code.
   _send(answers, {"value": "ready"})
   names: dict[str, Any] = {"__name__": "completion"}
-  # The checker reports a setup that fails. Here it may fail because the code has not run yet.
+  # The code may use names of the setup, such as imports. Here the setup may fail because the code
+  # has not run yet. The checker runs it, too, and reports that it fails.
   with contextlib.suppress(Exception):
     exec(compile(job["setup"], "<setup>", "exec"), names)
   exec(compile(job["code"], "<completion>", "exec"), names)
