@@ -629,7 +629,7 @@ def test_a_server_that_fails_has_time_to_recover(server, tmp_path, monkeypatch):
   server.answer = fail
   with pytest.raises(ServerGone, match="answers /health with 503: starting"):
     client_of(server).is_there()
-  monkeypatch.setattr(servers_lib, "_BEAT", 0.4)
+  monkeypatch.setattr(servers_lib, "_LATER_RETRY", 0.4)
   stub = Stub(answers=ServerRefused("http://a answers 500: starting", 500))
   with sharing(stub) as servers:
     threading.Timer(1.2, setattr, (stub, "answers", True)).start()
