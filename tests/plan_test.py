@@ -258,6 +258,7 @@ def test_what_the_compiler_refuses_does_not_fit(phases):
   refused = dataclasses.replace(phases["update"], memory={}, counted=None, failure="too large")
   all_phases = [phases["sample"], refused]
   assert table.verdict(all_phases, 1e12).startswith("does not fit: update")
+  assert table.verdict(all_phases, None) == "does not fit: update needs more than one device has"
   assert table.memory_table(all_phases)[-1].split()[-1] == "-"
   assert "update cannot be compiled: too large" in table.notes(all_phases)
 

@@ -100,7 +100,10 @@ def model_card(
 
 
 def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base, kind: str) -> str:
-  """Returns the YAML block of a card. `evaluation` is the last row with an evaluation, or {}."""
+  """Returns the YAML block of a card. The arguments are as in `write`.
+
+  `evaluation` is the last row with an evaluation, or {}.
+  """
   # ModelCard itself would import the client of huggingface.co, which takes half a second.
   from huggingface_hub.repocard_data import EvalResult, ModelCardData
 

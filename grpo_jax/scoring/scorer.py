@@ -510,7 +510,8 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
       columns["environments"] = [
         PickledEnvironment(*one.environment) if one.environment else None for one in talks
       ]
-    # A harness may return other columns for each completion, so some values may be missing.
+    # A harness may return other columns for each completion, so some values may be missing. None
+    # has a name from above: environments/returned.py refuses those.
     for name in dict.fromkeys(name for one in talks for name in one.columns):
       if name in prompts.columns:
         raise RunFailed(

@@ -83,7 +83,10 @@ class Reporter:
     self._terminal.start()
 
   def open(self, start_step: int) -> None:
-    """Opens metrics.jsonl and the trackers. Removes rows after `start_step`, or all for -1."""
+    """Opens metrics.jsonl and the trackers, and removes rows after `start_step`.
+
+    -1 means that the run has no checkpoint. Then files that exist are renamed.
+    """
     log = self._run.config.log
 
     def open_writer() -> RowWriter:

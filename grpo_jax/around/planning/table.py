@@ -107,13 +107,14 @@ def verdict(phases: Sequence[Phase], memory: float | None) -> str:
     memory: The memory of one device in bytes, or None if it is not known.
   """
   most = max(phases, key=lambda phase: phase.total)
-  if memory is None:
-    return f"the memory of this device is not known; {most.name} needs {most.total / 1e9:,.2f} GB"
-  has = f"of {memory / 1e9:,.2f} GB"
+  size = "" if memory is None else f"{memory / 1e9:,.2f} GB"
   if most.failure:  # counts as infinite memory, of which nothing can be said in numbers
-    return f"does not fit: {most.name} needs more than one device has, {has.removeprefix('of ')}"
-  uses = f"{most.name} needs {most.total / 1e9:,.2f} GB {has}, {most.total / memory:.0%}"
-  return f"{'fits' if most.total <= memory else 'does not fit'}: {uses}"
+    return f"does not fit: {most.name} needs more than one device has{size and f', {size}'}"
+  needs = f"{most.name} needs {most.total / 1e9:,.2f} GB"
+  if memory is None:
+    return f"the memory of this device is not known; {needs}"
+  fits = "fits" if most.total <= memory else "does not fit"
+  return f"{fits}: {needs} of {size}, {most.total / memory:.0%}"
 
 
 def _number(value: float, digits: int = 2) -> str:

@@ -33,7 +33,7 @@ _SWITCHES = {"keys_as_values": "attention_k_eq_v", "wide_borrowers": "use_double
 
 
 def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """Reads the fields of ModelConfig that only Gemma 4 sets, from the text part of config.json."""
+  """Reads the fields of ModelConfig whose form in config.json is Gemma 4's own."""
   types = read_types(values, (FULL, SLIDING), refuse)
   if types is None:
     types = [FULL if i % 6 == 5 else SLIDING for i in range(values["num_hidden_layers"])]
@@ -42,6 +42,7 @@ def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
   if SLIDING in types and not windows:
     refuse("sliding_window", "is missing, and layer_types names layers with a window: add it")
   _check_rope(values["rope_parameters"], types, refuse)
+  # "vision": the tokens of a picture see each other, which `vision/gemma4.py` reads.
   if values.get("use_bidirectional_attention") not in (None, False, "vision"):
     found = shown(values["use_bidirectional_attention"])
     refuse("use_bidirectional_attention", f"is {found}: tokens here see those before them alone")
