@@ -832,6 +832,11 @@ class Config:
     return not (self.mesh.sampler or self.rollout.listen or self.rollout.engine)
 
   @property
+  def has_other_texts(self) -> bool:
+    """Whether texts are tokenized that are not in the data, so that any character may occur."""
+    return self.environment.has_messages or bool(self.eval.tasks)
+
+  @property
   def keeps_flight(self) -> bool:
     """Whether unfinished rows stay on the learning devices during an update, and go on after it."""
     return self.samples_in_turn and self.rollout.weights == "in_flight"

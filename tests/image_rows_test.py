@@ -16,6 +16,7 @@ import pytest
 
 import grpo_jax
 from grpo_jax.config import Data
+from grpo_jax.data.files.given import OfProgram
 from grpo_jax.data.images import processor as processors
 from grpo_jax.data.images.batches import padded_sizes
 from grpo_jax.data.images.source import source_of
@@ -253,7 +254,7 @@ def test_images_of_a_program(qwen):
   file = io.BytesIO()
   Image.fromarray(pixels).save(file, "PNG")
   given = [Image.fromarray(pixels), pixels, file.getvalue()]
-  examples = [{"question": "?", "image": image} for image in given]
+  examples = OfProgram([{"question": "?", "image": image} for image in given], "examples")
   tokenizer, processor = qwen
   data = Data(chat=True, max_prompt_tokens=500)
   batch = prompt_batch(PromptSet(examples, tokenizer, data, processor=processor), np.arange(3))

@@ -272,6 +272,9 @@ def test_a_run_whose_last_evaluation_failed_is_not_finished(tmp_path):
   write_run(tmp_path / "lacks", rows=[evaluated(2, 0.5), {"step": 3}], checkpoint=3)
   write_run(tmp_path / "never", rows=[{"step": 3}], checkpoint=3, every=0)
   assert not progress(tmp_path / "lacks").is_finished
+  exams = [{"step": 3, "eval/math500/accuracy": 0.5}]
+  write_run(tmp_path / "exams", rows=exams, checkpoint=3)
+  assert progress(tmp_path / "exams").is_finished
   assert progress(tmp_path / "never").is_finished
 
 

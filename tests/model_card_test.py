@@ -51,6 +51,13 @@ def test_huggingface_hub_reads_its_metadata():
   assert card_of("images").data.pipeline_tag == "image-text-to-text"
 
 
+def test_an_interval_of_a_task_is_no_accuracy():
+  row = {"step": 3, "eval/accuracy": 0.5}
+  row |= {"eval/accuracy/sums": 0.5, "eval/accuracy/sums_low": 0.4, "eval/accuracy/sums_high": 0.6}
+  found = card_of(rows=[row]).data.eval_results
+  assert [x.dataset_name for x in found] == ["arithmetic", "sums"]
+
+
 def test_it_says_what_the_model_is():
   text = card_of(
     data__path="/home/somebody/sums", reward__functions=("/home/me/f.py:pay(x=1)",)

@@ -68,8 +68,8 @@ def open_data(
     folder = hub.folder(config.model.path, "data.tokenizer") if sees else ""
     return task, tokens, processors.load(folder, tokens) if folder else None
   task = tasks.make_task(config.data)  # without a path, the tokens are the characters of the task
-  others = config.environment.has_messages or bool(config.eval.tasks)
-  return task, tokenizer.characters(tasks.characters(config.data, task, others)), None
+  alphabet = tasks.characters(config.data, task, config.has_other_texts)
+  return task, tokenizer.characters(alphabet), None
 
 
 def drawn(config: Config, step: int) -> StepPrompts:

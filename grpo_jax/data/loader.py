@@ -198,7 +198,7 @@ def supervised_batch(
 
   def encode() -> list[list[int]]:  # in `on_each`, so that all processes raise
     solutions = batch.columns["solution"]
-    if not all(isinstance(solution, str) for solution in solutions):
+    if not all(isinstance(solution, str) and solution for solution in solutions):
       raise RunFailed(
         "config key warm_start.steps: some examples have no text in the field solution, which the"
         " warm start imitates; set 0"

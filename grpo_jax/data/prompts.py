@@ -503,8 +503,13 @@ class PromptSet:
       messages = [{"role": "user", "content": text}] if text else []
     # "appended" marks an opening that continues the last message. A chat template must not see it.
     if messages and opening and opening[0].get("appended"):
-      last = {**messages[-1], "content": messages[-1]["content"] + opening[0]["content"]}
-      messages = [*messages[:-1], last]
+      chat.check_messages(messages, f"data.prompt={template!r}")
+      content, more = messages[-1].get("content") or "", opening[0]["content"]
+      # The content may be a list of parts, such as texts and images.
+      of_both = (
+        content + more if isinstance(content, str) else [*content, {"type": "text", "text": more}]
+      )
+      messages = [*messages[:-1], {**messages[-1], "content": of_both}]
     else:
       messages = [*messages, *({k: v for k, v in x.items() if k != "appended"} for x in opening)]
     chat.check_messages(messages, f"data.prompt={template!r}")

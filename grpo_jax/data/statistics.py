@@ -78,11 +78,12 @@ def statistics(
     tasks += [prompt.example.get("task") for prompt in made]
     for name in filled:
       filled[name] += sum(_has_value(prompt.example.get(name)) for prompt in made)
-    texts = [prompt.example.get("solution") for prompt in made]
+    values = [prompt.example.get("solution") for prompt in made]
+    texts = [value if isinstance(value, str) else "" for value in values]
     part = slice(start, start + len(made))
     lengths[part] = [len(prompt.ids) for prompt in made]
     hashes[part] = [_hash(prompt) for prompt in made]
-    encoded = tokenizer.encode_batch_after([text or "" for text in texts])
+    encoded = tokenizer.encode_batch_after(texts)
     solutions[part] = [len(ids) + 1 if text else 0 for text, ids in zip(texts, encoded)]
   return Statistics(lengths, solutions, hashes, tasks, filled)
 

@@ -110,7 +110,7 @@ def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base
   results = []
   for name, value in evaluation.items():
     found = re.fullmatch(r"eval/(.+/)?accuracy(/.+)?", name)
-    if found and value is not None:
+    if found and value is not None and not _is_end(name, evaluation):
       # The accuracy of an exam, of a task in a mixture, or of the whole data set.
       data = (found[1] or found[2] or name_of(config.data)).strip("/")
       results.append(EvalResult("text-generation", data, data, "accuracy", round(value, 6)))
@@ -184,14 +184,18 @@ def _of_evaluation(row: Row) -> list[tuple[str, str, str]]:
   found = []
   for name, value in row.items():  # only estimates have the two ends of an interval
     ends = row.get(f"{name}_low"), row.get(f"{name}_high")
-    is_end = name.endswith(("_low", "_high")) and name.rpartition("_")[0] in row
-    if not name.startswith("eval/") or is_end or value is None:
+    if not name.startswith("eval/") or _is_end(name, row) or value is None:
       continue
     is_share = None not in ends
     shown = f"{value:.1%}" if is_share else _number(value)
     interval = f"{ends[0]:.1%} to {ends[1]:.1%}" if is_share else ""
     found.append((name.removeprefix("eval/"), shown, interval))
   return found
+
+
+def _is_end(name: str, row: Row) -> bool:
+  """Returns whether a metric is the end of the interval of another one in the row."""
+  return name.endswith(("_low", "_high")) and name.rpartition("_")[0] in row
 
 
 def _trained(config: Config, step: int) -> str:

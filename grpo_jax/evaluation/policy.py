@@ -233,7 +233,7 @@ class Policy:
     if isinstance(text, str) and not is_text(text):
       raise ConfigError(f"the prompt {shown(text)} is not text in UTF-8")
     # No limit here: `complete` raises an error if a prompt does not fit the model.
-    data = dataclasses.replace(self.run.config.data, max_prompt_tokens=2**31)
+    data = dataclasses.replace(self.run.config.data, max_prompt_tokens=2**24)
     if not framed:
       data = dataclasses.replace(data, prompt="{question}", chat=False)
     elif data.prompts:
@@ -378,13 +378,15 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
 
 
 def _on_this_machine(config: Config) -> Config:
-  """Adapts a config's mesh to this machine, where all devices both sample and compute the model.
+  """Adapts a config to this machine, where all devices both sample and compute the model.
 
   A mesh that does not fit becomes data parallelism. If this or sampling.tensor does not fit,
-  sampling.tensor becomes 0.
+  sampling.tensor becomes 0. Settings that need other devices or servers to sample are reset.
   """
   mesh = dataclasses.replace(config.mesh, sampler=0)
-  config = dataclasses.replace(config, mesh=mesh)
+  rollout = dataclasses.replace(config.rollout, weights="fixed", replay="")
+  evaluation = dataclasses.replace(config.eval, engine=False)
+  config = dataclasses.replace(config, mesh=mesh, rollout=rollout, eval=evaluation)
   sizes = mesh.data, mesh.fsdp, mesh.expert, mesh.tensor, mesh.context
   product = math.prod(size for size in sizes if size != -1)
   devices = jax.device_count()

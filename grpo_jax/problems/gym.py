@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import random
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -26,6 +27,7 @@ REFUSED = {
   "game_of_life_halting": "its verifier accepts any answer",
 }
 
+_GLOBAL_STATE = threading.RLock()  # of random, numpy and sys.stdout
 _OURS = ("seed", "size")  # fields of a dataset's config that grpo_jax sets, not the user
 _KINDS: dict[type, str] = {  # the type of a knob's default -> the values that it accepts
   bool: "True or False",
@@ -133,18 +135,19 @@ def open_dataset(task: GymTask, seed: int, size: int, key: str = "data.path") ->
 def same_everywhere(seed: int) -> Iterator[None]:
   """Seeds the global generators of `random` and numpy within the block, and restores them after.
 
-  Some tasks draw from these generators, which the whole process shares. Output that a task prints
-  goes to stderr, because a program may read stdout.
+  Some tasks draw from these generators, which the whole process shares. So one thread at a time is
+  in the block. Output that a task prints goes to stderr, because a program may read stdout.
   """
-  state, numpy_state = random.getstate(), np.random.get_state()
-  random.seed(seed)
-  np.random.seed(seed % 2**32)  # numpy accepts no larger seeds
-  try:
-    with contextlib.redirect_stdout(sys.stderr):
-      yield
-  finally:
-    random.setstate(state)
-    np.random.set_state(numpy_state)
+  with _GLOBAL_STATE:
+    state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy accepts no larger seeds
+    try:
+      with contextlib.redirect_stdout(sys.stderr):
+        yield
+    finally:
+      random.setstate(state)
+      np.random.set_state(numpy_state)
 
 
 class _InOrder(set[str]):

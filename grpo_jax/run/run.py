@@ -244,8 +244,7 @@ class Run:
       if loaded is not None:
         tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens
-    has_other_texts = config.environment.has_messages or bool(config.eval.tasks)
-    alphabet = tasks.characters(config.data, self.task, has_other_texts)
+    alphabet = tasks.characters(config.data, self.task, config.has_other_texts)
     return tokenizer.characters(alphabet)
 
 

@@ -57,7 +57,9 @@ def progress(workdir: str | Path, last_step: int | None = None) -> RunProgress:
   lines = _rows(folder / "metrics.jsonl")
   newest = _newest(lines, "step")
   step = newest.get("step", 0)
-  is_evaluated = not config.get("eval", {}).get("every") or _ACCURACY in newest
+  # A run without a test split may have exams alone.
+  has_evaluation = any(name.startswith("eval/") for name in newest)
+  is_evaluated = not config.get("eval", {}).get("every") or has_evaluation
   is_finished = (
     not holder
     and last_step is not None

@@ -203,7 +203,7 @@ def _plan_apart_by_flags(config: Config, values: flags.FlagValues) -> None:
   flags, they are computed from the compiled programs.
 
   Raises:
-    ConfigError: Flags contradict each other, or there is only one device.
+    ConfigError: Flags contradict each other or have a wrong form, or there is only one device.
   """
   job = split.job_of(config, values.workdir, values.reward_s)
   if bool(values.round_ms) != bool(values.update_s):
@@ -219,7 +219,11 @@ def _plan_apart_by_flags(config: Config, values: flags.FlagValues) -> None:
     rounds, updates = compiled_times(config, device_list)
   if devices < 2:
     raise ConfigError("--async: one device cannot be split; name more with --topology or --chips")
-  bounds = [int(bound) for bound in values.staleness]
+  bounds = [int(bound) for bound in values.staleness if bound.isdecimal()]
+  if not bounds or len(bounds) < len(values.staleness):
+    raise ConfigError(
+      f"flag --staleness is {','.join(values.staleness)}: give whole numbers from 0 on, as in 0,1,2"
+    )
   plan_apart(job, rounds, updates, devices, bounds)
 
 

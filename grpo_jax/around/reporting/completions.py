@@ -262,7 +262,7 @@ def _decoder(run: ShownRun) -> tuple[Decode | None, str]:
     if path:
       return tokenizer.load(path).decode, ""
     task = tasks.make_task(config.data)
-    alphabet = tasks.characters(config.data, task, config.environment.has_messages)
+    alphabet = tasks.characters(config.data, task, config.has_other_texts)
     return tokenizer.characters(alphabet).decode, ""
   except (ConfigError, OSError) as error:
     return None, f"completions without tokens, because their tokenizer cannot be read: {error}"

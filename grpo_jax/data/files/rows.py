@@ -231,7 +231,8 @@ def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
   Args:
     value: The value.
     where: The place of the value, for error messages.
-    keeps_bytes: Whether bytes stay bytes, in an object only those of its key "bytes".
+    keeps_bytes: Whether the value may be an image: bytes and pixels, uint8 with at least two axes,
+      stay as they are, in an object only those of its key "bytes".
 
   Raises:
     ConfigError: Bytes are not UTF-8.
@@ -248,6 +249,8 @@ def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
       raise ConfigError(
         f"data.path: {where} holds bytes that are no text ({error}){TEXT}"
       ) from None
+  if keeps_bytes and isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim > 1:
+    return value  # the pixels of an image
   if hasattr(value, "tolist"):  # a numpy array or scalar
     return plain(value.tolist(), where, keeps_bytes)
   if isinstance(value, list):

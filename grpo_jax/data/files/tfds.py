@@ -5,6 +5,7 @@ from typing import Any
 
 from grpo_jax.data.files.download import check_connection
 from grpo_jax.data.files.rows import plain
+from grpo_jax.data.images.of_prompts import IMAGE_COLUMNS
 from grpo_jax.settings import ConfigError
 
 
@@ -34,7 +35,10 @@ class Prepared:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Any:
-    return plain(self._source[index], self.where(index))
+    return {
+      name: plain(value, self.where(index), keeps_bytes=name in IMAGE_COLUMNS)
+      for name, value in self._source[index].items()
+    }
 
   def where(self, index: int) -> str:
     """The folder, the split and the number of a row, for error messages."""

@@ -62,6 +62,12 @@ def sources_of(mixture: Sequence[str]) -> list[Source]:
   for name in names:
     if names.count(name) > 1:
       raise ConfigError(f"data.mixture has two sources named {name}: write NAME={name}:PATH")
+    for end in ("low", "high"):  # the metrics of an interval
+      if f"{name}_{end}" in names:
+        raise ConfigError(
+          f"data.mixture has the sources {name} and {name}_{end}, whose metrics would have the same"
+          " names: rename one, as in NAME=TASK:PATH"
+        )
   return sources
 
 
@@ -180,7 +186,8 @@ class Mixture(Sequence[Example]):
   def stand_in(self, index: int, word: int) -> int:
     """An index of the same source as `index`, chosen by the random number `word`."""
     source, _ = self._find(index)
-    return int(self._begins[source]) + word % self._places[source]
+    place = int(self._begins[source]) + word % self._places[source]
+    return place if self._order is None else int(np.flatnonzero(self._order == place)[0])
 
   def each_row_once(self) -> "Mixture":
     """A mixture of the same sources without weights: one place for each row."""

@@ -6,7 +6,7 @@ tokenizers/chat.py). `solution` is the text that the warm start imitates. `answe
 answer that reward functions read.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 from pathlib import Path
 import random
@@ -77,7 +77,9 @@ class Task:
           found.update(string.printable)
           part = part[:_SOME]
         for i in range(len(part)):
-          found.update(*_contents(part[i].get("question") or ""), part[i].get("solution") or "")
+          solution = part[i].get("solution")
+          found.update(*_contents(part[i].get("question") or ""))
+          found.update(solution if isinstance(solution, str) else "")
     return "".join(sorted(found))
 
 
@@ -361,11 +363,11 @@ def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:
-  """Yields the texts of a question, or of the messages of a conversation."""
-  if isinstance(question, str):
-    yield question
-  else:
-    for message in question:
+  """Yields the texts of a question, which may be a list of texts, numbers or messages."""
+  for message in [question] if isinstance(question, str) else question:
+    if not isinstance(message, Mapping):
+      yield str(message)
+    else:
       content = message.get("content") or ""
       parts = [{"text": content}] if isinstance(content, str) else content
       yield from (part["text"] for part in parts if "text" in part)
