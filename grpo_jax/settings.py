@@ -27,8 +27,12 @@ class OneLineError(Exception):
 
   def _render_traceback_(self) -> list[str]:  # IPython calls it
     cause: BaseException = self
-    while cause.__cause__ is not None:
+    seen = {id(cause)}
+    while (
+      cause.__cause__ is not None and id(cause.__cause__) not in seen
+    ):  # it may be its own cause
       cause = cause.__cause__
+      seen.add(id(cause))
     frames = traceback.extract_tb(cause.__traceback__) if cause is not self else []
     package = os.path.dirname(__file__)
     outside = [frame for frame in frames if not frame.filename.startswith(package)]

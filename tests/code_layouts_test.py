@@ -464,6 +464,12 @@ def test_keys_that_are_numbers_reach_the_program():
   assert scores_of([program], [{"input_output": cases}]) == [1]
 
 
+@pytest.mark.parametrize("end", ["exit()", "quit(0)", "sys.exit()"])
+def test_a_program_may_end_with_exit_or_quit(end):
+  cases = {"inputs": ["1\n"], "outputs": ["1"]}
+  assert scores_of([f"print(input())\n{end}\nprint(2)"], [{"input_output": cases}]) == [1]
+
+
 def test_a_large_input_reaches_the_program():
   cases = {"inputs": ["1" * (2**24 + 5)], "outputs": [str(2**24 + 5)]}
   assert scores_of(["print(len(input()))"], [{"input_output": cases}]) == [1]

@@ -158,6 +158,12 @@ def test_a_forgery_does_not_pass(name):
   assert score(FORGERIES[name]) == 0
 
 
+@pytest.mark.parametrize("name", ["exit", "quit"])
+def test_functions_have_exit_and_quit(name):
+  program = f"def add(a, b):\n  try:\n    {name}(0)\n  except SystemExit:\n    return a + b"
+  assert score(program) == 1
+
+
 def test_shadowed_builtins_are_not_what_tests_call():
   shadow = "def sorted(*a): return []\ndef all(*a): return True\ndef words(text): return 'zzz'\n"
   assert score(shadow, tests=PROBLEMS[1]["test_list"], parameters="fraction=True") == 0

@@ -87,6 +87,22 @@ def test_where_compiled_programs_are_kept(folder, tmp_path):
   assert out.startswith(str(where))
 
 
+def test_a_later_run_of_a_process_has_a_folder_of_its_own(tmp_path):
+  code = """
+import sys
+import jax
+from grpo_jax.run import compilation_cache
+from grpo_jax.run.caller_state import leaving_nothing_behind
+
+for number, folder in enumerate(sys.argv[1:]):
+  with leaving_nothing_behind():
+    compilation_cache.use(folder)
+    jax.jit(lambda x: x + number)(2)
+"""
+  python(code, str(tmp_path / "a"), str(tmp_path / "b"))
+  assert [*(tmp_path / "a").glob("*-cache")] and [*(tmp_path / "b").glob("*-cache")]
+
+
 def test_the_environment_variable_has_precedence(tmp_path):
   mine = str(tmp_path / "mine")
   out, _ = python(COMPILING, str(tmp_path / "other"), JAX_COMPILATION_CACHE_DIR=mine)

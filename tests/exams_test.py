@@ -409,6 +409,10 @@ def test_a_completion_leaves_room_for_a_prompt(tmp_path):
     ConfigError, match="math500: the model has 32768 positions, .* set max_tokens"
   ):
     made(tmp_path, [f"math500(max_tokens=32768):{file}"])
+  config = with_section(small_config(), "eval", tasks=(f"math500(max_tokens=2):{file}",))
+  run = small_run(with_section(config, "sampling", min_tokens=3))
+  with pytest.raises(ConfigError, match="math500: .* sampling.min_tokens is 3, .* set max_tokens"):
+    Evaluators(run, Scorers(run))
   with pytest.raises(ConfigError, match="math500: .*drops all 5 prompts"):
     made(tmp_path, [f"math500(max_tokens=32760):{file}"])
 

@@ -385,6 +385,17 @@ def test_log_metric_takes_no_metric_of_the_run(tmp_path, name):
     train(with_reward(small_config(), tmp_path, source), tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_log_metric_takes_no_metric_of_the_run_after_a_warm_start_either(tmp_path):
+  """The update of the step has taken the arrays of the state, which can no longer be saved."""
+  source = "def reward(log_metric, completions, **_):\n  log_metric('kl', 7)\n"
+  source += "  return [float(len(c)) for c in completions]\n"
+  config = with_section(small_config(), "warm_start", steps=2)
+  config = with_section(config, "sampling", max_tokens=40)
+  with pytest.raises(RunFailed, match="the run has a metric of this name.*only if a checkpoint"):
+    train(with_reward(config, tmp_path, source), tmp_path / "run")
+
+
 def test_a_function_that_does_not_return_is_named_again_and_again(monkeypatch, capsys):
   monkeypatch.setattr(call, "SECONDS_BETWEEN_WARNINGS", 0.1)
   call.call_here(without_reply, "without_reply", {"completions": ["a"]})

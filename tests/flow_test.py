@@ -124,6 +124,16 @@ def test_a_step_learns_from_the_first_groups_that_differ_in_whatever_order_score
     assert found[2][:first] == [*range(first)] and (ahead or len(found[2]) == first)
 
 
+def test_no_group_is_opened_that_could_fall_into_a_later_step(collector, monkeypatch):
+  """A step that ends at its limit of groups has used fewer than P whose rewards differ."""
+  flow = collector.flow
+  most = flow._most_groups_of_step
+  monkeypatch.setattr(flow, "next", flow.first + most)
+  monkeypatch.setattr(flow, "_differ", {flow.first + i: i == 0 for i in range(most)})
+  assert flow._count_to_open(flow.step) == 0
+  assert flow._count_to_open(flow.step + 1) == P
+
+
 # The curriculum.
 
 

@@ -10,6 +10,8 @@ from small_run import Collected, P, grpo_step, small_config, small_run, with_sec
 from grpo_jax.batches.collect import Collector
 from grpo_jax.environments.harness import LIMIT, Players
 from grpo_jax.rollouts.branches import Branch, as_completions, branches_of, shared_prompt
+from grpo_jax.rollouts.traced import Harness
+from grpo_jax.rollouts.turns import POLICY, Conversation, Turn
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.serving.traces import Recorder, Trace
@@ -419,6 +421,25 @@ def test_filters_are_refused(tmp_path):
     Collector(run, Scorers(run))
 
 
+def test_stop_texts_are_refused(tmp_path):
+  run = small_run(config_of(tmp_path, "twice", sampling={"stop": ("7",)}))
+  with pytest.raises(ConfigError, match=r"environment.harness: .* set sampling.stop=\(\)"):
+    Collector(run, Scorers(run))
+
+
+def test_a_run_goes_on_if_later_completions_ask_nothing(tmp_path):
+  """Dynamic sampling may play a few examples alone, and their harness may fail."""
+  harness = Harness(small_run(config_of(tmp_path, "some")), Players, stops_on_error=False)
+
+  def warn(*turns):
+    harness._warn(np.array([[Conversation(turns), None]], object)[:, :1], [])
+
+  with pytest.raises(RunFailed, match="no call of the harness can be learned from"):
+    warn()
+  warn(Turn(POLICY, "7", 0, 1))
+  warn()
+
+
 def test_a_harness_and_an_environment_are_refused(tmp_path):
   config = with_section(config_of(tmp_path, "twice"), "environment", name="retry")
   with pytest.raises(ConfigError, match="environment.harness is .*leave it empty"):
@@ -473,26 +494,41 @@ def test_further_branches_learn_what_those_before_them_lack():
 
 def test_a_recorder_knows_which_answer_a_conversation_goes_on_from():
   recorder = Recorder()
-  first = [{"role": "user", "content": "a"}]
-  recorder.remember_prompt("x", first, None, [1])
-  recorder.add("x", Trace([1], [2], [0.0], 1, "stop", said="b"))
+  x, first = recorder.named("x"), [{"role": "user", "content": "a"}]
+  recorder.remember_prompt(x, first, None, [1])
+  recorder.add(x, Trace([1], [2], [0.0], 1, "stop", said="b"))
   answered = [*first, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-  found, after = recorder.earlier("x", answered, None)
+  found, after = recorder.earlier(x, answered, None)
   assert found.tokens == [2] and after == answered[2:] and found.messages == first
-  assert recorder.earlier("y", answered, None) is None
-  assert recorder.earlier("x", answered, [{"type": "function"}]) is None  # which the prompt shows
-  assert recorder.earlier("x", answered[:2], None) is None  # nothing follows the answer
+  assert recorder.earlier(recorder.named("y"), answered, None) is None
+  assert recorder.earlier(x, answered, [{"type": "function"}]) is None  # which the prompt shows
+  assert recorder.earlier(x, answered[:2], None) is None  # nothing follows the answer
   changed = [*first, {"role": "assistant", "content": "B"}, {"role": "user", "content": "c"}]
-  assert recorder.earlier("x", changed, None) is None
-  assert recorder.take("x") == [found] and recorder.take("x") == []
+  assert recorder.earlier(x, changed, None) is None
+  assert recorder.take(x) == [found] and recorder.take(x) == []
 
 
 def test_draws_depend_on_the_name_and_on_how_often_it_asked():
   recorder = Recorder()
   recorder.begin(RowSettings(0.7), "seed")
-  draws = [recorder.draws("x", RowSettings(2.0, top_k=3, max_tokens=5)) for _ in range(2)]
+  asked = RowSettings(2.0, top_k=3, max_tokens=5)
+  draws = [recorder.draws(recorder.named("x"), asked) for _ in range(2)]
   assert [settings for settings, *_ in draws] == [RowSettings(0.7, max_tokens=5)] * 2
   assert [number for *_, number in draws] == [0, 1]
-  assert draws[0][1] != draws[1][1] != recorder.draws("y", RowSettings())[1]
-  recorder.begin(RowSettings(0.7), "seed")
-  assert recorder.draws("x", RowSettings())[1] == draws[0][1]
+  assert draws[0][1] != draws[1][1] != recorder.draws(recorder.named("y"), RowSettings())[1]
+  recorder.begin(RowSettings(0.7), "seed")  # the numbers do not depend on earlier batches
+  assert recorder.draws(recorder.named("x"), RowSettings())[1] == draws[0][1] == 1718872191
+
+
+def test_calls_that_end_in_a_later_batch_are_not_recorded():
+  recorder = Recorder()
+  recorder.begin(RowSettings(), "seed")
+  early = recorder.named("0/0")
+  recorder.begin(RowSettings(), "another")
+  late = recorder.named("0/0")
+  assert recorder.is_current(late) and not recorder.is_current(early)
+  number = recorder.draws(early, RowSettings())[1]
+  assert recorder.draws(late, RowSettings())[1:] == (number, 0)  # the early call does not count
+  recorder.add(early, trace([1], [2]))
+  recorder.add(late, trace([1], [3]))
+  assert [one.tokens for one in recorder.take(late)] == [[3]] and recorder.take(early) == []

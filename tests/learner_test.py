@@ -21,6 +21,8 @@ from grpo_jax.algo.token_selection.select import select
 from grpo_jax.config import LEARNING_RATE_SCHEDULES, Learner, Optimizer
 from grpo_jax.learner import optimizer as optim
 from grpo_jax.learner.train_step import prepared
+from grpo_jax.model.config import AdapterShape
+from grpo_jax.model.rope import RopeScaling
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Coefficients
 
@@ -441,10 +443,51 @@ def test_a_bad_gradient_skips_the_update_and_is_counted(params):
   state, metrics = step(params, bad, optimizer=optimizer)
   assert float(metrics["skipped_updates"]) == 1 and int(state.step) == 1
   jax.tree.map(np.testing.assert_array_equal, state.params, params)
-  jax.tree.map(np.testing.assert_array_equal, state.opt_state, optimizer.init(params))
+  begun, is_schedule = optimizer.init(params), lambda x: isinstance(x, optax.ScaleByScheduleState)
+  for kept, first in zip(
+    *(jax.tree.leaves(x, is_leaf=is_schedule) for x in (state.opt_state, begun)), strict=True
+  ):
+    if is_schedule(kept):  # the learning rate depends on the number of the update
+      assert (int(kept.count), int(first.count)) == (1, 0)
+    else:
+      np.testing.assert_array_equal(kept, first)
   state, metrics = step(params, batch, optimizer=optimizer)
   assert float(metrics["skipped_updates"]) == 0
   assert any((a != b).any() for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(params)))
+
+
+def test_an_update_without_tokens_still_moves_the_schedule(params):
+  """The rate of an update depends on its number, which the log goes by, and not on those before."""
+  config = Optimizer(name="sgd", learning_rate=1.0, b1=0.0, schedule="linear", max_grad_norm=0.0)
+  optimizer = optim.make_optimizer(dataclasses.replace(config, weight_decay=0.0), 4)
+  empty = make_batch()
+  empty = empty.replace(mask_PGT=jnp.zeros_like(empty.mask_PGT))
+  state = learner.init_state(params, optimizer, ALGO)
+  rule = learner.UpdateRule(learner.grpo(CONFIG, ALGO, Learner()), optimizer)
+  update = jax.jit(functools.partial(learner.train_step, rule=rule))
+  state, _ = update(state, None, None, empty)
+  assert_close(state.params, params, atol=0)
+  after, metrics = update(state, None, None, make_batch())
+  norm = optax.tree.norm(jax.tree.map(jnp.subtract, after.params, params))
+  rate = float(optim.learning_rate(config, 4)(1))
+  assert float(norm) == pytest.approx(rate * metrics_lib.reduced(metrics)["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("scaling", ["longrope", "dynamic"])
+def test_a_batch_that_is_cut_has_the_angles_of_the_longest_text(scaling):
+  factors = dict(short_factors=(1.0,) * 4, long_factors=(1.0, 2.0, 4.0, 8.0))
+  rope = RopeScaling(scaling, 4.0, 16, **factors)
+  config = dataclasses.replace(CONFIG, rope_scaling=rope, completion_tokens=24)
+  weights = model.init(jax.random.key(0), config)
+  batch = make_batch().replace(advantages_PGT=None, sampler_logprobs_PGT=None)
+  batch = batch.replace(old_logprobs_PGT=None, ref_logprobs_PGT=None, behavior_logprobs_PGT=None)
+  options = learner.StatsOptions(config, Learner())
+  names = "completions_PGT", "mask_PGT"
+  padding = (0, 0), (0, 0), (0, 24 - T)
+  long = batch.replace(**{name: jnp.pad(getattr(batch, name), padding) for name in names})
+  cut = learner.batch_stats(weights, None, batch, options).logprobs_PGT
+  whole = learner.batch_stats(weights, None, long, options).logprobs_PGT
+  assert_close(cut, whole[..., :T])
 
 
 def test_supervised_loss_is_the_mean_over_tokens(params):
@@ -474,6 +517,18 @@ def test_schedules(schedule, rates):
   """One warmup update, then four. Cosine is (1 + cos(pi n / 4)) / 2."""
   rate = optim.learning_rate(Optimizer(learning_rate=1.0, schedule=schedule, warmup_steps=1), 5)
   np.testing.assert_allclose([rate(n) for n in range(5)], rates, atol=1e-6)
+
+
+def test_muon_takes_the_matrices_of_adapters_for_what_they_are():
+  config = dataclasses.replace(CONFIG, lora=AdapterShape(2, 4.0, False, ("o", "q", "up")))
+  base = jax.eval_shape(lambda: model.init(jax.random.key(0), CONFIG))
+  adapters = jax.eval_shape(lambda: model.init_adapters(jax.random.key(0), config, base))
+  axes = optim._matrix_axes(adapters)["layers_0"]["attention"]
+  heads_last = optax.contrib.MuonDimensionNumbers(-3, (-2, -1))
+  heads_first = optax.contrib.MuonDimensionNumbers((-3, -2), -1)
+  plain = optax.contrib.MuonDimensionNumbers(-2, -1)
+  assert (axes["q"]["lora_a"], axes["q"]["lora_b"]) == (plain, heads_last)
+  assert (axes["o"]["lora_a"], axes["o"]["lora_b"]) == (heads_first, plain)
 
 
 def test_every_schedule_of_the_config_has_a_function():

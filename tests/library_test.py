@@ -28,6 +28,7 @@ from grpo_jax.evaluation.policy import _on_this_machine
 from grpo_jax.learner.optimizer import OPTIMIZERS
 from grpo_jax.rewards import REWARDS, plugins
 from grpo_jax.rollouts import rollout
+from grpo_jax.run.caller_state import leaving_nothing_behind
 from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.settings import RunFailed
 from grpo_jax.timing import is_of_clock
@@ -205,6 +206,16 @@ def test_a_config_that_cannot_be_made_is_one_line(recipe, changes, message):
   with pytest.raises(grpo_jax.ConfigError, match=message) as error:
     grpo_jax.load_config(recipe, changes)
   assert error.value._render_traceback_() == [f"ConfigError: {error.value}"]
+
+
+def test_an_error_that_is_its_own_cause_ends_a_run_all_the_same():
+  cause = ValueError("raised from itself")
+  cause.__cause__ = cause
+  error = grpo_jax.ConfigError("a line")
+  error.__cause__ = cause
+  assert error._render_traceback_() == ["ConfigError: a line"]
+  with pytest.raises(grpo_jax.ConfigError), leaving_nothing_behind():
+    raise error
 
 
 def test_a_recipe_that_raises_is_named(tmp_path):

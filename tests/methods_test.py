@@ -1,6 +1,7 @@
 """Environments as TRL's `environment_factory` takes them: their public methods are tools."""
 
 import re
+import sys
 
 import pytest
 from small_run import Collected, small_config, small_run, with_section
@@ -114,6 +115,36 @@ def test_parameters_and_schemas(tmp_path):
   call = {"tool": "dial", "arguments": {"number": "5"}}
   outcome = acting.outcome(parts, request | {"calls": [call] * 2, "is_last": True})
   assert [one["content"] for one in outcome["contents"]] == ["open"] * 2 and outcome["reward"] == 4
+
+
+def test_reward_functions_do_not_execute_the_file_again(tmp_path):
+  """That would also replace the class, whose objects could then not be pickled."""
+  file, loads = tmp_path / "counted.py", tmp_path / "loads"
+  file.write_text(f"open({str(loads)!r}, 'a').write('x')\n{SAFE}")
+  name = f"{file}:Safe"
+  parts = acting.load((), name)
+  request = {"task": "", "example": {"question": "5"}, "is_first": True, "state": "", "key": "x"}
+  request |= {"calls": [{"tool": "dial", "arguments": {"number": "5"}}], "is_last": True}
+  pickled = methods.PickledEnvironment(name, acting.outcome(parts, request)["environment"])
+  for _ in range(3):
+    assert type(pickled.for_reward()) is parts.of_task("").func
+  assert loads.read_text() == "x"
+  module = parts.of_task("").func.__module__
+  del sys.modules[module]  # as in a worker that has not loaded the file
+  assert pickled.for_reward().__module__ == module and loads.read_text() == "xx"
+
+
+def test_retry_finds_its_function_once(tmp_path):
+  file, loads = tmp_path / "judge.py", tmp_path / "loads"
+  file.write_text(
+    f"open({str(loads)!r}, 'a').write('x')\n"
+    "def right(completions, **_):\n  return [float(text == '5') for text in completions]\n"
+  )
+  parts = acting.load((), f"retry(function='{file}:right')")
+  request = {"task": "", "example": {}, "is_first": True, "state": "", "key": "x"}
+  turns = [{"role": "assistant", "content": text} for text in "465"]
+  found = [acting.outcome(parts, request | {"message": one, "is_last": True}) for one in turns]
+  assert [one["reward"] for one in found] == [0, 0, 1] and loads.read_text() == "x"
 
 
 def test_a_class_without_methods_and_names_that_clash_are_refused(tmp_path):

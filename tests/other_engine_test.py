@@ -841,6 +841,19 @@ def test_what_an_engine_cannot_draw_is_refused(section, change, reason):
     check_config(with_section(config, section, **change))
 
 
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch):
+  for kind in ENGINES.values():
+    monkeypatch.delenv(kind.key, raising=False)
+    assert kind.read_key() == ""
+    monkeypatch.setenv(kind.key, " secret-key\r\n")  # as from a file
+    assert kind.read_key() == "secret-key"
+    for wrong in ("secret\nkey", "secret-schlüssel", "secret\x7f", "secret\udc80"):
+      monkeypatch.setenv(kind.key, wrong)
+      with pytest.raises(ConfigError, match=f"^environment variable {kind.key}: ") as caught:
+        kind.read_key()
+      assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_an_evaluation_needs_an_engine():
   with pytest.raises(ConfigError, match="eval.engine is True: it needs rollout.engine='vllm'"):
     check_config(with_section(small_config(), "eval", engine=True))

@@ -189,6 +189,41 @@ def test_other_weights_know_nothing_of_what_was_computed_before(tiny):
   fresh.close()
 
 
+@pytest.mark.parametrize("window", [0, S])
+def test_a_text_that_the_prompt_limit_shortens_is_cached_without_windows_alone(window, tiny):
+  """A ring of slots has lost the first tokens of a row that drew more than the ring holds."""
+  config = dataclasses.replace(tiny[0], windows=(0, window))
+  sizes = Sizes(rows=1, prompt_tokens=S, waiting=8, texts=4)
+  made = decoder.Decoder(config, Decoding(2 * S, (1,)), sizes, decoder.Counts())
+  kept = []
+  made.__dict__["_whole_from"] = S  # of the arrays, which `compile` would make
+  made._keep = kept.extend
+  for drawn, text in ((S - 29, S), (S - 28, 0 if window else S), (2 * S, 0 if window else S)):
+    made._known.forget()
+    made._known.put(0, tuple(range(2, 32)))
+    made.keep({0: decoder.EndedRow([5] * drawn, is_cut=False)})
+    assert made._known._lengths_N[1:].max() == text
+    assert kept == ([(0, S - 30, 0)] if text else [])
+    kept.clear()
+
+
+@pytest.mark.slow
+def test_rows_of_a_window_as_long_as_prompts_are_computed_again():
+  sizes = dict(vocab_size=96, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8)
+  config = model.ModelConfig(**sizes, mlp_dim=32, windows=(S,))
+  params = jax.tree.map(lambda x: 3 * x, model.init(jax.random.key(0), config))
+  engine = make(config, params, 4, rows=1, tokens=S + 30)
+  prompt = list(range(2, 32))
+  (first,) = ask(engine, (prompt, 5, RowSettings(min_tokens=S + 30)))
+  ask(engine, ([50, 51, 52], 9, RowSettings(max_tokens=1)))  # overwrites the prompt at the place
+  longer = prompt + first.tokens[:50]
+  (known,) = ask(engine, (longer, 6, RowSettings(0.0, max_tokens=10)))
+  engine.set_weights(params, 2)  # forgets all texts
+  (whole,) = ask(engine, (longer, 6, RowSettings(0.0, max_tokens=10)))
+  assert_same([(known.tokens, known.logprobs)], [(whole.tokens, whole.logprobs)])
+  engine.close()
+
+
 @pytest.mark.slow
 def test_prompts_that_wait_are_computed_together(tiny):
   config, params = tiny

@@ -222,11 +222,12 @@ def test_a_call_without_a_text_is_the_first_item(policy):
 def test_a_run_that_records_keeps_the_tokens_of_a_conversation(policy):
   """A harness may ask for responses, too."""
   tokens, recorder = policy[2], Recorder()
-  texts = AnswerWriter(Scripted(lambda _: []), tokens, 1.0, recorder).texts("x")
+  name = recorder.named("x")
+  texts = AnswerWriter(Scripted(lambda _: []), tokens, 1.0, recorder).texts(name)
   user = {"role": "user", "content": "Pens?"}
   (prompt,) = response_request({"input": [user]}, LIMITS, texts).prompts
   drawn = [*tokens.encode("A"), *tokens.encode("nn has"), tokens.stop_ids[0]]
-  recorder.add("x", Trace([*prompt], drawn, [0.0] * len(drawn), 1, "stop", said="Ann has"))
+  recorder.add(name, Trace([*prompt], drawn, [0.0] * len(drawn), 1, "stop", said="Ann has"))
   part = {"type": "output_text", "text": "Ann has", "annotations": []}
   answer = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
   (after,) = response_request({"input": [user, answer, user]}, LIMITS, texts).prompts
@@ -254,7 +255,12 @@ WRONG = {
   "background": [True],
   "truncation": ["auto"],
   "temperature": [-1],
-  "tools": [5, [{"type": "web_search"}], [{"type": "function"}]],
+  "tools": [
+    5,
+    [{"type": "web_search"}],
+    [{"type": "function"}],
+    [{**TOOL, "description": "half of a pair: \ud800"}],
+  ],
   "tool_choice": ["sometimes", {"type": "web_search"}],
   "text": [
     5,
@@ -271,6 +277,7 @@ WRONG = {
   "include": ["x", ["web_search_call.results"], ["message.output_text.logprobs", 5], [{}]],
   "max_tokens": [5],
   "tempreature": [1],
+  "metadata": [{"a": "\ud800"}, {"\udfff": "a"}],
 }
 
 

@@ -77,6 +77,44 @@ def test_places_that_are_left_serve_the_prompts_with_most_waiting():
   assert seats_lib.take_seats(seats) == [0, 6, 1, 7]
 
 
+def seated(prompts, members, grid, shards=1):
+  """Seats of prompts of which the first rows have sat down."""
+  seats = seats_lib.no_one(prompts, members, grid, shards)
+  seats_lib.fill_places(seats)
+  seats_lib.take_seats(seats)
+  return seats
+
+
+def test_a_free_seat_is_for_rows_of_its_place_until_the_place_is_free():
+  seats = seated(2, 3, Grid(2, 2))
+  fill = seats_lib.fill_places
+  assert not seats_lib.can_sit(seats, fill, 1)  # no seat is free
+  seats_lib.leave(seats, [0])
+  assert seats_lib.can_sit(seats, fill, 1)  # for member 2 of prompt 0
+  assert seats_lib.take_seats(seats) == [2]
+  seats_lib.leave(seats, [0])
+  before = seats.prompt_N.tolist(), seats.row_NQ.tolist(), seats.waiting_P.tolist()
+  assert not seats_lib.can_sit(seats, fill, 1)  # member 2 of prompt 1 waits for the other place
+  seats_lib.leave(seats, [1])
+  assert seats_lib.can_sit(seats, fill, 1)  # place 0 gets a copy of prompt 1
+  assert before[0] == seats.prompt_N.tolist() and before[2] == seats.waiting_P.tolist()
+  assert seats.row_NQ.tolist() == [[NOBODY, NOBODY], *before[1][1:]]
+  fill(seats)
+  assert seats_lib.take_seats(seats) == [5] and not seats_lib.can_sit(seats, fill, 1)
+
+
+def test_a_free_place_is_for_a_whole_batch_of_prompts_and_for_copies_of_its_shard():
+  seats = seated(4, 1, Grid(2, 1))  # prompts 2 and 3 wait for a place
+  seats_lib.leave(seats, [0])
+  assert seats_lib.can_sit(seats, seats_lib.fill_places, 1)
+  assert not seats_lib.can_sit(seats, seats_lib.fill_places, 2)
+  seats = seated(2, 3, Grid(2, 2), shards=2)
+  seats.waiting_P[0] = 3
+  seats_lib.leave(seats, [0, 1])  # place 0 is free, and prompt 1 has its place in the other shard
+  assert not seats_lib.can_sit(seats, seats_lib.fill_places, 1)
+  assert seats_lib.can_sit(seats, seats_lib.fill_places_in_order, 1)
+
+
 def simulate(lengths_PG, grid, grids, chunk):
   """How many row-tokens are computed, ended rows included, to decode rows of these lengths."""
   P, G = lengths_PG.shape

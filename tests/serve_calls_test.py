@@ -5,11 +5,19 @@ import json
 import openai
 import pytest
 
+from grpo_jax.environments.tool_calls import format_for
 from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.serving.answers import AnswerChoice
+from grpo_jax.serving.chats import chat_request
 from grpo_jax.serving.endpoint import MODEL, Endpoint
+from grpo_jax.serving.engine import AnswerPart
+from grpo_jax.serving.requests import Limits, Texts
+from grpo_jax.serving.traces import Recorder, Trace
+from grpo_jax.serving.writer import AnswerWriter
 from tests.call_templates import DEEPSEEK, GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 from tests.serving_parts import Scripted, serving
 
+LIMITS = Limits("m", 10**6, 1000, 100, 16)
 MESSAGES = [{"role": "user", "content": "How many pens?"}]
 SET = {
   "type": "object",
@@ -123,7 +131,8 @@ def test_a_harness_reads_the_same_calls_and_answers_them_by_their_names(tmp_path
   endpoint = Endpoint(engine, tokens, 10**6)
   try:
     endpoint.recorder.begin(RowSettings(), "seed")
-    client = openai.OpenAI(base_url=endpoint.url, api_key=f"{endpoint.key}:0", max_retries=0)
+    name = endpoint.recorder.named("0")
+    client = openai.OpenAI(base_url=endpoint.url, api_key=f"{endpoint.key}:{name}", max_retries=0)
     options = dict(model=MODEL, tools=SET_TOOLS)
     message = client.chat.completions.create(messages=MESSAGES, **options).choices[0].message
     (call,) = message.tool_calls
@@ -131,9 +140,60 @@ def test_a_harness_reads_the_same_calls_and_answers_them_by_their_names(tmp_path
     answer = {"role": "tool", "tool_call_id": call.id, "content": "ok"}
     messages = [*MESSAGES, message.model_dump(exclude_none=True), answer]
     assert client.chat.completions.create(messages=messages, **options).choices[0].message.content
-    one, two = endpoint.recorder.take("0")
+    one, two = endpoint.recorder.take(name)
+    endpoint.recorder.begin(RowSettings(), "seed of the next batch")
+    with pytest.raises(openai.AuthenticationError, match="no completion of the current batch"):
+      client.chat.completions.create(messages=MESSAGES, **options)
   finally:
     endpoint.close()
   assert two.prompt[: len(one.prompt) + len(one.tokens)] == [*one.prompt, *one.tokens]
   reply = two.prompt[len(one.prompt) + len(one.tokens) :]
   assert tokens.decode(reply) == "response:set{ok}<|turn>model\n"
+
+
+def test_options_of_the_template_hold_in_each_turn_of_a_recorded_conversation(tmp_path):
+  mark = "{% if add_generation_prompt and effort | default('') == 'low' %}{{ 'user' }}{% endif %}"
+  tokens, recorder = tokens_for(tmp_path, QWEN35 + mark), Recorder()
+  name = recorder.named("0")
+  texts = AnswerWriter(Scripted(lambda _: []), tokens, 1.0, recorder).texts(name)
+
+  def prompt_of(messages, effort):
+    body = {"messages": messages, "chat_template_kwargs": {"effort": effort}}
+    return chat_request(body, LIMITS, texts).prompts[0]
+
+  for effort in ("low", "high"):
+    prompt = prompt_of(MESSAGES, effort)
+    drawn = [*tokens.encode("Set it."), tokens.stop_ids[0]]
+    recorder.add(name, Trace([*prompt], drawn, [0.0] * len(drawn), 1, "stop", said="Set it."))
+    messages = [*MESSAGES, {"role": "assistant", "content": "Set it."}, *MESSAGES]
+    after = prompt_of(messages, effort)
+    assert after[: len(prompt) + len(drawn)] == (*prompt, *drawn)  # it is a recorded conversation
+    for ids in (prompt, after):
+      assert tokens.decode([*ids]).endswith("user") == (effort == "low")
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused(tmp_path):
+  for depth, words in ((64, ""), (65, "deeper than 64 levels"), (980, "deeper than 64 levels")):
+    arguments = '{"a": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+    call = {"id": "1", "type": "function", "function": {"name": "set", "arguments": arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = {"role": "tool", "tool_call_id": "1", "content": "3"}
+    given = dict(messages=[*MESSAGES, said, answer])
+    if not words:
+      assert ask(tmp_path, DEEPSEEK, "Done.", **given)[0].message.content == "Done."
+      continue
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+      ask(tmp_path, DEEPSEEK, "Done.", **given)
+    assert caught.value.param == "messages"
+
+
+def test_an_answer_with_a_call_that_the_limit_cut_is_recorded_as_cut():
+  texts = Texts(None, lambda *given: [5])
+  asked = chat_request({"messages": MESSAGES, "tools": SET_TOOLS}, LIMITS, texts)
+  text = '<tool_call>\n{"name": "set", "arguments": {"n": 1}}\n</tool_call> and then'
+  for finish in ("length", "stop"):
+    choice = AnswerChoice(0, asked, lambda ids: text if ids else "", format_for(""))
+    choice.add(AnswerPart([5], [-0.5], 1, finish))
+    choice.take_text()
+    assert choice.finish == "tool_calls"  # as clients expect
+    assert choice.trace().finish == finish and len(choice.trace().calls) == 1

@@ -204,3 +204,35 @@ def test_a_stream_whose_seats_are_all_taken_by_rows_that_pause_draws_nothing(alo
     stream.go_on(row.prompt, row.member, None)
   assert [number for one in stream.advance().finished for number in one.prompts] == [100]
   assert stream.draws
+
+
+@pytest.mark.slow
+def test_a_stream_whose_free_seats_suit_no_row_that_waits_draws_nothing():
+  """One row of the first group pauses at a place with a free seat, and other groups wait."""
+  config, params = tiny()
+  members, weights_read = 3, []
+
+  def feed():
+    weights_read.append(0)
+    return params, 0
+
+  sampler = Sampler(config, Decoding(max_tokens=T, stop_ids=()), rows=2 * P)
+  stream = sampler.stream(feed, P, members)  # P places with 2 seats each
+  given = sampler.prompts(*prompts(config.vocab_size))
+  settings = RowSettings(1.0, max_tokens=T)
+  stream.submit(
+    [
+      GroupRequest(n, given, n, KEYS[0], members * n, settings, turn_tokens=3, pauses=True)
+      for n in range(P)
+    ]
+  )
+  assert len(stream.advance().paused) == 2 * P
+  stream.go_on(0, 0, None)
+  assert [(row.prompt, row.member) for row in stream.advance().paused] == [(0, 2)]
+  stream.go_on(0, 2, None)
+  stream.advance()
+  assert not stream.draws
+  chunks = len(weights_read)
+  assert not stream.advance().paused and len(weights_read) == chunks
+  stream.go_on(0, 1, None)  # the place becomes free for the last row of another group
+  assert [row.member for row in stream.advance().paused] == [2]

@@ -19,16 +19,18 @@ class Later:
   """A `Runner` whose answers are there when the test says so."""
 
   def __init__(self):
-    self.futures = []
+    self.futures, self.closing, self.closed = [], None, {}
 
   def start(self, requests):
     future = Future()
     self.futures.append(future)
     return Pending(future.result, [future])
 
-  def close(self, keys):
-    del keys
-    return there([])
+  def close(self, states):
+    self.closed |= states
+    if not states or self.closing is None:
+      return there([])
+    return Pending(self.closing.result, [self.closing])
 
   def answer(self, number, **outcome):
     said = {"messages": [{"role": "user", "content": f"Answer {number}."}], "state": f"s{number}"}
@@ -117,6 +119,62 @@ def test_what_the_workers_raise_is_raised_where_the_answer_is_taken(late):
   runner.futures[0].set_exception(RunFailed("no worker is left"))
   with pytest.raises(RunFailed, match="no worker is left"):
     talk.answers(0.01, until_one=True)
+
+
+class Together:
+  """`Hosts` that know whether a function runs on each process."""
+
+  def __init__(self, hosts):
+    self.hosts, self.is_inside = hosts, False
+
+  def __getattr__(self, name):
+    return getattr(self.hosts, name)
+
+  def on_each(self, act):
+    self.is_inside = True
+    try:
+      return self.hosts.on_each(act)
+    finally:
+      self.is_inside = False
+
+
+def test_an_error_of_a_late_close_is_raised_on_each_process(late):
+  """Otherwise, the processes without the error would wait for the one that has it."""
+  old, runner, rows, _ = late
+  hosts, runner.closing = Together(old._talkers.hosts), Future()
+  talk = Talk(old._talkers._replace(hosts=hosts), 1)
+  talk.begin(0, *old._prompts[0])
+  problem_of, were_inside = talk._problem_of, []
+  talk._problem_of = lambda outcome: were_inside.append(hosts.is_inside) or problem_of(outcome)
+  talk.ask(rows[:1])
+  runner.answer(0, done=True)
+  assert talk.answers(0.01, until_one=True) == [(0, 0, None)]
+  runner.closing.set_result([{"error": "raised ConnectionError: gone"}])
+  with pytest.raises(RunFailed, match="the environment raised ConnectionError: gone"):
+    talk.take([0])
+  assert were_inside[-1]  # not the first, which is the answer
+
+
+def test_a_reply_that_does_not_fit_closes_the_environment(late):
+  talk, runner, rows, _ = late
+  talk.ask([rows[0]._replace(room=3), rows[1], rows[2]])
+  runner.answer(0)
+  runner.answer(1)
+  runner.answer(2, done=True, state="")  # its last turn has closed it
+  assert [one[2] is None for one in sorted(talk.answers(0.01))] == [True, False, True]
+  assert runner.closed == {talk._key(0, 0): "s0", talk._key(1, 0): ""}
+
+
+def test_a_tool_without_a_server_closes_the_environment_whose_methods_answered(late):
+  talk, runner, rows, _ = late
+  talk._talkers = talk._talkers._replace(stops_on_error=False)
+  asked = talk._requests_of_turn(rows[0])._replace(methods=("dial",))
+  talk._requests_of_turn = lambda row: asked
+  talk.ask(rows[:1])
+  of_methods = {"contents": [], "reward": None, "done": False, "state": "s", "environment": ""}
+  runner.futures[0].set_result([{"error": "raised ConnectionError: gone"}, of_methods])
+  assert talk.answers(0.01, until_one=True) == [(0, 0, None)]
+  assert runner.closed == {talk._key(0, 0): "s"}
 
 
 def test_answers_that_come_soon_are_taken_together_so_that_numbers_repeat(late):

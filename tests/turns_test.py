@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 from call_templates import BEFORE_LAST_USER, GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 import numpy as np
@@ -20,9 +21,12 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import acting, make_environments, written_calls
 from grpo_jax.environments.built_in import calculator
+from grpo_jax.rewards import REWARDS, Caller
+from grpo_jax.rewards.dispatch import start_for_tasks
 from grpo_jax.rollouts.talk import Talk
-from grpo_jax.rollouts.turns import from_line
+from grpo_jax.rollouts.turns import POLICY, Turn, from_line
 from grpo_jax.sampler.requests import StoppedRow
+from grpo_jax.scoring.scorer import Scorer, Weighted, _Place
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.training.trainer import check_gap, largest_gap
@@ -170,6 +174,33 @@ def test_rewards_of_turns_are_steps_of_process_supervision(tmp_path):
       rewards_PGT[(*index, turn["end"] - 1)] = turn["reward"]
   np.testing.assert_array_equal(found.found.rewards.step_rewards_PGT, rewards_PGT)
   np.testing.assert_array_equal(found.found.rewards.step_ends_PGT, rewards_PGT > 0)
+
+
+def test_a_row_of_another_task_has_no_steps_of_the_reward_of_turns():
+  rewards = [1.0, 0.25]  # of the only turns of two rows, whose tasks are a and b
+  turns_PG = np.array([[SimpleNamespace(own=[Turn(POLICY, "", 0, 2, one)])] for one in rewards])
+  rollouts = SimpleNamespace(
+    texts_PG=np.array([["ab"], ["#### 5"]], object),
+    turns_PG=turns_PG,
+    completions=SimpleNamespace(
+      tokens_PGT=np.zeros((2, 1, 3), np.int32), sampled_PGT=np.ones((2, 1, 3), bool)
+    ),
+  )
+  columns = {
+    **{"completions": ["ab", "#### 5"], "completion_ids": [[1], [1]], "task": ["a", "b"]},
+    **{"answer": [None, "5"], "turn_rewards": [[one] for one in rewards]},
+  }
+  functions = [("environment", "a"), ("strict", "b")]
+  weighted = [Weighted(REWARDS[name], 1.0, tasks) for name, tasks in functions]
+  caller = Caller(None)
+  scorer = Scorer(weighted, small_run(small_config()).hosts, str, caller, needs_steps=True)
+  pairs = [(REWARDS[name], tasks) for name, tasks in functions]
+  asked = start_for_tasks(caller, pairs, columns, 0, 1)
+  answers = {name: answer.result() for (name, _), answer in zip(functions, asked, strict=True)}
+  found = scorer._scored(rollouts, answers, _Place(0, 0, 1, columns)).rewards
+  np.testing.assert_array_equal(found.scores_PGJ, [[[1.0, np.nan]], [[np.nan, 1.0]]])
+  np.testing.assert_array_equal(found.step_rewards_PGT, [[[0, 1, 0]], [[0, 0, 1]]])
+  np.testing.assert_array_equal(found.step_ends_PGT, [[[0, 1, 0]], [[0, 0, 1]]])
 
 
 READS = """
@@ -339,12 +370,16 @@ def talk_of(folder, template, **environment):
   config = config_of(folder, SETS, tools=(f"{folder}/env.py:set",), **environment)
   data = dict(task="gsm8k", path=str(folder), chat=True, max_prompt_tokens=400)
   config = with_section(with_section(config, "data", **data), "model", path=str(folder / "model"))
-  run = small_run(config)
+  return begun_talk(small_run(config)), tokens
+
+
+def begun_talk(run):
+  """The conversations of P groups of a run."""
   talk = Talk(Scorers(run).talkers, G)
   prompts = prompt_batch(run.prompts("train"), np.arange(P), run.hosts)
   for p in range(P):
     talk.begin(p, prompts, p)
-  return talk, tokens
+  return talk
 
 
 def answered(talk, rows):
@@ -806,6 +841,33 @@ def test_an_environment_that_fails_is_closed(broken, tmp_path):
   assert sessions.closed == sessions.opened and len(sessions.opened) == 5
 
 
+def test_an_environment_whose_answer_does_not_fit_is_closed(tmp_path):
+  """It is pickled between turns, and pickle finds its class by name: `closed` is there once."""
+  source = """
+class Talks:
+  closed, turns = [], 0
+
+  def reset(self, example):
+    return []
+
+  def step(self, message):
+    self.turns += 1
+    return "A long answer.", 0.5, False
+
+  def close(self):
+    self.closed.append(self.turns)
+"""
+  run = small_run(config_of(tmp_path, source, "Talks"))
+  talk, made = begun_talk(run), run.environments.parts.of_task("")
+  closed = getattr(made, "func", made).closed
+  closed.clear()  # the openings of prompts have closed some
+  assert answered(talk, [StoppedRow(0, 0, [5, 6], -1, 5)]) == [None] and closed == [1]
+  (reply,) = answered(talk, [StoppedRow(0, 1, [5, 6], -1, 500)])
+  assert reply and closed == [1]
+  row = StoppedRow(0, 1, [5, 6, *reply, 7], -1, 5)
+  assert answered(talk, [row]) == [None] and closed == [1, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["stop", "none"])
 def test_an_environment_that_exits_where_a_worker_closes_it(on_error, tmp_path):
@@ -1012,11 +1074,16 @@ def test_two_tools_of_one_name_are_refused(tmp_path):
     acting.load((f"{tmp_path}/env.py:mute", f"{tmp_path}/other.py:mute"), "")
 
 
+ASYNC_RETRY = "retry(function=\"judge(url='http://localhost:1/v1', model='m')\")"
+
+
 @pytest.mark.parametrize(
   "settings, words",
   [
     (dict(name="chess"), "environment.name: 'chess' is unknown: choose one of retry"),
     (dict(name="retry(lives=3)"), "environment.name: .*unexpected keyword argument 'lives'"),
+    (dict(name="retry(function='strikt')"), "environment.name: retry: 'strikt' is unknown: choose"),
+    (dict(name=ASYNC_RETRY), "environment.name: retry.*: judge is async, and retry calls only"),
     (dict(name="a=retry,a=retry"), "two environments for a"),
     (dict(name="a=retry,retry"), "write TASK=NAME"),
     (dict(tools=("abacus",)), "environment.tools: 'abacus' is unknown: choose one of calculator"),
@@ -1110,6 +1177,22 @@ def test_a_row_may_have_some_of_the_tools(tmp_path):
     texts = [turn["text"] for turn in row["turns"] if turn["role"] == "tool"]
     said[int(row["prompt"][0]) % 4].update(texts)
   assert said[:3] == expected and set() < said[3] <= {"1", "2"}
+
+
+def test_an_environment_answers_calls_of_tools_that_rows_only_show(tmp_path):
+  corpus = json.dumps([row["question"] + row["answer"] for row in small_qwen.problems(12)])
+  small_qwen.make_checkpoint(tmp_path / "model", [corpus])
+  tokens = tokens_for(tmp_path / "model", BEFORE_LAST_USER, corpus)
+  config = config_of(tmp_path, SETS, name="Says", calls="hermes")
+  options = dict(chat=True, prompt="{question}", max_prompt_tokens=400)
+  config = with_rows(tmp_path, config, [[SET]], **options)
+  talk = begun_talk(small_run(with_section(config, "model", path=str(tmp_path / "model"))))
+  stop, call = tokens.stop_ids[0], written_by_hermes(zip="1")
+  ids = [*tokens.encode(call), stop]
+  (reply,) = answered(talk, [StoppedRow(0, 0, ids, stop, 500)])
+  assert "Again." in tokens.decode(reply)
+  conversation = talk._conversations[0, 0]
+  assert conversation.calls == 0 and conversation.own[0].reward == 0.0
 
 
 @pytest.mark.parametrize(

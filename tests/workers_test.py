@@ -178,6 +178,40 @@ def test_what_a_function_leaves_behind_ends_with_its_worker():
   assert not any(map(is_alive, everything))
 
 
+STARTS = """
+import subprocess, sys
+echo = "import sys; [print(line, end='', flush=True) for line in sys.stdin]"
+pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+server = subprocess.Popen([sys.executable, "-c", echo], **pipes)
+
+def served(completions, **_):
+  scores = []
+  for text in completions:
+    if text == "raise":
+      raise ValueError
+    server.stdin.write(text + "\\n")
+    server.stdin.flush()
+    scores.append(float(server.stdout.readline() == text + "\\n"))
+  return scores
+"""
+
+
+@on_linux
+def test_a_process_that_a_file_starts_lives_as_long_as_the_pool(tmp_path):
+  (tmp_path / "starts.py").write_text(STARTS)
+  key = f"{tmp_path}/starts.py:served"
+  pool = rewards.Pool(1, 5.0)
+  pool.add(key, None, True)
+  calls = [WorkerCall(key, "served", {"completions": [text]}) for text in ("a", "raise", "b")]
+  found = [scores(pool.start([call]).result(timeout=60)[0]) for call in calls]
+  assert found == [[1.0], [None], [1.0]]
+  forker = pool._processes.forkers[-1]._process.pid
+  everything = [forker, *children(forker)]
+  assert len(everything) > 2
+  pool.close()
+  assert not any(map(is_alive, everything))
+
+
 SCRIPT = f"""
 import os, sys, time
 from grpo_jax import rewards
@@ -373,6 +407,54 @@ def test_one_worker_makes_all_calls_of_a_function_that_is_marked_so(tmp_path, po
   found = in_parts(pool, "meets_async", [f"{tmp_path} 64"] * 64, 4, **options)
   assert len({scores(answer)[0] for answer in found}) == 1
   assert len(os.listdir(tmp_path)) == 64
+
+
+KEEPS = """
+import time
+calls = []
+
+async def counts(completions, **_):
+  calls.append(completions)
+  return [float(len(calls))] * len(completions)
+
+def slow(completions, **_):
+  time.sleep(0.3)
+  return [1.0] * len(completions)
+
+def bad(completions, **_):
+  raise ValueError
+"""
+
+
+def test_the_state_of_a_function_outlives_the_calls_of_others(tmp_path):
+  (tmp_path / "keeps.py").write_text(KEEPS)
+  pool = rewards.Pool(2, 5.0)
+
+  def start(name, count=1, **options):
+    calls = [WorkerCall(f"{tmp_path}/keeps.py:{name}", name, {"completions": ["x"]}, **options)]
+    return pool.start(calls * count)
+
+  def count():
+    (answer,) = start("counts", is_async=True, one_worker=True).result(timeout=60)
+    return scores(answer)[0]
+
+  for name in ("counts", "slow", "bad"):
+    pool.add(f"{tmp_path}/keeps.py:{name}", None, True)
+  assert count() == 1
+  scoring = start("slow", 3)  # keeps the worker of `counts` busy, so that the other one is free
+  time.sleep(0.1)
+  assert count() == 2
+  scoring.result(timeout=60)
+  start("bad", 3).result(timeout=60)  # retries need new workers
+  assert count() == 3
+  pool.close()
+  alone = pool = rewards.Pool(1, 5.0)
+  for name in ("counts", "bad"):
+    pool.add(f"{tmp_path}/keeps.py:{name}", None, True)
+  assert count() == 1
+  start("bad").result(timeout=60)  # the only worker must make room for the retry
+  assert count() == 1
+  alone.close()
 
 
 def test_workers_that_are_free_make_the_calls_of_the_next_part(tmp_path):

@@ -190,7 +190,8 @@ class InFlightInTurn(Ahead):
     flow = self._collector.flow
     if self._next >= 0 and flow.next > flow.first:
       # A checkpoint has no rows in flight, so all steps with opened groups are drawn to their end.
-      last = flow.step_of(flow.next - 1)
+      # `step_of` may be too high with dynamic sampling.
+      last = min(flow.step_of(flow.next - 1), index + self._bound, self._steps - 1)
       with contextlib.suppress(Exception):  # the step that learns from the batch raises it
         self._draw_until(last + 1, VersionedParams(params(), index), last)
     return super().saved(index, host, params)
@@ -394,7 +395,7 @@ class Beside(Ahead):
       # The schedule says how many groups to open, but an idle flow must open some to continue.
       limit = None if scheduled is None or flow.is_idle else scheduled.groups
       if is_paused and scheduled is None:  # draws all steps with opened groups to their end
-        last_step = max(flow.step, flow.step_of(flow.next - 1))
+        last_step = max(flow.step, min(flow.step_of(flow.next - 1), last_step))
       with self._drawing:
         has_drawn = self._collector.advance(policy, last_step, limit)
       if has_drawn:

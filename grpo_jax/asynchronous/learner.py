@@ -267,7 +267,7 @@ class RemoteSampler:
           raise SamplingClosed("the run has ended")
         if not self._joined:
           if self._should_stop():  # with a sampler, the call is completed first
-            _say("no sampler is there: batches that are not drawn yet will have newer weights")
+            _say("no sampler is there: batches that are not drawn yet may have newer weights")
             raise SamplingClosed("the run was asked to stop, and no sampler is there")
           if time.monotonic() - self._told_of_none >= _TELL:
             self._told_of_none = time.monotonic()

@@ -221,14 +221,25 @@ class Flow:
     return (1 + self._config.algo.max_resample_rounds) * self._config.batch.prompts
 
   def _count_to_open(self, until: int) -> int:
-    """How many groups can be opened for the steps up to `until`."""
-    P, steps = self._config.batch.prompts, until + 1 - self.step
+    """How many groups can be opened so that none falls into a step after `until`."""
     if not self._config.algo.dynamic_sampling:
-      return self.first + P * steps - self.next
-    # A group counts unless its rewards are known to be equal.
-    opened = range(self.first, self.next)
-    wanted = P * steps - sum(self._differ.get(number, True) for number in opened)
-    return min(wanted, self.first + self._most_groups_of_step * steps - self.next)
+      return self.first + self._config.batch.prompts * (until + 1 - self.step) - self.next
+    end = self.first
+    for _ in range(self.step, until + 1):
+      end = self._least_end(end)
+    return end - self.next
+
+  def _least_end(self, start: int) -> int:
+    """The number after the last group of the step that begins with group `start`.
+
+    Groups whose scores are not known yet count as if their rewards differed.
+    """
+    found = 0
+    for number in range(start, start + self._most_groups_of_step):
+      found += self._differ.get(number, True)
+      if found == self._config.batch.prompts:
+        return number + 1
+    return start + self._most_groups_of_step
 
   def _open_groups(self, count: int, until: int, choose: Choose) -> None:
     """Opens `count` groups in batches of P. Without dynamic sampling, rounds up to whole batches.

@@ -41,6 +41,9 @@ def main(argv: list[str]) -> None:
     return
   if len(urls) > 1:
     raise ConfigError(f"flag --url is missing: name one of rollout.engine_urls = {urls}")
+  key = engine.read_key()
+  if key:  # the server must not compare a line end that the run strips
+    environment = {**environment, engine.key: key}
   folder = Path(rollout.engine_folder).expanduser() if rollout.engine_restart else None
   keep.keep(lambda weights: server_command(urls[0], weights), environment, folder)
 

@@ -1,7 +1,6 @@
 """Connects a run to the servers of its external engine."""
 
 from collections.abc import Callable
-import os
 from pathlib import Path
 import time
 from typing import Any
@@ -71,7 +70,8 @@ class ExternalEngine:
       workdir: The run's folder, on this machine.
 
     Raises:
-      ConfigError: The record cannot be read, or the folder of weights cannot be written.
+      ConfigError: The record or the API key cannot be used, or the folder of weights cannot be
+        written.
     """
     replay = self._run.config.rollout.replay
     self.record = DrawnFile(workdir / "drawn.jsonl", replay)
@@ -84,12 +84,12 @@ class ExternalEngine:
     config, shape = run.config, run.parameters.sampling.model
     rollout, longest = config.rollout, longest_row(config)
     kind = ENGINES[rollout.engine]
+    key = kind.read_key()
     folder = Path(rollout.engine_folder or workdir / "engine").expanduser()
     probe = Probe(shape, longest, is_exact(config))
     self._folders = Folders(run, folder, probe)
     self._servers = [
-      kind.server(Client(url, os.environ.get(kind.key, "")), rollout.engine_timeout)
-      for url in rollout.engine_urls
+      kind.server(Client(url, key), rollout.engine_timeout) for url in rollout.engine_urls
     ]
     bring: Loads | Restarts | Adapters = Loads()
     if config.lora.rank:

@@ -6,11 +6,12 @@ A module for an engine has a subclass of `EngineServer` and an `EngineKind` that
 import abc
 from collections.abc import Callable, Sequence
 import math
+import os
 from typing import Any, NamedTuple, Protocol
 
 from grpo_jax.config import Config
 from grpo_jax.engine.client import Client, ServerGone, ServerRefused
-from grpo_jax.settings import shown
+from grpo_jax.settings import ConfigError, shown
 
 NAME = "policy"  # the model's name at the server, without adapters
 SHORT = 30.0  # timeout in seconds of calls that compute nothing
@@ -195,6 +196,22 @@ class EngineKind(NamedTuple):
   key: str
   length_option: str
   spare: int
+
+  def read_key(self) -> str:
+    """Reads the API key from the environment, without the blanks and line ends around it.
+
+    Returns:
+      The key, or "" if there is none.
+
+    Raises:
+      ConfigError: HTTP cannot send the key.
+    """
+    key = os.environ.get(self.key, "").strip()
+    if not (key.isascii() and key.isprintable()):  # the message must not show the key
+      raise ConfigError(
+        f"environment variable {self.key}: a key has printable ASCII characters only; set it again"
+      )
+    return key
 
 
 def longest_row(config: Config) -> int:

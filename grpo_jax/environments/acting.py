@@ -178,7 +178,8 @@ async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: boo
     parts: The tools and environments.
     request: One of three forms. A tool call has `tool` and `arguments`. A turn of an environment
       has `task`, `example`, `is_first`, `state`, `key` and `is_last`, and either `message`, for
-      `step`, or `calls`, for methods. {"close": key} closes a conversation's environment.
+      `step`, or `calls`, for methods. {"close": key, "state": state} closes the environment of a
+      conversation that has ended.
     as_thread: Whether functions that are not async run in another thread.
 
   Returns:
@@ -190,7 +191,7 @@ async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: boo
   try:
     with as_exceptions():
       if "close" in request:
-        return await _close_kept(request["close"], as_thread)
+        return await _close_ended(request["close"], request["state"], as_thread)
       if "tool" in request:
         value = await _call(as_thread, parts.tools[request["tool"]], **request["arguments"])
         return {"content": _as_text(value), "failed": False}
@@ -290,8 +291,11 @@ async def _state_of(
 _KEPT: dict[str, EnvironmentObject] = {}
 
 
-async def _close_kept(key: str, as_thread: bool) -> Outcome:
+async def _close_ended(key: str, state: str, as_thread: bool) -> Outcome:
+  """Closes the environment that stays in `_KEPT` or is pickled in `state`, if there is one."""
   environment = _KEPT.pop(key, None)
+  if environment is None and state:
+    environment = pickle.loads(base64.b64decode(state))
   if environment is not None:
     await _close(environment, as_thread)
   return {}

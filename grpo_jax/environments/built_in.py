@@ -5,11 +5,15 @@ from collections.abc import Callable, Mapping
 import operator
 from typing import Any
 
-from grpo_jax.rewards import resolve
+from grpo_jax.registry import name_of
+from grpo_jax.rewards import Reward, resolve
+from grpo_jax.rewards.call import is_async
+from grpo_jax.settings import ConfigError
 
 _MOST_CHARACTERS = 200
 _LARGEST = 1e300
 _LARGEST_EXPONENT = 64
+_RETRY = "environment.name: retry"  # begins error messages
 _OPERATORS: dict[type, Callable[..., Any]] = {
   ast.Add: operator.add,
   ast.Sub: operator.sub,
@@ -63,6 +67,32 @@ def _value(node: ast.AST) -> int | float:
   raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
 
 
+# The reward functions of `Retry` by their names. A process keeps them, because finding one may
+# execute a file.
+_JUDGES: dict[str, Reward] = {}
+
+
+def check_retry(*, function: str = "strict", **options: Any) -> None:
+  """Finds the function of `Retry` before a run starts. Later turns in this process then use it.
+
+  Args:
+    function: As for `Retry`.
+    **options: The other parameters of `Retry`, which are ignored.
+
+  Raises:
+    ConfigError: There is no such function, or it is async.
+  """
+  del options
+  # No name counts as that of a reward model, because a worker cannot compute models.
+  judge = resolve(function, _RETRY, lambda name: False)
+  if is_async(judge):
+    raise ConfigError(
+      f"{_RETRY}(function={function!r}): {name_of(judge)} is async, and retry calls only functions"
+      " that are not: choose another function"
+    )
+  _JUDGES[function] = judge
+
+
 class Retry:
   """Says that an answer is wrong, and lets the policy try again.
 
@@ -97,8 +127,9 @@ class Retry:
   def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float | None, bool]:
     """Judges an answer. The conversation ends after a right answer or the last try."""
     self._tried += 1
-    # No name counts as that of a reward model, because a worker cannot compute models.
-    score = resolve(self._function, "environment.name: retry", lambda name: False)
+    if self._function not in _JUDGES:  # this process got the environment by value
+      check_retry(function=self._function)
+    score = _JUDGES[self._function]
     columns = {name: [value] for name, value in self._example.items()}
     text = message["content"]
     (value,) = score(**columns | {"completions": [text], "prompts": [""], "completion_ids": [[]]})

@@ -78,5 +78,11 @@ class PickledEnvironment(NamedTuple):
 
   def for_reward(self) -> Any:
     """Unpickles the object, in the process that calls the reward function."""
-    names.resolve_environment(self.name)  # loads the file of the class, which unpickling needs
-    return pickle.loads(base64.b64decode(self.state))
+    pickled = base64.b64decode(self.state)
+    try:
+      return pickle.loads(pickled)
+    except (ModuleNotFoundError, AttributeError):
+      # This process has not loaded the file of the class. If it loaded the file each time, it would
+      # make the class anew each time.
+      names.resolve_environment(self.name)
+      return pickle.loads(pickled)

@@ -38,6 +38,8 @@ Factory = Callable[[], EnvironmentObject]
 TOOLS: dict[str, Tool] = {"calculator": built_in.calculator}
 ENVIRONMENTS: dict[str, Callable[..., EnvironmentObject]] = {"retry": built_in.Retry}
 _OURS = frozenset((*TOOLS, *ENVIRONMENTS))
+# Functions that raise ConfigError for parameters that an environment cannot use.
+_CHECKS: dict[str, Callable[..., None]] = {"retry": built_in.check_retry}
 
 
 def register_tool(function: Tool) -> Tool:
@@ -82,21 +84,25 @@ def resolve_environment(name: str) -> Factory:
     name: An entry of environment.name, without its task, such as "retry(tries=2)".
 
   Raises:
-    ConfigError: No environment has this name, or it lacks a parameter that the entry sets.
+    ConfigError: No environment has this name, or it lacks a parameter that the entry sets, or it
+      cannot use the parameter's value.
   """
   plain, options = calls.parse(name, _KEY)
   adapter, _, what = plain.partition(":")  # such as "textarena" and the ID of a game
   if adapter in _ADAPTERS:
     return _bound(_ADAPTERS[adapter], (what,), options, name)
   if plain in ENVIRONMENTS:
-    return _bound(ENVIRONMENTS[plain], (), options, name)
+    factory = _bound(ENVIRONMENTS[plain], (), options, name)
+    if plain in _CHECKS:
+      _CHECKS[plain](**options)
+    return factory
   choices = (
     f"choose one of {', '.join(ENVIRONMENTS)}, or give textarena:ID, openenv:ADDRESS,"
     " path/file.py:Class or package.module:Class, or call grpo_jax.register_environment first"
   )
-  factory = named(plain, _KEY, choices)
-  _check_methods(factory, name)
-  return _bound(factory, (), options, name)
+  found = named(plain, _KEY, choices)
+  _check_methods(found, name)
+  return _bound(found, (), options, name)
 
 
 def _check_methods(factory: Any, name: str) -> None:

@@ -1,6 +1,6 @@
 """Sends requests for tools and environments to workers, as calls of a special reward function."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 
@@ -105,6 +105,12 @@ class Runner:
       return there([acting.outcome(self._parts, request) for request in requests])
     return start(self._pool, self._call, requests)
 
-  def close(self, keys: Sequence[str]) -> Pending[list[Outcome]]:
-    """Closes the environments of abandoned conversations, by key, if they stay in a worker."""
-    return self.start([{"close": key} for key in keys] if self._parts.stay else [])
+  def close(self, states: Mapping[str, str]) -> Pending[list[Outcome]]:
+    """Closes the environments of conversations that have ended, unless their last turn did.
+
+    Args:
+      states: By key of a conversation, its pickled environment. "" if it is closed or in a worker.
+    """
+    # With `stay`, only a worker knows which environments are still open, so it is asked for all.
+    is_open = {key: state for key, state in states.items() if state or self._parts.stay}
+    return self.start([{"close": key, "state": state} for key, state in is_open.items()])

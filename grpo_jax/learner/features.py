@@ -37,11 +37,12 @@ def completion_features(
     in the loss, and a completion's loss tokens except its last token, which predicts nothing.
   """
   P, G, T = batch.completions_PGT.shape
-  length = batch.prompts_PS.shape[1] + T
+  length = batch.prompts_PS.shape[1] + max(T, config.completion_tokens)
   batch = pad_to_split_evenly(batch, config)
   S = batch.prompts_PS.shape[1]
-  # Scalings of rope depend on the longest text, so padding should not change it. But each slot of a
-  # prompt needs an angle, and padded prompts may have more slots than the longest text has tokens.
+  # Scalings of rope depend on the longest text, which is the sampler's even if padding was added or
+  # cut off. But each slot of a prompt needs an angle, and padded prompts may have more slots than
+  # the longest text has tokens.
   config = dataclasses.replace(config, length=max(length, S))
   in_row, inputs, targets = row_slots(T, config.platform), None, None
   if batch.slots:

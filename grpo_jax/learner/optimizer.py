@@ -221,8 +221,12 @@ def _matrix_axes(params: Any) -> Any:
     is_vector = leaf.ndim < 2 + model.is_stacked("/".join(keys))
     if is_vector or {"embed", "head", "bias"} & set(keys):
       return None
-    in_attention = keys[-1] == "kernel" and "attention" in keys
-    if in_attention and {"o", "proj", "out"} & set(keys):  # [H, E, D]
+    # The axes of heads are in the inputs of some projections, and in the outputs of others. An
+    # adapter has the inputs in lora_a, and the outputs in lora_b.
+    from_heads = bool({"o", "proj", "out"} & set(keys))
+    has_heads = keys[-1] in ("kernel", "lora_a" if from_heads else "lora_b")
+    in_attention = has_heads and "attention" in keys
+    if in_attention and from_heads:  # [H, E, D]
       return optax.contrib.MuonDimensionNumbers((-3, -2), -1)
     if in_attention and "qkv" in keys:  # [D, 3, H, E]
       return optax.contrib.MuonDimensionNumbers(-4, (-3, -2, -1))

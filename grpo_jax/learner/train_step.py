@@ -210,14 +210,28 @@ def finish(
   # Without tokens the gradient does not matter, and the update does not count as skipped.
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
   next_state = _apply_gradient(state, sums, batch, rule)
-  # Without tokens, or with a gradient that is not finite, only the step number changes.
-  next_state = _select(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
+  # Without tokens, or with a gradient that is not finite, only the number of the step and the
+  # position in the schedule of the learning rate change.
+  kept = state.replace(opt_state=_with_schedules_of(state.opt_state, next_state.opt_state))
+  next_state = _select(is_finite & (tokens > 0), next_state, kept).replace(step=state.step + 1)
   measured = _metrics(sums, grad_norm, is_finite, tokens)
   # `begin` dropped groups that have no gradient: `kept` counts the loss tokens that remain.
   kept, real = masked.count(batch.mask_PGT), jax.vmap(real_tokens)(batch).sum()
   measured["update/token_share"] = metrics.weighted(masked.divide(kept, tokens), tokens)
   measured["perf/padding"] = metrics.weighted(masked.divide(computed, real), real)
   return next_state, measured
+
+
+def _with_schedules_of(opt_state: Any, next_state: Any) -> Any:
+  """The state of an optimizer with the positions in schedules of the state after an update."""
+
+  def is_schedule(part: Any) -> bool:
+    return isinstance(part, optax.ScaleByScheduleState)
+
+  def chosen(old: Any, new: Any) -> Any:
+    return new if is_schedule(old) else old
+
+  return jax.tree.map(chosen, opt_state, next_state, is_leaf=is_schedule)
 
 
 def sync_reference(reference: Any, params: Any, mixup: float) -> Any:

@@ -205,6 +205,9 @@ class ModelConfig:
     attention: A name in `attention.ATTENTION`, or "auto" for the platform's best implementation.
     length: An upper bound on the tokens of a text in this computation, or 0 if it is not known. If
       it is known, the angles of the rotary embedding come from a table.
+    completion_tokens: The most tokens of a completion in the run, or 0 if it is not known. The
+      learner needs it where a batch is cut to fewer tokens, because scalings of the rotary
+      embedding depend on the longest text.
     keeps_experts: `routed_features` also returns the experts of each token.
     unrolled: Each layer has separate arrays, instead of being stacked with other layers.
     lora: The adapters of the policy on top of frozen parameters. None means that all parameters are
@@ -286,6 +289,7 @@ class ModelConfig:
   cache_dtype: str = ""
   attention: str = "auto"
   length: int = 0
+  completion_tokens: int = 0
   keeps_experts: bool = False
   unrolled: bool = False
   lora: AdapterShape | None = None

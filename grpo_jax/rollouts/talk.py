@@ -194,7 +194,7 @@ class Talk:
         self._states.pop((number, member), None)
       del self._prompts[number]
     if not self._prompts:  # no group is in flight, so no later call reports errors of closing
-      self._end_all(self._closing)
+      self._talkers.hosts.on_each(lambda: self._end_all(self._closing))
     return found_PG
 
   def _is_own(self, number: int) -> bool:
@@ -209,7 +209,7 @@ class Talk:
 
   def _take_answers(self) -> list[tuple[int, int, Conversation, list[int] | None]]:
     """Returns (group, member, the new turns, the reply's tokens or None) for each ready answer."""
-    found, ended = [], []
+    found, ended = [], dict[str, str]()  # `ended` has pickled environments by key
     for at in [at for at, one in self._questions.items() if one.outcomes.is_ready]:
       question = self._questions.pop(at)  # `at` is (group, member)
       asked = question.asked
@@ -226,8 +226,8 @@ class Talk:
         continue
       found.append((*at, news, ids))
       if ids is None:
-        ended.append(self._key(*at))
-    # A row may end at a limit, before its environment is done. Then a worker may still have it.
+        ended[self._key(*at)] = self._states.pop(at, "")
+    # A row may end at a limit, before its environment is done. Then the environment is still open.
     self._closing.append(self._talkers.runner.close(ended))
     self._end_all([one for one in self._closing if one.is_ready])
     return found
@@ -306,6 +306,8 @@ class Talk:
 
   def _schemas(self, example: dict[str, Any]) -> Schemas:
     """Returns the schemas of the tools that an example may call, by name."""
+    if not self._talkers.environments.all_schemas:  # a column `tools` is shown, and never called
+      return {}
     tools = self._talkers.environments.tools_of(example)
     return {tool["function"]["name"]: tool for tool in tools}
 
@@ -363,14 +365,15 @@ class Talk:
       outcomes: One for each valid call of another tool, then the environment's for all methods.
     """
     *of_tools, of_methods = outcomes
-    # If the server of a tool is gone, the turn fails, even if the environment has answered.
+    self._states[asked.row.prompt, asked.row.member] = of_methods.get("state", "")
+    # If the server of a tool is gone, the turn fails, even if the environment has answered. Then
+    # the row ends, and the environment in this state is closed.
     problem, kind = self._problem_of(_first_without_server(of_tools) or of_methods)
     if problem:
       return _Answer([], problem=problem, kind=kind)
     if of_methods["done"]:
       pickled = of_methods["environment"]
       return _Answer([], of_methods["reward"], environment=pickled, has_ended=True)
-    self._states[asked.row.prompt, asked.row.member] = of_methods["state"]
     # In the order of the calls again, which mix tools and methods.
     tools, contents = iter(of_tools), iter(of_methods["contents"])
     ordered = [

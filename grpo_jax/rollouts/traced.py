@@ -41,18 +41,24 @@ class Harness:
     """Checks the run. `stops_on_error` says whether an exception in the harness ends it.
 
     Raises:
-      ConfigError: The run has several processes, or uses filters in sampling.
+      ConfigError: The run has several processes, or uses filters or stop texts in sampling.
     """
     self._run, self._players, self._stops_on_error = run, players, stops_on_error
     self._endpoint: Endpoint | None = None
     self._version = 0  # of the weights that the endpoint has
     self._warned = set[str]()  # the names whose warnings were printed
+    self._has_learned = False  # whether any call so far can be learned from
     if jax.process_count() > 1:
       raise ConfigError("environment.harness: a run with a harness has one process")
     if has_filters(run.config.sampling):
       raise ConfigError(
         "environment.harness: the endpoint records log-probs without filters; set sampling.top_k=0,"
         " top_p=1, min_p=0, filters=(), min_tokens=0, regex='' and banned=()"
+      )
+    if run.config.sampling.stop:
+      raise ConfigError(
+        "environment.harness: the endpoint ends answers at the texts that a request asks for; set"
+        " sampling.stop=()"
       )
 
   def rollout(self, group_size: int, greedy: bool) -> Callable[..., Rollouts]:
@@ -91,7 +97,7 @@ class Harness:
     outcomes = self._players([self._request(endpoint, prompts, *at) for at in np.ndindex(shape)])
     played = {}
     for (p, g), outcome in zip(np.ndindex(shape), outcomes, strict=True):
-      traces = endpoint.recorder.take(f"{p}/{g}")  # named as in the API key: see `_request`
+      traces = endpoint.recorder.take(_name(endpoint, p, g))
       branches_found, left_out = branches_of(traces, self._run.config.environment.branches)
       played[p, g] = _Played(traces, branches_found, outcome, left_out)
     asked = self._prompts_of_groups(played, prompts)
@@ -203,7 +209,7 @@ class Harness:
     return {
       "example": example,
       "base_url": endpoint.url,
-      "api_key": f"{endpoint.key}:{p}/{g}",
+      "api_key": f"{endpoint.key}:{_name(endpoint, p, g)}",
       "model": MODEL,
     }
 
@@ -255,7 +261,11 @@ class Harness:
     return tuple(turns)
 
   def _warn(self, turns_PG: np.ndarray, played: Sequence["_Played"]) -> None:
-    """Warns of failures and of calls in no branch. Raises RunFailed if no call can be learned."""
+    """Warns of failures and of calls in no branch.
+
+    Raises:
+      RunFailed: No call can be learned from, neither of these completions nor of earlier ones.
+    """
     problems = [one.problem for one in turns_PG.ravel() if one.problem]
     if problems:
       print(f"warning: the harness failed {len(problems)} times: {problems[0]}", file=sys.stderr)
@@ -266,7 +276,8 @@ class Harness:
         " branches than environment.branches counts",
         file=sys.stderr,
       )
-    if not any(one.own for one in turns_PG.ravel()):
+    self._has_learned |= any(one.own for one in turns_PG.ravel())
+    if not self._has_learned:
       raise RunFailed(
         "no call of the harness can be learned from: let it ask the policy at its base_url, with a"
         " prompt of at most data.max_prompt_tokens + sampling.max_tokens tokens"
@@ -321,6 +332,11 @@ class _Played(NamedTuple):
   branches: list[Branch]
   outcome: dict[str, Any]
   left_out: int
+
+
+def _name(endpoint: Endpoint, p: int, g: int) -> str:
+  """The name of the conversation of completion [p, g] of this batch."""
+  return endpoint.recorder.named(f"{p}/{g}")
 
 
 def _spans(calls: Sequence[int]) -> list[tuple[int, int]]:

@@ -42,12 +42,17 @@ def leaving_nothing_behind() -> Iterator[None]:
   finally:
     for name, value in before.items():
       jax.config.update(name, value)
+    from grpo_jax.run import compilation_cache  # here, because it imports jax
+
+    compilation_cache.forget_folder()
     warnings.showwarning = show_warning
     gc.collect()  # the objects of a run refer to each other
 
 
 def _clear_frames(error: BaseException | None) -> None:
   """Deletes the local variables in the tracebacks of an error and its causes."""
-  while error is not None:
+  seen = set[int]()
+  while error is not None and id(error) not in seen:  # an error may be its own cause
+    seen.add(id(error))
     traceback.clear_frames(error.__traceback__)
     error = error.__cause__ or error.__context__

@@ -15,6 +15,7 @@ from typing import Any
 import warnings
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 import platformdirs
 
 AUTO = "auto"
@@ -45,9 +46,15 @@ def use(folder: str) -> None:
     _warn(f"compiled programs are not kept: compilation_cache={folder}: {reason}")
     return
   jax.config.update("jax_compilation_cache_dir", str(path))
+  forget_folder()
   _report_failures_once(path)
   if folder == AUTO:  # nothing is deleted from a folder that the user names
     bound(path.parent, _MOST_BYTES)
+
+
+def forget_folder() -> None:
+  """Lets JAX open the folder of its current settings. It would keep the first one otherwise."""
+  jax_cache.reset_cache()
 
 
 def _automatic() -> Path:

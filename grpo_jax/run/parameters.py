@@ -61,7 +61,8 @@ class Parameters:
     self._config = config
     self._mesh = mesh
     shardings = sharding.model_shardings(shape, mesh, splits_tokens=True)
-    self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
+    of_run: dict[str, Any] = {"completion_tokens": config.sampling.max_tokens, **shardings}
+    self.model = dataclasses.replace(shape, lora=lora_of(config), **of_run)
     init = functools.partial(model.init, config=self.model)
     all_shapes = self._placed(jax.eval_shape(init, jax.random.key(0)))
     self._count = count(all_shapes)

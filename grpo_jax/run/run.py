@@ -260,6 +260,11 @@ def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions
       f"the model has {positions} positions, and a completion may have {max_tokens} tokens; set"
       " max_tokens"
     )
+  if config.sampling.min_tokens > max_tokens:
+    raise ConfigError(
+      f"a completion may have {max_tokens} tokens, and sampling.min_tokens is"
+      f" {config.sampling.min_tokens}, so none could end by itself; set max_tokens"
+    )
   data = dataclasses.replace(
     config.data,
     task="columns",

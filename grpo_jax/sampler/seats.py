@@ -9,7 +9,8 @@ The places may be split over shards, such as the devices of a mesh. Rows never l
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+import copy
 import dataclasses
 from typing import NamedTuple
 
@@ -251,6 +252,21 @@ def take_seats(seats: Seats) -> list[int]:
     seats.waiting_P[p] += len(free)
     taken += rows.tolist()
   return taken
+
+
+def can_sit(seats: Seats, fill: Callable[[Seats, int], Sequence[Arrival]], batch: int) -> bool:
+  """Whether a waiting row would get a seat now. A free seat at another prompt's place is no use.
+
+  Args:
+    seats: The seats, which stay as they are.
+    fill: `fill_places` or `fill_places_in_order`.
+    batch: The argument of `fill`.
+  """
+  if seats.all_seated or (seats.row_NQ != NOBODY).all():
+    return False
+  tried = copy.deepcopy(seats)
+  fill(tried, batch)
+  return bool(take_seats(tried))
 
 
 def move_together(seats: Seats, grids: Sequence[Grid]) -> Move | None:

@@ -130,6 +130,7 @@ class Stream:
     self._guide = guide
     self._programs, self._feed, self._pace, self._end = programs, feed, pace, end
     self._members, self._keeps_versions = members, keeps_versions
+    self._fill = seats_lib.fill_places_in_order if pace.in_order else seats_lib.fill_places
     self.seat_rounds, self.is_kept_full = SeatRounds(), pace.in_order
     self._forget()
 
@@ -163,8 +164,9 @@ class Stream:
   @property
   def draws(self) -> bool:
     seated = int((self._seats.row_NQ != NOBODY).sum())
-    can_sit = not self._seats.all_seated and seated < self._seats.row_NQ.size
-    return can_sit or seated > len(self._paused)
+    if seated > len(self._paused):
+      return True
+    return seats_lib.can_sit(self._seats, self._fill, self._pace.prompts_at_once)
 
   @property
   def _has_room(self) -> bool:
@@ -390,11 +392,10 @@ class Stream:
     prompt that another place already has is copied.
     """
     seats, batch = self._seats, self._pace.prompts_at_once
-    fill = seats_lib.fill_places_in_order if self._pace.in_order else seats_lib.fill_places
-    arrivals = fill(seats, batch)
+    arrivals = self._fill(seats, batch)
     if self._flight is None and not seats.queue:
       # All prompts have a place. The remaining places get copies for members that wait.
-      arrivals = [*arrivals, *fill(seats, batch)]
+      arrivals = [*arrivals, *self._fill(seats, batch)]
     new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
     copies = [arrival for arrival in arrivals if arrival.copied_from != NOBODY]
     if self._flight is None:

@@ -318,11 +318,9 @@ class Scorer:
     scores_PGJ = np.stack(list(scores.values()), -1).reshape(P, G, -1)
     step_rewards = None, None  # (rewards, ends), both float32 [P, G, T], if they are needed
     if self._needs_steps:
-      steps = [
-        None if has_mark(function, "by_turn") else answer.steps
-        for function, answer in zip(self._functions, answers.values(), strict=True)
-      ]
-      step_rewards = steps_on_tokens(own, steps, self.weights, self._decode_text)
+      by_turn = [has_mark(function, "by_turn") for function in self._functions]
+      steps = [answer.steps for answer in answers.values()]
+      step_rewards = steps_on_tokens(own, steps, by_turn, self.weights, self._decode_text)
     scores_PGJ, (rewards_PGT, ends_PGT) = self._hosts.join_rows((scores_PGJ, step_rewards))
     rewards = Rewards(
       scores_PGJ=scores_PGJ,

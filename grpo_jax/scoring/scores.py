@@ -83,7 +83,8 @@ def no_steps(completions: Completions) -> tuple[np.ndarray, np.ndarray]:
 
 def steps_on_tokens(
   rollouts: Rollouts,
-  steps: Sequence[Sequence[rewards_lib.Steps] | None],
+  steps: Sequence[Sequence[rewards_lib.Steps]],
+  by_turn: Sequence[bool],
   weights: Sequence[float],
   decode_text: DecodeText,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -91,8 +92,10 @@ def steps_on_tokens(
 
   Args:
     rollouts: P * G completions.
-    steps: For each function, the steps (end in characters, reward) of each completion. None for a
-      function that rewards turns: then the rewards in the conversations are used.
+    steps: For each function, the steps (end in characters, reward) of each completion. Empty for a
+      completion that the function did not score.
+    by_turn: For each function, whether it rewards turns. Then the rewards in the conversations that
+      it scored replace its steps.
     weights: The weights of the functions. Steps that end at the same token become one step, whose
       reward is the weighted sum.
     decode_text: Decodes token ids to a text.
@@ -103,11 +106,13 @@ def steps_on_tokens(
   """
   rewards_PGT, ends_PGT = no_steps(rollouts.completions)
   G = rollouts.texts_PG.shape[1]
-  for weight, steps_of_rows in zip(weights, steps, strict=True):
+  for weight, steps_of_rows, rewards_turns in zip(weights, steps, by_turn, strict=True):
     for p, g in np.ndindex(rollouts.texts_PG.shape):
       if not rollouts.completions.sampled_PGT[p, g].any():  # a harness never called the policy
         continue
-      if steps_of_rows is None:
+      if not steps_of_rows[p * G + g]:  # such as a row of a task that the function is not for
+        continue
+      if rewards_turns:
         on_tokens = [
           (turn.end - 1, turn.reward)
           for turn in rollouts.turns_PG[p, g].own

@@ -74,6 +74,7 @@ class AnswerChoice:
     self.versions: list[int] = []
     self.version: int | None = None
     self.finish, self.computed, self.number = "", 0, 0
+    self._is_cut = False  # whether the token limit ended the choice
     self._decode, self._stop = decode, request.stop
     self._held = (*request.stop, *calls.opens) if request.tools else request.stop
     self._calls, self._tools = calls if request.tools else None, request.tools
@@ -99,7 +100,7 @@ class AnswerChoice:
     self.versions += [part.version] * len(part.tokens)
     if part.tokens or self.version is None:
       self.version = part.version
-    self.finish = part.finish
+    self.finish, self._is_cut = part.finish, part.finish == "length"
     self.computed += part.computed
     self._alternatives += part.alternatives
     self._scores = part.scores or self._scores
@@ -137,13 +138,12 @@ class AnswerChoice:
 
   def trace(self) -> Trace:
     """The record of an ended choice, for training."""
-    finish = "length" if self.finish == "length" else "stop"  # "stop" also for tool calls
     return Trace(
       prompt=list(self.prompt),
       tokens=list(self.tokens),
       logprobs=list(self.logprobs),
       version=self.version or 0,
-      finish=finish,
+      finish="length" if self._is_cut else "stop",  # whether or not there are tool calls
       said=self._said,
       calls=tuple(
         tool_calls(

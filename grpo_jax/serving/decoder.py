@@ -220,11 +220,14 @@ class Decoder:
       # The token that was drawn last has no keys yet. Prompts cannot use keys in int8.
       cached = 0 if is_int8 else min(len(row.tokens) - 1, most - len(prompt))
       text = (*prompt, *row.tokens[:cached])
-      # A recurrent state includes all tokens that the row drew, and a window has only the newest
-      # ones. So a text that leaves out drawn tokens cannot be cached.
-      lacks_tokens = cached < len(row.tokens) - 1 or (row.is_cut and not self._whole_from)
+      # A recurrent state includes all tokens that the row drew. The slots of a window are a ring,
+      # in which the last drawn tokens overwrite the first. So a text that leaves out drawn tokens
+      # cannot be cached, however short it is.
+      has_states = not self._whole_from
+      is_shortened = cached < len(row.tokens) - 1 and (has_states or any(self._config.windows))
+      lacks_tokens = is_shortened or (row.is_cut and has_states)
       # `forget_prompts` has emptied the prompt if old weights computed it.
-      if not prompt or (len(text) > self._whole_from and lacks_tokens and not is_int8):
+      if not prompt or (lacks_tokens and not is_int8):
         continue
       number = self._known.room(text)
       if number is None:  # the cache is turned off

@@ -22,7 +22,8 @@ class Endpoint:
   Attributes:
     recorder: Records the completions of clients.
     url: The `base_url` for clients.
-    key: The API key. A client appends `:NAME`, the name of its conversation.
+    key: The API key. A client appends `:` and the name of its conversation, as `Recorder.named`
+      returns it.
   """
 
   def __init__(

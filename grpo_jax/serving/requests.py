@@ -14,7 +14,7 @@ from grpo_jax.serving.engine import MOST_BIASED
 from grpo_jax.serving.images import SeenImages, UnreadImages
 from grpo_jax.settings import SMALLEST_FLOAT, is_text, shown
 
-_DEEPEST = 64  # levels of nested lists and objects
+DEEPEST = 64  # levels of nested lists and objects
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # stop texts, and characters of a stop text
 GOES_ON = "goes_on"  # key in the options of a template: the answer continues the last message
 LONGEST = "flag --max_prompt_tokens"  # sets the longest prompt of `serve`
@@ -198,14 +198,19 @@ def read_json(body: bytes) -> dict[str, Any]:
     value = json_object(body)
   except ValueError as error:
     raise RequestError(f"the body is not a JSON object: {error}", code="invalid_json") from None
-  layer, depth = [value], 0
-  while layer:
+  if is_too_deep(value):
+    raise RequestError(f"the body is nested deeper than {DEEPEST} levels", code="invalid_json")
+  return value
+
+
+def is_too_deep(value: Any) -> bool:
+  """Whether lists and objects of a parsed JSON value are nested deeper than `DEEPEST` levels."""
+  layer, depth = [value] if isinstance(value, (dict, list)) else [], 0
+  while layer and depth <= DEEPEST:
     depth += 1
-    if depth > _DEEPEST:
-      raise RequestError(f"the body is nested deeper than {_DEEPEST} levels", code="invalid_json")
     inside = [x.values() if isinstance(x, dict) else x for x in layer]
     layer = [x for values in inside for x in values if isinstance(x, (dict, list))]
-  return value
+  return depth > DEEPEST
 
 
 def row_number(seed: int, choice: int) -> int:

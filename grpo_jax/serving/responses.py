@@ -5,6 +5,7 @@ Nothing is stored: each request must contain the whole conversation.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import json
 from typing import Any
 
 from grpo_jax.data.tokenizers.replies import call_id
@@ -12,7 +13,7 @@ from grpo_jax.environments.tool_calls import Call
 from grpo_jax.serving.answers import AnswerChoice
 from grpo_jax.serving.chats import chat_request
 from grpo_jax.serving.requests import IGNORED, Limits, Request, RequestError, Texts
-from grpo_jax.settings import shown
+from grpo_jax.settings import is_text, shown
 
 # Parameters with the same names in a chat. Filters have the same names, too.
 _AS_IN_CHAT = {
@@ -73,7 +74,13 @@ def response_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> R
   form = asked.form  # errors that come later name its parameter
   if form is not None and form.param in _RENAMED:
     form = form._replace(param=_RENAMED[form.param])
-  return dataclasses.replace(asked, form=form, repeated=_repeated(body, asked, effort))
+  repeated = _repeated(body, asked, effort)
+  for name, value in repeated.items():
+    if not is_text(json.dumps(value, ensure_ascii=False)):
+      raise RequestError(
+        f"{name}: it contains half of a surrogate pair; send texts that UTF-8 can encode", name
+      )
+  return dataclasses.replace(asked, form=form, repeated=repeated)
 
 
 def renamed(error: RequestError) -> RequestError:

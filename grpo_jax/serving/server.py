@@ -155,7 +155,7 @@ class Server:
       settings: The limits and the key.
       reload: () -> the version of the newest weights, which it passes to the engine. Called in a
         thread. None: the weights cannot be reloaded.
-      recorder: Records completions by the name behind the API key, `KEY:NAME`, or None.
+      recorder: Records completions by the name behind the API key (see traces.py), or None.
       images: Reads images. None: the model accepts no images.
     """
     self.metrics = Metrics()
@@ -326,6 +326,7 @@ class Server:
   async def _complete(self, read: Read, request: web.Request) -> web.StreamResponse:
     """Reads a request, parses it by `read`, decodes images, and sends the engine's answer."""
     name = _conversation_of(request)
+    self._writer.check_name(name)
     with contextlib.ExitStack() as stack:
       with contextlib.ExitStack() as held:  # the memory of the body, until it is parsed
         hold = held.enter_context(self._bodies.holding())
@@ -432,7 +433,7 @@ class Server:
 
 
 def _conversation_of(request: web.Request) -> str:
-  """The conversation's name, which follows the API key: `KEY:NAME`. "" if there is none."""
+  """The conversation's name, which follows the API key and a colon. "" if there is none."""
   _, _, name = request.headers.get("Authorization", "").partition(":")
   if not is_text(name):
     raise RequestError("the name behind the key is not UTF-8", status=401, code="invalid_api_key")

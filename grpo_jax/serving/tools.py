@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from grpo_jax.serving.images import image_of
+from grpo_jax.serving.requests import DEEPEST, is_too_deep
 
 
 def are_tools(value: Any) -> bool:
@@ -113,4 +114,9 @@ def _with_object(call: Any) -> dict[str, Any]:
       arguments = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
       raise ValueError("messages: the arguments of a call must be JSON") from None
+    if is_too_deep(arguments):
+      raise ValueError(
+        f"messages: the arguments of a call are nested deeper than {DEEPEST} levels; send flatter"
+        " ones"
+      )
   return call | {"function": function | {"arguments": arguments}}

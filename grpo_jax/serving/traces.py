@@ -1,7 +1,8 @@
 """Records the completions that clients request from an endpoint, so that a run can learn from them.
 
-A client names its conversation in its API key: `KEY:NAME`. The endpoint records the tokens of all
-prompts and completions of that name.
+A client names its conversation in its API key: `KEY:GENERATION:NAME`. The endpoint records the
+tokens of all prompts and completions of that name. The generation is the number of the batch that
+the conversation belongs to, so that calls of an earlier batch that come late are not recorded.
 """
 
 import collections
@@ -48,10 +49,13 @@ class Recorder:
 
   While the endpoint records, the run's temperature, filters and seed replace those of requests,
   because the run learns from the log-probs.
+
+  The names of conversations that methods take begin with the generation, as `named` writes them.
   """
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
+    self._generation = 0  # how often `begin` was called
     self._traces: dict[str, list[Trace]] = collections.defaultdict(list)
     # (conversation, prompt's token ids) -> the messages and tools that it was rendered from
     self._asked_with: dict[tuple[str, tuple[int, ...]], tuple[Messages, Any]] = {}
@@ -59,7 +63,7 @@ class Recorder:
     self._settings, self._seed = RowSettings(), ""
 
   def begin(self, settings: RowSettings, seed: str) -> None:
-    """Drops all traces, and changes how completions are drawn.
+    """Drops all traces, begins a new generation, and changes how completions are drawn.
 
     Args:
       settings: How every completion is drawn. Only the token limit comes from the request.
@@ -67,10 +71,21 @@ class Recorder:
         many of its completions were requested earlier.
     """
     with self._lock:
+      self._generation += 1
       self._traces.clear()
       self._asked_with.clear()
       self._asked.clear()
       self._settings, self._seed = settings, seed
+
+  def named(self, name: str) -> str:
+    """Puts the generation before a name. The result names a conversation until the next `begin`."""
+    with self._lock:
+      return f"{self._generation}:{name}"
+
+  def is_current(self, name: str) -> bool:
+    """Whether a conversation belongs to this generation."""
+    with self._lock:
+      return self._is_current(name)
 
   def draws(self, name: str, asked: RowSettings) -> tuple[RowSettings, int, int]:
     """Decides how the next completion of a conversation is drawn.
@@ -82,7 +97,8 @@ class Recorder:
     with self._lock:
       count = self._asked[name]
       self._asked[name] += 1
-      text = f"{self._seed}/{name}/{count}"
+      _, _, own_name = name.partition(":")  # the numbers of a batch do not depend on those before
+      text = f"{self._seed}/{own_name}/{count}"
       number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
       return self._settings.replace(max_tokens=asked.max_tokens), number, count
 
@@ -112,8 +128,10 @@ class Recorder:
     return None
 
   def add(self, name: str, trace: Trace) -> None:
-    """Stores a completion of a conversation."""
+    """Stores a completion of a conversation, unless it belongs to another generation."""
     with self._lock:
+      if not self._is_current(name):
+        return
       messages, _ = self._asked_with.get((name, tuple(trace.prompt)), (None, None))
       self._traces[name].append(trace._replace(messages=messages))
 
@@ -121,6 +139,10 @@ class Recorder:
     """Removes and returns the completions of a conversation, in the order of their requests."""
     with self._lock:
       return sorted(self._traces.pop(name, []), key=lambda trace: trace.number)
+
+  def _is_current(self, name: str) -> bool:
+    generation, _, _ = name.partition(":")
+    return generation == str(self._generation)
 
 
 def _is_answer(message: Mapping[str, Any], trace: Trace) -> bool:

@@ -71,6 +71,16 @@ class AnswerWriter:
       _FEWEST_CHARACTERS, engine.sizes.prompt_tokens * tokenizer.longest_token
     )
 
+  def check_name(self, name: str) -> None:
+    """Raises RequestError if a recorded conversation belongs to another batch of the run."""
+    if self._recorder is not None and not self._recorder.is_current(name):
+      raise RequestError(
+        "the API key is of no completion of the current batch: let the harness await all its calls"
+        " before it returns",
+        status=401,
+        code="invalid_api_key",
+      )
+
   def texts(self, name: str) -> Texts:
     """The functions that tokenize prompts of the conversation `name`."""
     look = self._images.look if self._images else None
@@ -258,11 +268,19 @@ class AnswerWriter:
       trace, new_messages = recorded
       answer = messages[-len(new_messages) - 1]  # the recorded one, before the new messages
       named = with_names(answer.get("tool_calls") or (), new_messages)
-      new_ids = Replies(self._tokenizer, chat=True, tools=tools or ()).ids(named, trace.tokens[-1])
+      replies = Replies(self._with_options(options), chat=True, tools=tools or ())
+      new_ids = replies.ids(named, trace.tokens[-1])
       ids = [*trace.prompt, *trace.tokens, *new_ids]
     if self._recorder is not None:
       self._recorder.remember_prompt(name, messages, shown, ids)
     return ids
+
+  def _with_options(self, options: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer, whose chat template gets these variables, too."""
+    if not options:  # a copy would compile the template again
+      return self._tokenizer
+    chat_options = {**self._tokenizer.chat_options, **options}
+    return dataclasses.replace(self._tokenizer, chat_options=chat_options)
 
   def _rendered(
     self,

@@ -21,7 +21,6 @@ from grpo_jax.parallel.mesh import sizes_of
 from grpo_jax.rollouts.complete import Remote
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
-from grpo_jax.settings import RunFailed
 from grpo_jax.storage.bucket_files import local_files
 from grpo_jax.storage.row_writer import RowWriter
 from grpo_jax.timing import Clock
@@ -153,7 +152,7 @@ class Reporter:
     if self._evaluation_is_due(step):
       try:
         metrics = metrics | self._evaluate(step, params)
-      except RunFailed:
+      except BaseException:  # also too little memory, or an interrupt in a notebook
         self._write(step, metrics)  # the next start of the run repeats the evaluation
         raise
     elif step % self._run.config.log.every and step != self._last_step:

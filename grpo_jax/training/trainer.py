@@ -113,7 +113,12 @@ class Trainer:
     # The stack closes in reverse order, so signals are handled until the last save is written.
     self._asked_to_stop = stop_request
     stack.enter_context(signals(stop_request))
-    stack.push(lambda kind, error, trace: self.reporter.close(has_failed=kind is not None))
+    # A run that was asked to stop has not failed.
+    stack.push(
+      lambda kind, error, trace: self.reporter.close(
+        has_failed=kind is not None and not issubclass(kind, Stopped)
+      )
+    )
     traced = config.log.profile if hosts.is_first else ()
     self._profiler = Profiler(traced, local_files(workdir) / "profile", self.reporter.say)
     stack.callback(self._profiler.close)
@@ -273,8 +278,11 @@ class Trainer:
     try:
       yield
     except RunFailed as error:  # raised on all processes together
-      self._save(state, step)
       saved = f"step {step} is saved" if step else "no step was finished"
+      if _is_deleted(state):  # the update has begun, which takes the arrays of the state
+        saved = f"step {step} is saved only if a checkpoint was due"
+      else:
+        self._save(state, step)
       resuming = "; run the same command again to go on" if error.goes_on else ""
       raise RunFailed(f"{work}: {error}; {saved}{resuming}") from error
     except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt, SystemExit):

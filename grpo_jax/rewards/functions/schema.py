@@ -11,7 +11,11 @@ from typing import Any
 from grpo_jax.rewards.marks import checked_by
 from grpo_jax.settings import ConfigError
 
-_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
+# A block between fences. `findall` skips whole blocks, so the fence that closes one opens no other.
+# Text may stand before an opening fence that has at most one word after it.
+_BLOCK = re.compile(
+  r"^(?:[ \t]*```+[^`\n]*|[^`\n]*```+\w*[ \t]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE
+)
 
 
 def _check_file(where: str, options: dict[str, Any]) -> None:
@@ -64,7 +68,7 @@ def json_schema(
 
 
 def _accepts(validator: Any, text: str) -> bool:
-  blocks = _FENCE.findall(text)
+  blocks = _BLOCK.findall(text)
   try:
     value = json.loads(blocks[-1] if blocks else text, parse_constant=_refuse)
     return validator.is_valid(value)

@@ -68,6 +68,7 @@ class Forker:
     self._channel, self._run_process = channel, run_process
     self._functions: dict[str, Any] = {}
     self._workers: set[int] = set()
+    self._own: set[int] = set()  # processes that files of functions started when they were loaded
 
   def serve(self) -> None:
     """Receives one request and sends its result."""
@@ -80,9 +81,11 @@ class Forker:
     messages.send_line(self._channel, requests[kind](*details))
 
   def end_all(self) -> None:
-    """Ends every worker."""
+    """Ends every worker, and the processes that loading started."""
     for process in list(self._workers):
       self._end(process)
+    self._own.clear()
+    self._end_strays()
 
   def _load(self, key: str, kind: str, data: bytes) -> dict[str, Any]:
     """Loads a function, which new workers then have under this key.
@@ -90,7 +93,7 @@ class Forker:
     `kind` and `data` come from `messages.portable`. Returns {}, or {"error": a message}, or
     {"threads": True} if loading started a thread.
     """
-    threads = _threads()
+    threads, children = _threads(), _children()
     try:
       with self._killed_with_the_run():
         function = messages.load(kind, data)
@@ -102,6 +105,7 @@ class Forker:
       # A process with threads cannot fork safely: another thread may hold a lock.
       return {"threads": True}
     self._functions[key] = function
+    self._own |= _children() - children
     gc.collect()
     gc.freeze()  # so that collections in the workers do not copy the memory that they share
     return {}
@@ -166,7 +170,7 @@ class Forker:
 
   def _end_strays(self) -> None:
     """Kills processes that a dead worker left. Their children are then children of this process."""
-    while strays := _children() - self._workers:
+    while strays := _children() - self._workers - self._own:
       for process in strays:
         try:
           os.kill(process, signal.SIGKILL)

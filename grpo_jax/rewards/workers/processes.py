@@ -189,6 +189,7 @@ class WorkerProcesses:
 
   Attributes:
     workers: The workers that exist.
+    count: The maximum number of workers.
     forkers: The last forker is in use; the others have ended.
     functions: The functions that workers can call, by key, as `messages.portable` returned them.
     is_closed: Set when no more calls may be made.
@@ -200,7 +201,7 @@ class WorkerProcesses:
     self.forkers: list[ForkerProcess] = []
     self.functions: dict[str, tuple[str, bytes]] = {}
     self.is_closed = threading.Event()
-    self._count, self._memory = count, memory
+    self.count, self._memory = count, memory
     # The keys of functions that start threads when they are loaded, so that no forker may do that.
     self._loaded_by_workers: set[str] = set()
     # Ends the forkers even if nobody calls `close`, at the latest when Python exits.
@@ -220,7 +221,7 @@ class WorkerProcesses:
 
   def fill(self, wanted: int) -> None:
     """Starts workers until there are `wanted`, or the maximum number."""
-    while len(self.workers) < min(self._count, wanted):
+    while len(self.workers) < min(self.count, wanted):
       self.workers.append(self._start_worker())
 
   def end(self, worker: WorkerProcess) -> str:

@@ -6,8 +6,8 @@ functions. It must answer a call within the time limit. If it does not, or if it
 it was making has failed, and its other calls go to another worker.
 
 A worker makes calls of async functions concurrently, even of different jobs. When a worker has the
-maximum number, the next worker gets calls. One worker makes all calls of a function that is marked
-`one_worker`.
+maximum number, the next worker gets calls. One worker, its home, makes all calls of a function that
+is marked `one_worker`, because it may keep state for later calls. Only retries go to other workers.
 """
 
 import collections
@@ -54,6 +54,8 @@ class Schedule:
     self._lanes: dict[tuple[str, int], collections.deque[int]] = {}
     self._seconds: dict[str, float] = {}  # a moving average of the time of a call, by key
     self._failed_starts = 0
+    # By key of a function that is marked `one_worker`: its home. It may have ended.
+    self._homes: dict[str, WorkerProcess] = {}
 
   def start(self, job: CallBatch) -> "Future[list[Answer]]":
     """Makes the calls of a job in the background. Returns the job's future."""
@@ -167,7 +169,7 @@ class Schedule:
       # A worker makes either first attempts or retries.
       if worker.pending and (task.failed or self._tasks[worker.pending[0]].failed):
         return 0
-      if call.one_worker and not self._may_begin(worker, call):
+      if call.one_worker and not self._may_begin(worker, task):
         return 0
       # A second retry is alone in its worker. `_may_begin` allows only one more call.
       one_by_one = task.failed > 1 or call.one_worker
@@ -182,9 +184,16 @@ class Schedule:
     fitting = int(_SECONDS_OF_CALLS / self._seconds.get(call.key, _SECONDS_OF_CALLS))
     return max(1, min(share, fitting))
 
-  def _may_begin(self, worker: WorkerProcess, call: WorkerCall) -> bool:
+  def _home(self, call: WorkerCall) -> WorkerProcess | None:
+    """The worker that keeps the state of the call's function. None if it has none, or has ended."""
+    home = self._homes.get(call.key)
+    return home if home in self._processes.workers else None
+
+  def _may_begin(self, worker: WorkerProcess, task: CallTask) -> bool:
     """Whether a worker may start one more call of a function that is marked `one_worker`."""
-    under_way = 0
+    call, under_way = task.call, 0
+    if not task.failed and self._home(call) not in (None, worker):
+      return False
     for other in self._processes.workers:
       tasks = [t for t in map(self._tasks.__getitem__, other.pending) if t.call.key == call.key]
       if tasks and other is not worker:
@@ -194,21 +203,30 @@ class Schedule:
     return not under_way or not call.at_once or under_way < 2 * call.at_once
 
   def _retire(self) -> None:
-    """Ends idle workers to make room for new ones, which retries need."""
+    """Ends idle workers to make room for new ones, which retries need.
+
+    A home loses its state when it ends. So homes end only if no other worker could make room.
+    """
     missing = sum(len(one) for one in self._waiting() if self._tasks[one[0]].failed)
     missing -= sum(worker.is_new for worker in self._processes.workers)
     idle = [one for one in self._processes.workers if not one.is_new and not one.pending]
+    homes = self._living_homes()
+    if len(homes) < self._processes.count:
+      idle = [one for one in idle if one not in homes]
     for worker in idle[: max(0, missing)]:
       self._processes.end(worker)
 
+  def _living_homes(self) -> set[WorkerProcess]:
+    return {worker for worker in self._processes.workers if worker in self._homes.values()}
+
   def _wanted(self) -> int:
-    """How many workers there should be: those that are busy, and those for the waiting tasks."""
-    busy = [worker for worker in self._processes.workers if worker.pending]
-    wanted = len(busy)
+    """How many workers there should be: busy ones, homes, and those for the waiting tasks."""
+    busy = {worker for worker in self._processes.workers if worker.pending}
+    wanted = len(busy | self._living_homes())
     for numbers in self._waiting():
       task = self._tasks[numbers[0]]
       if task.call.is_async and task.call.one_worker:
-        wanted += 1
+        wanted += 1 if task.failed or self._home(task.call) is None else 0
       elif task.call.is_async and task.failed < 2:
         wanted += -(-len(numbers) // CALLS_AT_ONCE)
       else:  # a worker for each task: `fill` applies the limit
@@ -218,7 +236,10 @@ class Schedule:
   def _give(self, worker: WorkerProcess, batch: list[int]) -> None:
     had_none = not worker.pending
     worker.pending += batch
-    worker.is_async = self._tasks[batch[0]].call.is_async
+    call = self._tasks[batch[0]].call
+    worker.is_async = call.is_async
+    if call.is_async and call.one_worker and self._home(call) is None:
+      self._homes[call.key] = worker
     if had_none:  # else the deadline is that of an earlier call
       self._extend(worker)
     try:

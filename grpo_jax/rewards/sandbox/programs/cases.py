@@ -107,6 +107,8 @@ def _become_case(input_file: int, output_file: int, job: dict[str, Any]) -> None
   sys.setrecursionlimit(_RECURSION)
   sys.set_int_max_str_digits(0)
   sys.argv = ["solution.py"]
+  # Python runs without `site`, which defines these two names.
+  vars(builtins).update(exit=sys.exit, quit=sys.exit)
   sys.stdin = os.fdopen(0, "r", encoding="utf-8", errors="surrogateescape", closefd=False)
   sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
 
