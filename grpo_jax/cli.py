@@ -1,7 +1,6 @@
 """Flags and error handling of all entry points. A user's error is one line and exit code 2."""
 
 from collections.abc import Callable, Iterator, Sequence
-import contextlib
 import dataclasses
 import logging
 import os
@@ -17,6 +16,7 @@ from ml_collections import ConfigDict, config_flags
 from grpo_jax.algo.presets import CHOICES
 from grpo_jax.config import Config, check_key, from_dict, wrong_type
 from grpo_jax.console import exit_codes, line
+from grpo_jax.foreign import printing_to_stderr
 from grpo_jax.lazy import jax
 from grpo_jax.parallel import processes
 from grpo_jax.progress import doing
@@ -82,7 +82,7 @@ class _ConfigParser(flags.ArgumentParser):
 
   def parse(self, argument: str) -> Any:
     """Returns what get_config() of the file returns. A `Config` becomes a ConfigDict."""
-    with contextlib.redirect_stdout(sys.stderr):
+    with printing_to_stderr():
       config = self._of_files.parse(file_of(argument))
     if isinstance(config, Config):
       config = ConfigDict(dataclasses.asdict(config)).lock()

@@ -8,12 +8,38 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 import contextlib
 from pathlib import Path
+import sys
+import threading
 import traceback
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 # These files call code of the user, so `describe` skips their frames.
 _OWN_FILES = [str(Path(__file__).parent / "rewards" / name) for name in ("call.py", "answer.py")]
+
+
+_printing = threading.Lock()  # guards the next list
+_stdouts: list[TextIO] = []  # sys.stdout for each block of `printing_to_stderr` that has begun
+
+
+@contextlib.contextmanager
+def printing_to_stderr() -> Iterator[None]:
+  """Lets prints within the block go to stderr, because a program may read stdout.
+
+  This holds for the whole process. Blocks of several threads may overlap: the last one that ends
+  restores what the first one found. With contextlib.redirect_stdout, prints could stay redirected.
+  """
+  with _printing:
+    _stdouts.append(sys.stdout)
+    sys.stdout = sys.stderr
+  try:
+    yield
+  finally:
+    with _printing:
+      first = _stdouts[0]
+      _stdouts.pop()
+      if not _stdouts:
+        sys.stdout = first
 
 
 class Ended(Exception):

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import difflib
 import random
-import sys
 import threading
 import traceback
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import calls
+from grpo_jax.foreign import printing_to_stderr
 from grpo_jax.settings import ConfigError, shown
 
 # Tasks that cannot be used -> the reasons.
@@ -27,7 +27,7 @@ REFUSED = {
   "game_of_life_halting": "its verifier accepts any answer",
 }
 
-_GLOBAL_STATE = threading.RLock()  # of random, numpy and sys.stdout
+_GLOBAL_STATE = threading.RLock()  # of random and numpy
 _OURS = ("seed", "size")  # fields of a dataset's config that grpo_jax sets, not the user
 _KINDS: dict[type, str] = {  # the type of a knob's default -> the values that it accepts
   bool: "True or False",
@@ -143,7 +143,7 @@ def same_everywhere(seed: int) -> Iterator[None]:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy accepts no larger seeds
     try:
-      with contextlib.redirect_stdout(sys.stderr):
+      with printing_to_stderr():
         yield
     finally:
       random.setstate(state)

@@ -11,12 +11,11 @@ from concurrent.futures import Future
 import contextlib
 import copy
 import inspect
-import sys
 import threading
 from typing import Any, TypeVar
 
 from grpo_jax import timing
-from grpo_jax.foreign import describe
+from grpo_jax.foreign import describe, printing_to_stderr
 from grpo_jax.rewards.answer import (
   Answer,
   CallLog,
@@ -61,7 +60,7 @@ def call_here(function: Callable[..., Any], name: str, columns: Columns, step: i
       lambda waited: f"warning: reward function {name} has not returned for {waited:g} s",
       SECONDS_BETWEEN_WARNINGS,
     ),
-    contextlib.redirect_stdout(sys.stderr),
+    printing_to_stderr(),
   ):
     return call(function, name, columns, step)
 

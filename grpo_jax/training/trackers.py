@@ -13,13 +13,12 @@ import importlib.util
 from pathlib import Path
 import re
 import secrets
-import sys
 import threading
 import time
 from typing import Any, NamedTuple
 
 from grpo_jax.config import Log
-from grpo_jax.foreign import text_of
+from grpo_jax.foreign import printing_to_stderr, text_of
 from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.json_files import replace_file
@@ -334,7 +333,7 @@ def _no_stdout() -> contextlib.AbstractContextManager[Any]:
   The redirection applies to the whole process. So the waiting thread holds it for a limited time,
   and not the tracker's thread, which may hang.
   """
-  return contextlib.redirect_stdout(sys.stderr)
+  return printing_to_stderr()
 
 
 def _line(error: BaseException) -> str:
