@@ -356,6 +356,32 @@ def test_async_calls_run_side_by_side(pool):
   assert time.monotonic() - start < 5  # 12 s one after the other
 
 
+def test_large_async_calls_and_answers_do_not_wait_for_each_other(tmp_path):
+  """Each is larger than the buffers of the socket, and the worker answers while calls come."""
+  (tmp_path / "large.py").write_text(
+    "import asyncio\n"
+    "async def f(completions, log_extra, **_):\n"
+    "  await asyncio.sleep(0.05)\n"
+    "  log_extra('text', ['x' * 600_000])\n"
+    "  return [1.0]\n"
+  )
+  key = f"{tmp_path}/large.py:f"
+  columns = {"completions": ["a"], "blob": ["z" * 600_000]}
+  pool = rewards.Pool(1, 20.0)
+  try:
+    pool.add(key, None, True)
+    call = WorkerCall(key=key, name="f", columns=columns, is_async=True)
+    pending = []
+    began = time.monotonic()
+    for _ in range(30):
+      pending.append(pool.start([call]))
+      time.sleep(0.01)
+    assert all(not one.result()[0].failures for one in pending)
+    assert time.monotonic() - began < 15  # a second; the limit of a call would end a deadlock
+  finally:
+    pool.close()
+
+
 def test_a_call_of_another_function_may_come_before_the_async_ones_have_ended():
   """The run sends it when it has all answers, which is before the worker's loop has ended."""
   here, there = socket.socketpair()

@@ -9,6 +9,7 @@ returned, so the process of the run knows which call it was making.
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import os
 from pathlib import Path
@@ -130,6 +131,9 @@ async def _answer_side_by_side(
   """
   loop = asyncio.get_running_loop()
   running: set[asyncio.Task[None]] = set()
+  # Another thread sends. If this one waited until the run reads, and the run until this one does,
+  # neither would go on.
+  sender = ThreadPoolExecutor(1)
 
   async def make(number: int, one: WorkerCall) -> None:
     function = _function(functions, one)
@@ -140,7 +144,7 @@ async def _answer_side_by_side(
         outcome = call(function, one.name, one.columns, one.step)
     except (TimeoutError, RewardError, KeyboardInterrupt) as error:
       outcome = error
-    _send(channel, number, one.name, outcome)
+    await loop.run_in_executor(sender, _send, channel, number, one.name, outcome)
 
   def begin(calls: list[tuple[int, WorkerCall]]) -> None:
     running.update(loop.create_task(make(number, one)) for number, one in calls)
@@ -161,3 +165,4 @@ async def _answer_side_by_side(
         task.result()  # an error that `make` does not expect ends this worker
   finally:
     loop.remove_reader(channel)
+    sender.shutdown(wait=False)
