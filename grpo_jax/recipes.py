@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 from pathlib import Path
+import re
 from types import ModuleType
 from typing import Any
 
@@ -74,6 +75,16 @@ def with_absolute_paths(config: Config) -> Config:
     path = f"{absolute(key, file)}:{function}" if colon else absolute(key, name)
     return path + parameters
 
+  def absolute_code(key: str, name: str) -> str:
+    # FILE:NAME. Other names, such as mcp:COMMAND, have no file of the part before the colon.
+    return absolute_reward(key, name) if Path(name.partition(":")[0]).suffix == ".py" else name
+
+  def absolute_environment(entry: str) -> str:
+    task, is_of_task, name = entry.partition("=")  # TASK=NAME, or NAME that may have parameters
+    if not is_of_task or not re.fullmatch(r"[\w.-]+", task):
+      return absolute_code("environment.name", entry)
+    return f"{task}={absolute_code('environment.name', name)}"
+
   def absolute_source(entry: str) -> str:
     task, colon, path = entry.partition(":")
     # TASK, TASK:PATH or NAME=TASK:PATH. The path of reasoning_gym is a list of tasks.
@@ -92,8 +103,17 @@ def with_absolute_paths(config: Config) -> Config:
   functions = tuple(absolute_reward("reward.functions", x) for x in config.reward.functions)
   rollout_files = {
     name: absolute(f"rollout.{name}", getattr(config.rollout, name))
-    for name in ("secret_file", "certificate_file", "key_file", "engine_folder")
+    for name in ("secret_file", "certificate_file", "key_file", "engine_folder", "replay")
   }
+  entries = calls.split_list(config.environment.name)
+  absolute_entries = [*map(absolute_environment, entries)]
+  environment = replace(
+    config.environment,
+    name=config.environment.name if absolute_entries == entries else ",".join(absolute_entries),
+    tools=tuple(absolute_code("environment.tools", x) for x in config.environment.tools),
+    harness=absolute_code("environment.harness", config.environment.harness),
+  )
+  teacher = absolute("reward.teacher", config.reward.teacher)
   return replace(
     config,
     plugins=tuple(absolute("plugins", path) for path in config.plugins),
@@ -105,7 +125,8 @@ def with_absolute_paths(config: Config) -> Config:
       tokenizer=absolute("data.tokenizer", config.data.tokenizer),
       mixture=tuple(map(absolute_source, config.data.mixture)),
     ),
-    reward=replace(config.reward, functions=functions),
+    reward=replace(config.reward, functions=functions, teacher=teacher),
+    environment=environment,
     rollout=replace(config.rollout, **rollout_files),
     eval=replace(
       config.eval,

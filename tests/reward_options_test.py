@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 import pytest
 
 from grpo_jax import calls, rewards
-from grpo_jax.config import Config
+from grpo_jax.config import Config, to_dict
 from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage import saved_config
 
 KEY = "reward.functions"
 
@@ -219,3 +220,26 @@ def test_workers_call_functions_with_parameters(tmp_path):
     assert found == [[1.0, 1.0], pytest.approx([0.75, -0.5])]
   finally:
     caller.close()
+
+
+def test_files_of_environments_and_a_teacher_are_found_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ("env.py", "tool.py", "play.py", "models/teacher/config.json"):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+  given = {
+    "environment.name": "sums=env.py:Sums(top=3), products=retry(tries=2)",
+    "environment.tools": ("calculator", "tool.py:add", "mcp:python tool.py"),
+    "environment.harness": "play.py:play",
+    "reward.teacher": "models/teacher",
+  }
+  config = with_absolute_paths(Config().replace(given))
+  assert config.environment.name == f"sums={tmp_path}/env.py:Sums(top=3),products=retry(tries=2)"
+  assert config.environment.tools == ("calculator", f"{tmp_path}/tool.py:add", "mcp:python tool.py")
+  assert config.environment.harness == f"{tmp_path}/play.py:play"
+  assert config.reward.teacher == f"{tmp_path}/models/teacher"
+  assert with_absolute_paths(config) == config
+  # A run of an earlier version has some of these as they were given.
+  old = to_dict(config)
+  old["environment"]["harness"], old["reward"]["teacher"] = "play.py:play", "models/teacher"
+  saved_config.check_same_run(tmp_path / "config.json", old, to_dict(config))

@@ -58,6 +58,14 @@ def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
   return json.loads(json.dumps(config))
 
 
+def _from_here(value: Any) -> str:
+  """A value as a text in which paths below the current folder are relative.
+
+  Earlier versions kept some paths as they were given, which are absolute now.
+  """
+  return json.dumps(value).replace(f"{Path.cwd()}/", "")
+
+
 def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
   """Raises ConfigError if a run cannot continue with other values, naming the first such key.
 
@@ -68,7 +76,7 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
   """
   old, new = flat(old), flat(new)
   for key in [*new, *old]:
-    is_same = key in old and key in new and old[key] == new[key]
+    is_same = key in old and key in new and _from_here(old[key]) == _from_here(new[key])
     # Earlier versions accepted "auto" for a template whose calls they could not read. Now it is
     # refused, so the user must name another value.
     says_more = key == "environment.calls" and old.get(key) == "auto"
