@@ -752,8 +752,11 @@ def test_a_run_of_other_devices_is_loaded_on_these():
     )
     found = _on_this_machine(fitting)
     assert (found.mesh, found.sampling.tensor) == (fitting.mesh, there)
-  apart = dataclasses.replace(small, mesh=Mesh(data=2, fsdp=2, sampler=4))
-  assert _on_this_machine(apart).mesh == Mesh(data=-1)
+  rollout = dataclasses.replace(small.rollout, weights="newest", replay="run", max_staleness=1)
+  mesh = Mesh(data=2, fsdp=2, sampler=4)
+  found = _on_this_machine(dataclasses.replace(small, mesh=mesh, rollout=rollout))
+  assert found.mesh == Mesh(data=-1)
+  assert (found.rollout.weights, found.rollout.replay) == ("fixed", "")  # others need a sampler
 
 
 def with_tensor(config, tensor):

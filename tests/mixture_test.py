@@ -354,6 +354,7 @@ def test_a_mixture_of_files(sources):
     (dict(weights=(1.0, 1e9)), "would have 3e[+]09 prompts for 5 rows"),
     (dict(prompts=("{question}",)), "data.prompts has 1 templates: write one for each"),
     (dict(mixture=("arithmetic", "arithmetic")), "two sources named arithmetic: write NAME="),
+    (dict(mixture=("a=arithmetic", "a_low=arithmetic")), "sources a and a_low, whose metrics"),
     (dict(mixture=("arithmetics",)), "data.mixture: 'arithmetics' is unknown: choose one of"),
     (dict(mixture=("a b",)), "data.mixture holds 'a b': write TASK, TASK:PATH or"),
     (dict(mixture=(), weights=(1.0,)), "data.weights is for the sources of data.mixture"),

@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 import json
+import types
 
 import jax
 import numpy as np
@@ -275,3 +276,11 @@ def test_a_run_on_a_clock_takes_as_long(bound, reward_seconds, update_seconds):
   predicted = simulate(given, 0.008, update_seconds, bound)
   seconds = TwoSides(given, 0.008, update_seconds, bound).run()
   assert seconds == pytest.approx(predicted.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("staleness", [["x"], ["-1"], [""], []])
+def test_bounds_that_are_no_whole_numbers_are_refused(staleness):
+  given = dict(workdir=None, reward_s=0.0, round_ms="1:9,4:5", update_s="1:40,4:11", chips=None)
+  values = types.SimpleNamespace(**given, staleness=staleness)
+  with pytest.raises(ConfigError, match="flag --staleness is .*: give whole numbers"):
+    plan._plan_apart_by_flags(small_config(), values)

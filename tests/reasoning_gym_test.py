@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -512,3 +513,19 @@ def test_readings_of_an_answer():
   assert [*readings("**2**3*4**")] == ["**2**3*4**", "2**3*4"]
   for whole in ("$5$ and $6$", "**2** and **3**", "5...", r"\text{a} b}", r"\text{a}{b}", "$", ""):
     assert [*readings(whole)] == [whole]
+
+
+def test_one_thread_at_a_time_makes_problems_with_the_generators_of_the_process():
+  drawn_by = dict[str, list[float]]()
+
+  def draw(name):
+    with gym.same_everywhere(5):
+      drawn_by[name] = [random.random() for _ in range(3) if not threading.Event().wait(0.01)]
+
+  threads = [threading.Thread(target=draw, args=(name,)) for name in ("first", "second")]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  expected = random.Random(5)
+  assert drawn_by["first"] == drawn_by["second"] == [expected.random() for _ in range(3)]

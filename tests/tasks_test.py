@@ -333,3 +333,8 @@ def test_gsm8k_that_tfds_cannot_provide(monkeypatch):
   with pytest.raises(ConfigError, match=message) as error:
     tasks.make_task(data())
   assert "\n" not in str(error.value)
+
+
+def test_a_question_and_a_solution_that_are_lists_have_characters():
+  rows = [{"question": ["ab", 7], "solution": ["not", "a", "text"], "answer": "1"}]
+  assert tasks.Task(rows, rows).characters() == "7ab"
