@@ -76,7 +76,7 @@ def with_absolute_paths(config: Config) -> Config:
     return path + parameters
 
   def absolute_code(key: str, name: str) -> str:
-    # FILE:NAME. Other names, such as mcp:COMMAND, have no file of the part before the colon.
+    # Only FILE.py:NAME has a path. Other names stay, such as mcp:COMMAND.
     return absolute_reward(key, name) if Path(name.partition(":")[0]).suffix == ".py" else name
 
   def absolute_environment(entry: str) -> str:

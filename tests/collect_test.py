@@ -343,3 +343,9 @@ def reward(completions, **_):
   (tmp_path / "calls").unlink(missing_ok=True)  # of the check at the start
   small(0)
   assert len((tmp_path / "calls").read_text()) == P * G + P
+
+
+def test_the_learner_knows_how_long_completions_may_be_that_were_cut():
+  """Some scalings of the rotary embedding depend on it (see learner_test.py)."""
+  config = small_config()
+  assert small_run(config).parameters.model.completion_tokens == config.sampling.max_tokens

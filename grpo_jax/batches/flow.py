@@ -206,14 +206,8 @@ class Flow:
     if not self._config.algo.dynamic_sampling:
       ended = {number for lot in self._lots for number in lot.numbers}
       return self.first + P if ended.issuperset(range(self.first, self.first + P)) else None
-    found = 0
-    for number in range(self.first, self.first + self._most_groups_of_step):
-      if number not in self._differ:
-        return None
-      found += self._differ[number]
-      if found == P:
-        return number + 1
-    return self.first + self._most_groups_of_step
+    end = self._least_end(self.first)
+    return end if self._differ.keys() >= set(range(self.first, end)) else None
 
   @property
   def _most_groups_of_step(self) -> int:

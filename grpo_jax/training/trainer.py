@@ -279,7 +279,7 @@ class Trainer:
       yield
     except RunFailed as error:  # raised on all processes together
       saved = f"step {step} is saved" if step else "no step was finished"
-      if _is_deleted(state):  # the update has begun, which takes the arrays of the state
+      if step and _is_deleted(state):  # the update has begun, which takes the arrays of the state
         saved = f"step {step} is saved only if a checkpoint was due"
       else:
         self._save(state, step)
