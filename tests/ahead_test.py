@@ -515,8 +515,26 @@ def test_in_several_processes_nobody_goes_on_after_the_thread_has_failed(monkeyp
 def test_a_learned_batch_is_forgotten_with_all_that_its_prompts_see(way):
   ahead = made(way, Draws(), config_of(2))
   learned(ahead, end=3)
-  assert not ahead._drawn.keys() & {0, 1, 2}
+  assert not ahead._drawn.keys() & {0, 1}
+  assert ahead._drawn[2].result().prompts is None
   ahead.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_whose_update_fails_is_saved_with_its_batch_and_those_after_it(way):
+  config, whole, first, second = config_of(2), Draws(), Draws(), Draws()
+  expected = learned(made(way, whole, config))
+  before = made(way, first, config)
+  found, host = learned(before, end=3)
+  before("w3", 3, host, Clock())  # the update that follows fails
+  saved = before.saved(3, host, lambda: "w3")
+  before.close()
+  assert sorted(saved["ahead"]) == ["3", "4", "5"]
+  after = made(way, second, config)
+  rest, host = learned(after, 3, host=saved)
+  after.close()
+  assert (found + rest, host) == expected
+  assert first.log + second.log == whole.log
 
 
 def test_scored_batches_become_arrays_and_back():

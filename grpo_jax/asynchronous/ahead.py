@@ -141,7 +141,9 @@ class Ahead:
       )
     collected = self._collector.put_on_mesh(scored)
     self._collector.forget(index)
-    del self._drawn[index]  # also frees the visual tokens of the batch's prompts
+    # If the update fails, the checkpoint before it needs this batch, so the next step drops it. The
+    # prompts are freed now, because they may have visual tokens, and no checkpoint saves them.
+    self._drawn[index] = there(dataclasses.replace(scored, prompts=None))
     clock.lap("put")
     return dataclasses.replace(collected, metrics=disjoint(collected.metrics, ages))
 
