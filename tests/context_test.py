@@ -159,8 +159,24 @@ def test_a_ring_gives_the_numbers_of_one_device(axes, slots, monkeypatch):
   monkeypatch.setattr(ring, "MAX_CHUNK", 2)
   mesh = mesh_of(**axes)
   assert exchange_of(on_mesh(RINGS, mesh)).name == "ring"
-  monkeypatch.setattr(context, "EXCHANGES", EXCHANGES[1:])  # in the layers with a window, too
+  monkeypatch.setattr(context, "EXCHANGES", EXCHANGES[1:2])  # in the layers with a window, too
   assert_same(RINGS, make_batch(slots=slots), mesh)
+
+
+@pytest.mark.parametrize("window", [4, slow(1), slow(15)])
+@pytest.mark.parametrize("slots", [slow(0), 14])
+@pytest.mark.parametrize(
+  "axes", [dict(context=4), slow(dict(context=8)), slow(dict(tensor=3, context=2))], ids=str
+)
+def test_devices_that_send_what_a_window_reaches_give_the_numbers_of_one(
+  axes, slots, window, monkeypatch
+):
+  """The windows reach into the prompt, and over several devices. Chunks are short."""
+  monkeypatch.setattr(ring, "MAX_CHUNK", 2)
+  config = dataclasses.replace(RINGS, windows=(window, 0))
+  mesh = mesh_of(**axes)
+  assert exchange_of(on_mesh(config, mesh), 0).name == "halo"
+  assert_same(config, make_batch(slots=slots), mesh)
 
 
 @pytest.mark.slow
@@ -314,7 +330,7 @@ def test_encoded_images_in_prompts_give_the_numbers_of_one_device(both_ways, mon
   config, batch = with_tower(both_ways=both_ways, trained=False), golden_batch("gemma3")
   visual = model.encode(params_of(config), config, batch.images)
   if not both_ways:
-    monkeypatch.setattr(context, "EXCHANGES", EXCHANGES[1:])
+    monkeypatch.setattr(context, "EXCHANGES", EXCHANGES[1:2])
   assert_same(config, batch.replace(images=None, visual=visual), mesh_of(context=2))
 
 
@@ -537,10 +553,17 @@ def test_the_cheapest_exchange_is_taken():
   assert cheapest(dataclasses.replace(many, has_pictures=True)).name == "all-to-all"
   # 28 query heads with outputs and 4 key heads with values, of which a quarter stays; or all of
   # them into pieces and back, and keys and values around 4 devices.
-  assert [x.bytes_sent(qwen) for x in EXCHANGES] == [
+  assert [x.bytes_sent(qwen) for x in EXCHANGES[:2]] == [
     2 * 32 * 3 / 4 * 256,
     (2 * 32 + 2 * 4 * 4) * 256,
   ]
+  # Of 8,192 tokens on a device, the next one gets an eighth, and all get as many of the prompt.
+  windowed = dataclasses.replace(qwen, window=1024, has_kernel=False)
+  assert cheapest(windowed).name == "halo"
+  assert cheapest(windowed).bytes_sent(windowed) == 2 * 4 * 3 / 8 * 256
+  # Other heads are not worth more scores, as a kernel is.
+  assert cheapest(dataclasses.replace(windowed, has_kernel=True)).name == "all-to-all"
+  assert cheapest(dataclasses.replace(windowed, has_pictures=True)).name == "all-to-all"
 
 
 @pytest.mark.slow

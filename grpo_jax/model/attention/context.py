@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from grpo_jax.model.attention.halo import attend_halo
 from grpo_jax.model.attention.packing import Packing
 from grpo_jax.model.attention.ring import attend_ring, slots_of
 from grpo_jax.model.attention.view import View
@@ -27,7 +28,7 @@ AttendStream = Callable[
 
 # Exchanges are compared for texts of this many tokens, so all batches of a run use the same one.
 # Only long texts are split.
-_LONG = 32768
+LONG = 32768
 # By the data sheets in parallel/chips.py, a chip does about this many operations while it sends a
 # byte over its links (770 to 2,300), and while it reads or writes one in its memory (150 to 560).
 _OPERATIONS_PER_BYTE_SENT, _OPERATIONS_PER_BYTE = 1000, 250
@@ -82,6 +83,7 @@ class Exchange:
     slowness: The time of a head, relative to plain JAX on a device that has all tokens.
     uses_kernel: The exchange can run a kernel.
     sees_pictures: Tokens can see later tokens of their picture.
+    needs_window: The exchange is for layers with a window alone.
     make: (attention of all tokens) -> attention as each device of the axis computes it.
   """
 
@@ -91,6 +93,7 @@ class Exchange:
   slowness: float
   uses_kernel: bool
   sees_pictures: bool
+  needs_window: bool
   make: Callable[[AttendStream], AttendStream]
 
   def bytes_sent(self, of: SplitAttention) -> float:
@@ -103,7 +106,7 @@ class Exchange:
     if not (self.uses_kernel and of.has_kernel):
       of_score = (of_score + _BYTES_OF_SCORE * _OPERATIONS_PER_BYTE) * self.slowness
     # A query sees half of a long text on average, or its window.
-    scores = self.heads(of) * min(of.window or _LONG, _LONG / 2)
+    scores = self.heads(of) * min(of.window or LONG, LONG / 2)
     return self.bytes_sent(of) * _OPERATIONS_PER_BYTE_SENT + scores * of_score
 
 
@@ -174,6 +177,24 @@ def by_ring(attend: AttendStream) -> AttendStream:
   return attend_here
 
 
+def by_halo(attend: AttendStream) -> AttendStream:
+  """Sends only what a window reaches, and computes in plain JAX (halo.py). Ignores `attend`."""
+  del attend
+
+  def attend_here(
+    q_PNHE: jax.Array,
+    k_PNKE: jax.Array,
+    v_PNKE: jax.Array,
+    prompt_lengths_P: jax.Array,
+    packing: Packing | None,
+    view: View,
+  ) -> jax.Array:
+    slots = slots_of(prompt_lengths_P, packing, view)
+    return attend_halo(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, slots, view, AXIS)
+
+  return attend_here
+
+
 def _sent_by_heads(of: SplitAttention) -> float:
   """Queries, keys and values, and outputs back, less the share that stays on the device."""
   keys = math.lcm(of.key_heads, of.devices)
@@ -185,6 +206,16 @@ def _sent_by_ring(of: SplitAttention) -> float:
   return 2.0 * (of.heads + of.key_heads) + 2 * of.key_heads * of.devices
 
 
+def _sent_by_halo(of: SplitAttention) -> float:
+  """Keys and values that the window reaches: of the tokens before, and of the prompt's end.
+
+  An all-reduce gives all devices the end of the prompt, so each sends it about twice.
+  """
+  tokens = LONG / of.devices
+  halo = min(of.window, LONG - tokens)
+  return 2 * of.key_heads * (halo + 2 * min(of.window, LONG)) / tokens
+
+
 EXCHANGES: tuple[Exchange, ...] = (
   Exchange(
     "all-to-all",
@@ -193,6 +224,7 @@ EXCHANGES: tuple[Exchange, ...] = (
     slowness=1.0,
     uses_kernel=True,
     sees_pictures=True,
+    needs_window=False,
     make=by_heads,
   ),
   Exchange(
@@ -202,14 +234,29 @@ EXCHANGES: tuple[Exchange, ...] = (
     slowness=1.25,  # 1.02 to 1.4 on a CPU (experiments/exchanges.py)
     uses_kernel=False,
     sees_pictures=False,
+    needs_window=False,
     make=by_ring,
+  ),
+  Exchange(
+    "halo",
+    sent=_sent_by_halo,
+    heads=lambda of: of.heads,
+    slowness=1.0,
+    uses_kernel=False,
+    sees_pictures=False,
+    needs_window=True,
+    make=by_halo,
   ),
 )
 
 
 def cheapest(of: SplitAttention) -> Exchange:
   """The exchange that costs least, of those that can compute this attention."""
-  possible = [x for x in EXCHANGES if x.sees_pictures or not of.has_pictures]
+  possible = [
+    exchange
+    for exchange in EXCHANGES
+    if (exchange.sees_pictures or not of.has_pictures) and (of.window or not exchange.needs_window)
+  ]
   return min(possible, key=lambda exchange: exchange.cost(of))
 
 

@@ -21,7 +21,7 @@ from grpo_jax.model.layers import einsum
 
 MAX_CHUNK = 512  # queries
 MAX_SCORES = 2**25  # the scores that exist at a time: 128 MiB in float32
-_OF_PROMPT, _NO_TOKEN = -1, -2  # in place of the number of a completion
+_OF_PROMPT, NO_TOKEN = -1, -2  # in place of the number of a completion
 _LOWEST = -1e30  # instead of -inf, whose differences are NaN
 
 
@@ -29,7 +29,7 @@ class Slots(NamedTuple):
   """The tokens in slots of groups.
 
   Attributes:
-    row_PN: int32, the number of the token's completion, _OF_PROMPT or _NO_TOKEN.
+    row_PN: int32, the number of the token's completion, _OF_PROMPT or NO_TOKEN.
     place_PN: int32, its position in its text.
   """
 
@@ -88,8 +88,8 @@ def slots_of(lengths_P: jax.Array, packing: Packing | None, view: View) -> Slots
   if packing is not None:
     token_PN = jnp.where(packing.token_PN >= 0, pack(token_PN, packing), -1)
   row_PN, time_PN = jnp.divmod(token_PN, max(1, T))
-  row_PN = jnp.where(token_PN >= 0, row_PN, _NO_TOKEN)
-  of_prompt_PS = jnp.where(slots_PS < lengths_P[:, None], _OF_PROMPT, _NO_TOKEN)
+  row_PN = jnp.where(token_PN >= 0, row_PN, NO_TOKEN)
+  of_prompt_PS = jnp.where(slots_PS < lengths_P[:, None], _OF_PROMPT, NO_TOKEN)
   return Slots(
     jnp.concatenate([of_prompt_PS, row_PN], 1),
     jnp.concatenate([slots_PS, lengths_P[:, None] + time_PN], 1),
@@ -121,7 +121,7 @@ def attend_ring(
     sinks_H = view.sinks_H.astype(jnp.float32)
   sinks_KR = sinks_H.reshape(K, H // K)  # R queries share a key
   piece = N // 2
-  chunk = _chunk(P * H, piece)  # how many queries at a time, to bound the memory of the scores
+  chunk = chunk_size(piece, P * H * piece)
   padding = -piece % chunk
 
   def in_pieces(x: jax.Array, pieces: int, value: int = 0) -> jax.Array:
@@ -132,7 +132,7 @@ def attend_ring(
 
   # Each device has the slots of all tokens, in the order of the text, so they are not exchanged.
   of_pieces = Slots(
-    in_pieces(slots.row_PN, 2 * devices, _NO_TOKEN), in_pieces(slots.place_PN, 2 * devices)
+    in_pieces(slots.row_PN, 2 * devices, NO_TOKEN), in_pieces(slots.place_PN, 2 * devices)
   )
   q, k, v = (_zigzag(in_pieces(x, 2), axis) for x in (q_PNHE, k_PNKE, v_PNKE))
   q = _in_chunks(q.reshape(*q.shape[:3], K, H // K, E), chunk)
@@ -144,10 +144,15 @@ def attend_ring(
   return jnp.moveaxis(out, 0, 1).reshape(P, N, H, E)
 
 
-def _chunk(rows: int, piece: int) -> int:
-  """How many queries of a piece are computed at a time. `rows` counts prompts times heads."""
-  most = min(piece, MAX_CHUNK, max(8, MAX_SCORES // (rows * piece)))
-  return -(-piece // -(-piece // most))
+def chunk_size(queries: int, scores: int) -> int:
+  """How many queries are computed at a time, to bound the memory of their scores.
+
+  Args:
+    queries: How many there are in all. The chunks are about equally long.
+    scores: The scores of one query, of all prompts and heads.
+  """
+  most = min(queries, MAX_CHUNK, max(8, MAX_SCORES // scores))
+  return -(-queries // -(-queries // most))
 
 
 def _in_chunks(x: jax.Array, chunk: int) -> jax.Array:
@@ -351,7 +356,7 @@ def _seen(ring: _Ring, queries: tuple[jax.Array, Slots], keys: Slots) -> _Masked
   row_q, place_q = (x[:, :, None] for x in of_queries)
   row_k, place_k = (x[:, None] for x in keys)
   back = place_q - place_k
-  mask = ((row_k == row_q) | (row_k == _OF_PROMPT)) & (row_k != _NO_TOKEN) & (back >= 0)
+  mask = ((row_k == row_q) | (row_k == _OF_PROMPT)) & (row_k != NO_TOKEN) & (back >= 0)
   if ring.window:
     mask &= back < ring.window
   return _MaskedChunk(q, mask[:, None, None])

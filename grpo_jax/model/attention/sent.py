@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 
 from grpo_jax.model.attention.choose import KERNELS
-from grpo_jax.model.attention.context import SplitAttention, cheapest
+from grpo_jax.model.attention.context import LONG, SplitAttention, cheapest
 from grpo_jax.model.attention.groups import attention_of
 from grpo_jax.model.config import LayerKind, ModelConfig
 
@@ -26,9 +26,11 @@ def _sent_by(config: ModelConfig, kind: LayerKind) -> str:
   of = split_attention(config, kind)
   exchange = cheapest(of)
   window = f" of a window of {kind.window}" if kind.window else ""
+  text = f", in texts of {LONG:,}" if exchange.needs_window else ""
   return (
     f"attention{window} by {exchange.name} sends {exchange.bytes_sent(of) / 1e3:,.1f} KB for each"
-    f" token of a device: together, they compute {exchange.heads(of)} heads in place of {of.heads}"
+    f" token of a device{text}: together, they compute {exchange.heads(of)} heads in place of"
+    f" {of.heads}"
   )
 
 

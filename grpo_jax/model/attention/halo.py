@@ -1,0 +1,130 @@
+"""Attention with a window, whose devices send each other only the tokens that the window reaches.
+
+A device has N slots of a group, one after another. With a window of W, its queries see at most
+W - 1 slots before their own. These are its halo, which the devices before it send. In addition, the
+first tokens of each completion see the last W - 1 tokens of the prompt, which may lie far before
+them. All devices get these.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model.attention.ring import MAX_CHUNK, NO_TOKEN, Slots, chunk_size
+from grpo_jax.model.attention.softmax import Own, Scoring, softmax_attention
+from grpo_jax.model.attention.view import View
+
+
+def attend_halo(
+  q_PNHE: jax.Array,
+  k_PNKE: jax.Array,
+  v_PNKE: jax.Array,
+  lengths_P: jax.Array,
+  slots: Slots,
+  view: View,
+  axis: str,
+) -> jax.Array:
+  """The outputs [P, N, H, E] of a device's queries, within a `shard_map` over `axis`.
+
+  Args:
+    q_PNHE: The device's queries.
+    k_PNKE: The device's keys.
+    v_PNKE: The device's values.
+    lengths_P: int32, how many tokens each prompt has.
+    slots: The slots of all devices.
+    view: The window and the cap, and the sinks of the device's heads. The window is not 0.
+    axis: The axis of the mesh along which the devices have different tokens.
+  """
+  P, N, H, E = q_PNHE.shape
+  K, devices = k_PNKE.shape[2], jax.lax.axis_size(axis)
+  # At least one, because arrays without a slot have no largest score.
+  before = max(1, min(view.window - 1, N * (devices - 1)))
+  # A chunk of Q queries sees its own slots, as many before them as the window, and of the prompt.
+  chunk = chunk_size(N, P * H * (2 * before + MAX_CHUNK))
+  padding = -N % chunk
+
+  first = jax.lax.axis_index(axis) * N
+  # The ends of the prompts, [P, W - 1, K, E]: each device adds the tokens that it has. A short
+  # prompt has no token at its first places, which are negative.
+  place_PW = lengths_P[:, None] - before + jnp.arange(before)
+  ends = [_of_all(x, place_PW - first, axis) for x in (k_PNKE, v_PNKE)]
+  prefix = tuple(x.swapaxes(1, 2) for x in ends)
+  # The halo, the device's own slots, and padding to whole chunks. Each chunk adds to the gradients
+  # of these keys and values, which are summed in float32.
+  keys, values = (
+    jnp.pad(
+      jnp.concatenate([_halo(x, before, axis), x], 1), ((0, 0), (0, padding), (0, 0), (0, 0))
+    ).astype(jnp.float32)
+    for x in (k_PNKE, v_PNKE)
+  )
+  row_PC, place_PC = (
+    jax.lax.dynamic_slice_in_dim(
+      jnp.pad(x, ((0, 0), (before, padding)), constant_values=NO_TOKEN), first, keys.shape[1], 1
+    )
+    for x in slots
+  )
+
+  @jax.checkpoint
+  def attend_chunk(chunk_of: tuple[jax.Array, jax.Array]) -> jax.Array:
+    q_PQHE, start = chunk_of
+
+    def in_reach(x: jax.Array) -> jax.Array:
+      """The slots that the window of a query of this chunk reaches, and those of the chunk."""
+      return jax.lax.dynamic_slice_in_dim(x, start, before + chunk, 1)
+
+    row_PC1, place_PC1 = in_reach(row_PC)[:, None], in_reach(place_PC)[:, None]
+    row_PQ1, place_PQ1 = (x[:, 0, before:, None] for x in (row_PC1, place_PC1))
+    back_PQC = place_PQ1 - place_PC1
+    # A slot without a token sees itself, so that its sum is not 0. A completion's token sees its
+    # prompt in `prefix` alone.
+    mask_PQC = (row_PC1 == row_PQ1) & (back_PQC >= 0) & (back_PQC < view.window)
+    of_prompt_PQW = (place_PQ1 - place_PW[:, None] < view.window) & (place_PW[:, None] >= 0)
+    of_prompt_PQW &= row_PQ1 >= 0
+    own = Own(
+      *(in_reach(x).astype(q_PQHE.dtype).swapaxes(1, 2)[:, :, None] for x in (keys, values))
+    )
+    q = q_PQHE.reshape(P, chunk, K, 1, H // K, E).transpose(0, 2, 3, 4, 1, 5)
+    scoring = Scoring(view.cap, view.sinks_H)
+
+    def with_prompt() -> jax.Array:
+      mask = of_prompt_PQW[:, None, None, None]
+      return softmax_attention(q, own, mask_PQC[:, None, None, None], prefix, mask, scoring)
+
+    def without_prompt() -> jax.Array:
+      return softmax_attention(q, own, mask_PQC[:, None, None, None], None, None, scoring)
+
+    # In a long completion, most chunks are out of reach of the prompt.
+    out = jax.lax.cond(of_prompt_PQW.any(), with_prompt, without_prompt)
+    return out.transpose(0, 4, 1, 2, 3, 5).reshape(P, chunk, H, E)
+
+  q = jnp.pad(q_PNHE, ((0, 0), (0, padding), (0, 0), (0, 0)))
+  q = jnp.moveaxis(q.reshape(P, -1, chunk, H, E), 1, 0)
+  # The barrier makes the starts depend on the queries. Otherwise JAX would compute the masks of all
+  # chunks in the forward pass, and keep them for the backward pass.
+  q, starts = jax.lax.optimization_barrier((q, jnp.arange(len(q)) * chunk))
+  out = jax.lax.map(attend_chunk, (q, starts))
+  return jnp.moveaxis(out, 0, 1).reshape(P, -1, H, E)[:, :N]
+
+
+def _halo(x_PNKE: jax.Array, before: int, axis: str) -> jax.Array:
+  """The `before` slots in front of a device's own, [P, before, K, E]. Zeros before the first."""
+  N, devices = x_PNKE.shape[1], jax.lax.axis_size(axis)
+  parts: list[jax.Array] = []
+  for hop in range(1, -(-before // N) + 1):  # a window may reach over several devices
+    part = x_PNKE[:, -min(N, before - (hop - 1) * N) :]
+    parts.insert(0, jax.lax.ppermute(part, axis, [(i, i + hop) for i in range(devices - hop)]))
+  return jnp.concatenate(parts, 1)
+
+
+def _of_all(x_PNKE: jax.Array, place_PW: jax.Array, axis: str) -> jax.Array:
+  """Gathers slots of all devices, [P, W, K, E], and gives them to each device.
+
+  Args:
+    x_PNKE: The device's own slots.
+    place_PW: int32, the slots to gather, relative to the first slot of this device. Slots that no
+      device has are 0 in the result.
+    axis: The axis of the mesh.
+  """
+  N = x_PNKE.shape[1]
+  is_here_PW = (place_PW >= 0) & (place_PW < N)
+  taken = jnp.take_along_axis(x_PNKE, jnp.clip(place_PW, 0, N - 1)[..., None, None], 1)
+  return jax.lax.psum(jnp.where(is_here_PW[..., None, None], taken, 0), axis)
