@@ -13,6 +13,7 @@ from grpo_jax.batches.collect import Collector
 from grpo_jax.config import TEMPERATURE_SCHEDULES, Sampling
 from grpo_jax.data import loader
 from grpo_jax.rollouts.complete import make_rollout
+from grpo_jax.run.parameters import Parameters
 from grpo_jax.sampler.sampling import TEMPERATURES, temperature_at
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import RunFailed
@@ -348,4 +349,12 @@ def reward(completions, **_):
 def test_the_learner_knows_how_long_completions_may_be_that_were_cut():
   """Some scalings of the rotary embedding depend on it (see learner_test.py)."""
   config = small_config()
-  assert small_run(config).parameters.model.completion_tokens == config.sampling.max_tokens
+  most = config.sampling.max_tokens
+  run = small_run(config)
+  shape = run.parameters.model
+  assert shape.completion_tokens == most
+  # The endpoint of a harness has room for a turn after the longest text.
+  config = with_section(config, "environment", harness="mine.py:play")
+  for turn_tokens, longest in ((0, 2 * most), (3, most + 3)):
+    config = with_section(config, "environment", turn_tokens=turn_tokens)
+    assert Parameters(config, shape, run.hosts.mesh).model.completion_tokens == longest

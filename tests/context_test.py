@@ -163,6 +163,15 @@ def test_a_ring_gives_the_numbers_of_one_device(axes, slots, monkeypatch):
   assert_same(RINGS, make_batch(slots=slots), mesh)
 
 
+@pytest.mark.slow
+def test_a_window_reaches_a_prompt_that_is_most_of_the_slots():
+  """The devices have fewer slots than the window and the prompt."""
+  config = dataclasses.replace(RINGS, windows=(9, 0))
+  mesh = mesh_of(context=2)
+  assert exchange_of(on_mesh(config, mesh), 0).name == "halo"
+  assert_same(config, make_batch([[2], [1], [2], [0]], tokens=2), mesh)
+
+
 @pytest.mark.parametrize("window", [4, slow(1), slow(15)])
 @pytest.mark.parametrize("slots", [slow(0), 14])
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+import tokenizers
 
 from grpo_jax import gguf_file, model
 from grpo_jax.config import Mesh
@@ -172,21 +173,52 @@ def test_a_tokenizer_is_read_as_transformers_reads_it(case, tmp_path):
   assert again.render(chat, generation_prompt=False) == expected["chat"]
 
 
+def tokenizer_of(path, **fields):
+  """The tokenizer of a file with these fields behind tokenizer.ggml."""
+  return tokenizer.load(
+    written(path, **{f"tokenizer__ggml__{key}": x for key, x in fields.items()})
+  )
+
+
 @pytest.mark.parametrize(
-  "pre, ids",
+  "pre, ids, whole_word",
   [
-    ("qwen2", [[0], [1], [2], [3]]),  # single digits
-    ("llama-bpe", [[5], [3]]),  # three together
-    ("smollm", [[5], [3]]),  # all together, which then are not one token
+    ("qwen2", [[0], [1], [2], [3]], False),  # single digits
+    ("llama-bpe", [[5], [3]], True),  # three together
+    ("smaug-bpe", [[5], [3]], False),
+    ("smollm", [[5], [3]], False),  # all together, which then are not one token
   ],
 )
-def test_digits_are_split_by_the_rule_of_the_file(pre, ids, tmp_path):
-  """No merge makes 45, so it is two tokens though it is in the vocabulary."""
+def test_digits_are_split_by_the_rule_of_the_file(pre, ids, whole_word, tmp_path):
+  """No merge makes 45. It is in the vocabulary, which suffices for Llama 3 alone."""
   tokens = ["1", "2", "3", "4", "12", "123", "5", "45"]
-  fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": ["1 2", "12 3"]}
-  file = written(tmp_path / "x.gguf", **{f"tokenizer__ggml__{key}": x for key, x in fields.items()})
-  assert tokenizer.load(file).encode("1234") == sum(ids, [])
-  assert tokenizer.load(file).encode("45") == [3, 6]
+  merges = ["1 2", "12 3"]
+  ours = tokenizer_of(tmp_path / "x.gguf", model="gpt2", pre=pre, tokens=tokens, merges=merges)
+  assert ours.encode("1234") == sum(ids, [])
+  assert ours.encode("45") == ([7] if whole_word else [3, 6])
+
+
+@pytest.mark.parametrize(
+  "pre, whole",
+  [(pre, True) for pre in ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")]
+  + [(pre, False) for pre in ("smaug-bpe", "gpt-4o", "qwen2", "gpt-2")],
+)
+def test_llama3_and_tekken_take_whole_words_and_begin_with_bos(pre, whole, tmp_path):
+  """As in llama.cpp. A file that states add_bos_token has its way."""
+  fields = dict(model="gpt2", pre=pre, tokens=["a", "b", "c", "ab", "abc", "<s>"])
+  fields |= dict(token_type=[1, 1, 1, 1, 1, 3], merges=["a b"], bos_token_id=5)
+  ours = tokenizer_of(tmp_path / "x.gguf", **fields)
+  assert ours.prefix_ids == ((5,) if whole else ())
+  parts = json.loads(ours.files["tokenizer.json"])
+  parts["model"]["ignore_merges"] = whole
+  expected = tokenizers.Tokenizer.from_str(json.dumps(parts))
+  texts = ["abc", "abcab", "ab", "<s>abc"]
+  ids = [expected.encode(text, add_special_tokens=False).ids for text in texts]
+  assert ours.encode_batch(texts) == ids
+  assert ids[0] == ([4] if whole else [3, 2])
+  for adds in (True, False):
+    stated = tokenizer_of(tmp_path / f"{adds}.gguf", **fields, add_bos_token=adds)
+    assert stated.prefix_ids == ((5,) if adds else ())
 
 
 def test_spaces_that_a_file_of_gemma_has_as_added_tokens_are_its_own_tokens(tmp_path):
@@ -221,6 +253,32 @@ def test_a_token_that_ends_a_turn_ends_a_text(tmp_path):
     tmp_path / "x.gguf", GOLDEN / "families/gemma2", tokenizer=add, vocab_size=96
   )
   assert model.load_config(file).stop_ids == (1, 7)
+
+
+@pytest.mark.parametrize(
+  "texts, kind, stop_ids",
+  [
+    ({7: "<end_of_turn>"}, 3, (1, 7)),
+    ({7: "<|endoftext|>", 9: "<|im_end|>"}, 3, (1, 9)),  # the first in llama.cpp's list
+    ({1: "<|eot_id|>", 9: "<|im_end|>"}, 3, (1,)),
+    ({7: "<end_of_turn>"}, 1, (1,)),  # an ordinary token
+  ],
+)
+def test_a_token_that_ends_a_turn_is_found_by_its_text(texts, kind, stop_ids, tmp_path):
+  """Older files, such as those of Gemma 2, lack the eot_token_id."""
+
+  def add(writer):
+    tokens = [*gguf_writing.LETTERS]
+    for number, text in texts.items():
+      tokens[number] = text
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([kind if number in texts else 1 for number in range(len(tokens))])
+    writer.add_eos_token_id(1)
+
+  folder = GOLDEN / "families/gemma2"
+  file = gguf_writing.write(tmp_path / "x.gguf", folder, tokenizer=add, vocab_size=96)
+  assert model.load_config(file).stop_ids == stop_ids
 
 
 # What a user tries.

@@ -261,7 +261,7 @@ TEXTS = [
 TOKENIZERS = {  # case: (folder of the model, what adds its tokenizer)
   "qwen2": ("families/qwen3", on_bytes(GOLDEN / "tokenizers/qwen", "qwen2", False)),
   "llama-bpe": ("families/llama3", on_bytes(GOLDEN / "tokenizers/llama3", "llama-bpe", True)),
-  "tekken": ("families/llama", on_bytes(GOLDEN / "tokenizers/llama3", "tekken")),
+  "tekken": ("families/llama", on_bytes(GOLDEN / "tokenizers/llama3", "tekken", False)),
   "gpt-4o": ("families/llama", on_bytes(GOLDEN / "tokenizers/llama3", "gpt-4o", True)),
   "smollm": ("families/llama", on_bytes(GOLDEN / "tokenizers/llama3", "smollm", False)),
   "spm": ("families/llama", on_characters(GOLDEN / "tokenizers/llama2")),

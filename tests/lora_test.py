@@ -81,6 +81,8 @@ def test_saving_writes_the_tensors_that_were_loaded(name, tmp_path):
   assert before.keys() == after.keys()
   assert all(np.array_equal(before[key], after[key]) for key in before)
   assert model.load_adapter_shape(tmp_path / "out") == config.lora
+  # All files have the same permissions.
+  assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
 
 
 @pytest.mark.slow
@@ -312,6 +314,9 @@ def folder(tmp_path):
     (dict(peft_type="IA3"), "peft_type is 'IA3'"),
     (dict(use_dora=True), "use_dora is True"),
     (dict(bias="all"), "bias is 'all'"),
+    (dict(init_lora_weights="pissa"), "init_lora_weights is 'pissa': .* convert the adapter with"),
+    (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights is 'pissa_niter_4'"),
+    (dict(init_lora_weights=["olora"]), "init_lora_weights is"),
     (dict(rank_pattern={"q_proj": 2}), "rank_pattern is"),
     (dict(r=0), "r is 0"),
     (dict(modules_to_save=["lm_head"]), "modules_to_save"),
@@ -328,6 +333,14 @@ def test_another_kind_of_adapter_is_refused_by_name(folder, fields, words):
   with pytest.raises(ConfigError, match=rf"adapter_config\.json: {words}") as error:
     model.load_adapter_shape(folder)
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_the_first_values_of_an_adapter_do_not_matter_later(init, folder):
+  expected = model.load_adapter_shape(folder)
+  file = folder / "adapter_config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": init}))
+  assert model.load_adapter_shape(folder) == expected
 
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

@@ -1,6 +1,7 @@
 """Experts in MXFP4, and all experts of a layer in one tensor."""
 
 from pathlib import Path
+import re
 import shutil
 
 import jax
@@ -11,8 +12,10 @@ from safetensors.numpy import load_file, save_file
 from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.model.huggingface import packed_experts
+from grpo_jax.model.huggingface.folders import TensorFiles
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import param_specs
+from grpo_jax.settings import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden" / "families"
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what the three lower bits of a number stand for
@@ -58,6 +61,19 @@ def test_experts_in_one_tensor_are_those_of_single_tensors(tmp_path):
     model.load(fused(tmp_path))[1],
     model.load(GOLDEN / "qwen3_5_moe")[1],
   )
+
+
+@pytest.mark.parametrize("scales", [None, np.zeros((2, 3), np.uint8)])
+def test_missing_or_wrong_scales_are_named(scales, tmp_path):
+  tensors = {"a_blocks": np.zeros((2, 4, 1, 16), np.uint8)}
+  if scales is not None:
+    tensors["a_scales"] = scales
+  file = tmp_path / "model.safetensors"
+  save_file(tensors, file)
+  found = "missing" if scales is None else "(2, 3)"
+  words = rf"{file}: tensor a_scales is {found}, by a_blocks it should be (2, 4, 1)"
+  with pytest.raises(ConfigError, match=re.escape(words)):
+    packed_experts.UnpackedExperts(TensorFiles([file]), 0)
 
 
 @pytest.mark.slow

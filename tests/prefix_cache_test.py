@@ -5,7 +5,7 @@ from pathlib import Path
 import threading
 import time
 
-from engine_test import Listener, ask
+from engine_test import Listener, ask, submit
 import jax
 import numpy as np
 import pytest
@@ -244,6 +244,130 @@ def test_prompts_that_wait_are_computed_together(tiny):
     going_on,
   )
   engine.close()
+
+
+# --- Long prompts in pieces ---
+
+
+@pytest.fixture(scope="module")
+def in_pieces(tiny):
+  """An engine whose pieces have 24 tokens, and its weights."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(decoder, "_SUFFIXES", (8, 24))
+    engine = make(*tiny, 8, tokens=60)
+  yield engine, tiny[1]
+  engine.close()
+
+
+def rows_beside(engine, monkeypatch, *late, on_piece=lambda rows: None):
+  """Asks for rows while another row draws.
+
+  Args:
+    engine: The engine.
+    monkeypatch: Undoes the changes of the engine.
+    late: As for `ask`.
+    on_piece: Called with the handles of the rows before each call that continues a prompt.
+
+  Returns:
+    Their listeners, and what the decoder did after the other row began: "arrive" and "go_on" for
+    calls that compute prompts, and "chunk" for chunks that rows draw.
+  """
+  did, found, rows, first = [], [], [], Listener()
+
+  def note(name):
+    call = getattr(engine._decoder, name)
+
+    def noted(*arguments, **options):
+      did.append(name.strip("_"))
+      if name == "_go_on":
+        on_piece(rows)
+      return call(*arguments, **options)
+
+    monkeypatch.setattr(engine._decoder, name, noted)
+
+  def hear(part):
+    if not first.parts:
+      did.clear()
+      listeners, handles = submit(engine, *late)
+      found.extend(listeners)
+      rows.extend(handles)
+    first(part)
+
+  engine.set_weights(engine._params, engine.version)  # forgets all prompts
+  for name in ("_arrive", "_go_on", "chunk"):
+    note(name)
+  engine.submit([Job((7, 8, 9), 1, RowSettings(0.0, min_tokens=60), hear)])
+  assert first.ended.wait(20), engine.failure
+  for listener, row in zip(found, rows, strict=True):
+    assert row.is_cancelled or listener.ended.wait(20), engine.failure
+  monkeypatch.undo()
+  return found, did
+
+
+def assert_as_alone(engine, params, given, found):
+  for row, one in zip(given, found, strict=True):
+    engine.set_weights(params, 9)  # forgets all prompts
+    (alone,) = ask(engine, row)
+    assert_same([(one.tokens, one.logprobs)], [(alone.tokens, alone.logprobs)])
+
+
+def prompts_of(vocabulary):
+  rng = np.random.default_rng(3)
+  return (rng.integers(2, vocabulary, size).tolist() for size in (S, 9))
+
+
+def check_pieces(engine, params, vocabulary, monkeypatch):
+  long, short = prompts_of(vocabulary)
+  given = [(long, 5), (short, 6), (long, 7), (long[:70], 8)]
+  copies = engine.counts.copies
+  found, did = rows_beside(engine, monkeypatch, *given)
+  # The first piece and the short prompt, and the other three pieces. The last prompt has waited for
+  # them, and reuses them.
+  assert did[:9] == ["arrive", "chunk", *["go_on", "chunk"] * 2, "go_on", "go_on", "chunk"]
+  assert engine.counts.copies == copies + 1  # the second row of the long prompt waited for it
+  assert_as_alone(engine, params, given, found)
+
+
+def test_rows_that_draw_wait_for_one_piece_of_a_long_prompt_at_a_time(in_pieces, monkeypatch):
+  check_pieces(*in_pieces, 96, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES_OF_ALL_KINDS)
+def test_families_compute_long_prompts_in_pieces(name, monkeypatch):
+  config, params = model.load(FAMILIES / name)
+  engine = make(dataclasses.replace(config, dtype="float32"), params, 8, tokens=60)
+  check_pieces(engine, params, config.vocab_size, monkeypatch)
+  engine.close()
+
+
+def test_a_row_that_leaves_before_its_prompt_is_complete_leaves_nothing(in_pieces, monkeypatch):
+  engine, params = in_pieces
+  long, _ = prompts_of(96)
+  given = [(long, 5), (long, 6)]
+
+  def leaves(rows):
+    engine.cancel(rows[:1])
+
+  (gone, stays), _ = rows_beside(engine, monkeypatch, *given, on_piece=leaves)
+  assert not gone.parts and not engine._decoder._begun and not engine._decoder._waiting
+  assert_as_alone(engine, params, given[1:], [stays])
+
+
+def test_a_prompt_in_pieces_begins_again_with_new_weights(in_pieces, monkeypatch):
+  engine, params = in_pieces
+  other = jax.tree.map(lambda x: 1.5 * x, params)
+  long, _ = prompts_of(96)
+
+  def swaps(_):  # as `set_weights` does from another thread
+    if engine.version != 2:
+      engine._next_weights = other, 2
+
+  (row,), did = rows_beside(engine, monkeypatch, (long, 5), on_piece=swaps)
+  assert did[:4] == ["arrive", "chunk", "go_on", "chunk"]
+  assert did[4:8] == ["arrive", "chunk", "go_on", "chunk"] and set(row.versions) == {2}
+  assert_as_alone(engine, other, [(long, 5)], [row])
+  engine.set_weights(params, 1)
 
 
 def test_the_text_that_was_used_longest_ago_makes_room():

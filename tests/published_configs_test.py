@@ -284,6 +284,235 @@ CONFIGS = {  # the file, and the parameters without vision towers and heads that
     ),
     106.9,
   ),
+  "Llama-2-7b-hf": (
+    dict(
+      _name_or_path="meta-llama/Llama-2-7b-hf",
+      architectures=["LlamaForCausalLM"],
+      bos_token_id=1,
+      eos_token_id=2,
+      hidden_act="silu",
+      hidden_size=4096,
+      initializer_range=0.02,
+      intermediate_size=11008,
+      max_position_embeddings=4096,
+      model_type="llama",
+      num_attention_heads=32,
+      num_hidden_layers=32,
+      num_key_value_heads=32,
+      pretraining_tp=1,
+      rms_norm_eps=1e-5,
+      rope_scaling=None,
+      tie_word_embeddings=False,
+      torch_dtype="float16",
+      use_cache=True,
+      vocab_size=32000,
+    ),
+    6.7,
+  ),
+  "SmolLM2-360M-Instruct": (
+    {
+      "architectures": ["LlamaForCausalLM"],
+      "attention_bias": False,
+      "attention_dropout": 0.0,
+      "bos_token_id": 1,
+      "eos_token_id": 2,
+      "hidden_act": "silu",
+      "hidden_size": 960,
+      "initializer_range": 0.02,
+      "intermediate_size": 2560,
+      "is_llama_config": True,
+      "max_position_embeddings": 8192,
+      "mlp_bias": False,
+      "model_type": "llama",
+      "num_attention_heads": 15,
+      "num_hidden_layers": 32,
+      "num_key_value_heads": 5,
+      "pad_token_id": 2,
+      "pretraining_tp": 1,
+      "rms_norm_eps": 1e-5,
+      "rope_interleaved": False,
+      "rope_scaling": None,
+      "rope_theta": 100000,
+      "tie_word_embeddings": True,
+      "torch_dtype": "bfloat16",
+      "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+      "use_cache": True,
+      "vocab_size": 49152,
+    },
+    0.4,
+  ),
+  "Phi-4-mini-instruct": (
+    dict(
+      _name_or_path="Phi-4-mini-instruct",
+      architectures=["Phi3ForCausalLM"],
+      attention_bias=False,
+      attention_dropout=0.0,
+      auto_map=dict(AutoConfig="configuration_phi3.Phi3Config"),
+      bos_token_id=199999,
+      embd_pdrop=0.0,
+      eos_token_id=199999,
+      full_attn_mod=1,
+      hidden_act="silu",
+      hidden_size=3072,
+      initializer_range=0.02,
+      intermediate_size=8192,
+      interpolate_factor=1,
+      lm_head_bias=False,
+      max_position_embeddings=131072,
+      mlp_bias=False,
+      model_type="phi3",
+      num_attention_heads=24,
+      num_hidden_layers=32,
+      num_key_value_heads=8,
+      original_max_position_embeddings=4096,
+      pad_token_id=199999,
+      partial_rotary_factor=0.75,
+      resid_pdrop=0.0,
+      rms_norm_eps=1e-5,
+      rope_scaling=dict(long_factor=[2.0] * 48, short_factor=[1.0] * 48, type="longrope"),
+      rope_theta=10000.0,
+      sliding_window=262144,
+      tie_word_embeddings=True,
+      torch_dtype="bfloat16",
+      use_cache=True,
+      vocab_size=200064,
+    ),
+    3.8,
+  ),
+  "gemma-4-31B-it": (
+    dict(
+      architectures=["Gemma4ForConditionalGeneration"],
+      audio_config=None,
+      audio_token_id=258881,
+      boa_token_id=256000,
+      boi_token_id=255999,
+      dtype="bfloat16",
+      eoa_token_id=258883,
+      eoa_token_index=258883,
+      eoi_token_id=258882,
+      eos_token_id=[1, 106],
+      image_token_id=258880,
+      initializer_range=0.02,
+      model_type="gemma4",
+      text_config=dict(
+        attention_bias=False,
+        attention_dropout=0.0,
+        attention_k_eq_v=True,
+        bos_token_id=2,
+        dtype="bfloat16",
+        enable_moe_block=False,
+        eos_token_id=1,
+        expert_intermediate_size=None,
+        final_logit_softcapping=30.0,
+        global_head_dim=512,
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=5376,
+        hidden_size_per_layer_input=0,
+        initializer_range=0.02,
+        intermediate_size=21504,
+        layer_types=([SLIDING] * 5 + [FULL]) * 10,
+        max_position_embeddings=262144,
+        model_type="gemma4_text",
+        moe_intermediate_size=None,
+        num_attention_heads=32,
+        num_experts=None,
+        num_global_key_value_heads=4,
+        num_hidden_layers=60,
+        num_key_value_heads=16,
+        num_kv_shared_layers=0,
+        pad_token_id=0,
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(
+          full_attention=dict(partial_rotary_factor=0.25, rope_theta=1e6, rope_type="proportional"),
+          sliding_attention=dict(rope_theta=1e4, rope_type="default"),
+        ),
+        sliding_window=1024,
+        tie_word_embeddings=True,
+        top_k_experts=None,
+        use_bidirectional_attention="vision",
+        use_cache=True,
+        use_double_wide_mlp=False,
+        vocab_size=262144,
+        vocab_size_per_layer_input=262144,
+      ),
+      tie_word_embeddings=True,
+      video_token_id=258884,
+      vision_config=dict(
+        attention_bias=False,
+        attention_dropout=0.0,
+        default_output_length=280,
+        global_head_dim=72,
+        head_dim=72,
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=1152,
+        intermediate_size=4304,
+        max_position_embeddings=131072,
+        model_type="gemma4_vision",
+        num_attention_heads=16,
+        num_hidden_layers=27,
+        num_key_value_heads=16,
+        patch_size=16,
+        pooling_kernel_size=3,
+        position_embedding_size=10240,
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(rope_theta=100.0, rope_type="default"),
+        standardize=True,
+        use_clipped_linears=False,
+      ),
+      vision_soft_tokens_per_image=280,
+    ),
+    30.7,
+  ),
+  "SmolVLM2-500M": (
+    {
+      "architectures": ["SmolVLMForConditionalGeneration"],
+      "image_token_id": 49190,
+      "model_type": "smolvlm",
+      "pad_token_id": 128002,
+      "scale_factor": 4,
+      "text_config": {
+        "architectures": ["VLlama3ForCausalLM"],
+        "head_dim": 64,
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "neftune_noise_alpha": 0.0,
+        "num_attention_heads": 15,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 5,
+        "pad_token_id": 2,
+        "pixel_shuffle_factor": 4,
+        "qk_layer_norms": False,
+        "rms_norm_eps": 1e-5,
+        "rope_interleaved": False,
+        "rope_theta": 100000,
+        "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+        "use_resampler": False,
+        "vocab_size": 49280,
+      },
+      "tie_word_embeddings": False,
+      "torch_dtype": "float32",
+      "use_cache": False,
+      "use_reentrant_checkpointing": False,
+      "vision_config": {
+        "hidden_size": 768,
+        "image_size": 512,
+        "max_image_size": {"longest_edge": 512},
+        "model_type": "smolvlm_vision",
+        "num_attention_heads": 12,
+        "patch_size": 16,
+        "size": {"longest_edge": 2048},
+        "tie_word_embeddings": False,
+        "use_base_siglip": False,
+      },
+      "vocab_size": 49280,
+    },
+    0.4,
+  ),
 }
 
 
@@ -309,3 +538,59 @@ def test_a_published_config_is_read(name, tmp_path):
   tensors = families.family_of(config).tensors(config)
   count = sum(math.prod(spec.hf_shape(sizes)) for spec in tensors)
   assert abs(count / 1e9 - billions) < 0.1
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31B-it", "SmolVLM2-500M"])
+def test_a_published_config_is_read_with_its_tower(name, tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name][0]))
+  assert model.load_model_config(tmp_path, vision=True).vision is not None
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_the_stop_ids_of_the_whole_model_win(vision, tmp_path):
+  """As in transformers. Gemma 4 ends a turn with 106, which its text_config does not have."""
+  values = CONFIGS["gemma-4-31B-it"][0]
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  assert model.load_model_config(tmp_path, vision=vision).stop_ids == (1, 106)
+  (tmp_path / "config.json").write_text(json.dumps(values | {"eos_token_id": None}))
+  assert model.load_model_config(tmp_path, vision=vision).stop_ids == (1,)
+
+
+def test_a_base_of_positions_that_a_file_lacks_is_that_of_transformers(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-2-7b-hf"][0]))
+  assert model.load_model_config(tmp_path).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+  "name, field, value",
+  [
+    ("SmolLM2-360M-Instruct", "rope_interleaved", True),
+    ("SmolLM2-360M-Instruct", "is_llama_config", False),
+    ("Phi-4-mini-instruct", "full_attn_mod", 2),
+    ("Phi-4-mini-instruct", "interpolate_factor", 4),
+    ("Phi-4-mini-instruct", "lm_head_bias", True),
+  ],
+)
+def test_another_value_of_a_published_field_is_refused(name, field, value, tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name][0] | {field: value}))
+  with pytest.raises(ConfigError, match=f"{field} is {value}, which is not supported"):
+    model.load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+  "name, changes, words",
+  [
+    ("Phi-4-mini-instruct", {"original_max_position_embeddings": 1}, "original_max_position"),
+    ("gemma-4-31B-it", {"text_config": None}, "text_config must be an object, got None"),
+    ("gemma-4-31B-it", {"text_config": [1]}, "text_config must be an object"),
+    ("gemma-4-31B-it", {"vision_config": {"rope_parameters": [1]}}, "vision_config.rope_param"),
+    ("Qwen3.5-27B", {"text_config": [1]}, "text_config must be an object"),
+    ("Qwen3.5-27B", {"text_config": {"rope_scaling": [1]}}, "rope_scaling must be an object"),
+    ("Qwen3.5-27B", {"vision_config": {"rope_parameters": [1]}}, "vision_config.rope_param"),
+  ],
+)
+def test_a_damaged_field_is_named(name, changes, words, tmp_path):
+  """With the vision tower, which reads some fields of the text part, too."""
+  (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name][0] | changes))
+  with pytest.raises(ConfigError, match=rf"config\.json: {words}"):
+    model.load_model_config(tmp_path, vision=True)

@@ -475,6 +475,52 @@ def test_where_a_chat_template_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
+  "template",
+  [["a"], [{"name": "default"}], [{"name": ["default"], "template": "x"}], 5, {"default": "x"}],
+)
+def test_a_damaged_chat_template_is_named(template, tmp_path):
+  with pytest.raises(ConfigError, match="chat_template in tokenizer_config.json must be"):
+    with_template(tmp_path / "hf", template).render(HELLO)
+
+
+def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
+  with_template(tmp_path / "hf", None)
+  (tmp_path / "hf/chat_template.jinja").write_bytes(b"\xe9 {{ messages }}")
+  with pytest.raises(ConfigError, match="chat_template.jinja beside the tokenizer is not UTF-8"):
+    tokenizer.load(tmp_path / "hf").render(HELLO)
+
+
+# Written after DeepSeek-R1's template, which writes calls only beside a content of None.
+_WRITES_CALLS_BESIDE_NONE = """
+{%- for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}
+{%- for call in m['tool_calls'] %}{{ '<call>' + call['function']['name'] }}{% endfor %}
+{%- else %}{{ m['content'] }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+  "template, text",
+  [
+    (_WRITES_CALLS_BESIDE_NONE, "?<call>add"),
+    (_WRITES_CALLS_BESIDE_NONE.replace("is none", "== None"), "?<call>add"),
+    ("{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}", "[][?][]"),
+    (
+      "{% for m in messages %}{{ m.content }}{% if m.tool_calls is none %}{% endif %}{% endfor %}",
+      "?",
+    ),
+    ("{% for m in messages %}{{ m.content if m.content is not none else 0 }}{% endfor %}", "?0"),
+  ],
+)
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)
+def test_a_missing_content_beside_a_call_is_none_where_a_template_asks(
+  template, text, content, tmp_path
+):
+  calls = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+  called = {"role": "assistant", **content, "tool_calls": calls}
+  messages = [{"role": "system", "content": ""}, {"role": "user", "content": "?"}, called]
+  assert with_template(tmp_path / "hf", template).render(messages) == text
+
+
+@pytest.mark.parametrize(
   "messages", [[], "hello", [{"role": "user"}], [{"role": "user", "content": None}], ["hello"]]
 )
 def test_a_value_that_is_not_a_conversation_is_refused(tmp_path, messages):

@@ -25,6 +25,7 @@ from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rewards.dispatch import start_for_tasks
 from grpo_jax.rollouts.talk import Talk
 from grpo_jax.rollouts.turns import POLICY, Turn, from_line
+from grpo_jax.run import run as run_module
 from grpo_jax.sampler.requests import StoppedRow
 from grpo_jax.scoring.scorer import Scorer, Weighted, _Place
 from grpo_jax.scoring.scorers import Scorers
@@ -143,6 +144,16 @@ def test_a_message_that_is_learned_by_mistake_stops_the_run(counted, tmp_path):
   _, metrics, _, _ = step(state, 0)
   with pytest.raises(RunFailed, match=r"differ by [1-9].* \(sampling.max_logprob_gap\)"):
     check_gap(metrics, counted.run.config)
+
+
+def test_weights_that_the_base_quantises_are_not_rounded_again_for_the_sampler():
+  config = with_section(small_config(), "sampling", weights_dtype="int8")
+  lora = dict(rank=2, targets=("q_proj",), base_dtype="nf4")
+  quantised = with_section(config, "lora", **lora)
+  assert (largest_gap(config), largest_gap(quantised)) == (0.0, 4.0)
+  (remark,) = run_module._remarks(quantised, quantised)
+  assert remark.startswith("sampling.weights_dtype=int8 has no effect: ")
+  assert not run_module._remarks(config, config)
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ def test_fields_of_published_checkpoints_that_change_nothing(tied):
   "fields, windows",
   [
     (dict(max_window_layers=1, layer_types=...), (0, 64)),
+    (dict(max_window_layers=None, layer_types=...), ()),  # the default is 28
     (dict(layer_types=["sliding_attention", "full_attention"]), (64, 0)),
     (dict(layer_types=["sliding_attention"] * 2, use_sliding_window=False), ()),
   ],
@@ -576,6 +577,7 @@ def test_config_json_missing(tied):
     ("partial_rotary_factor", dict(partial_rotary_factor=0.5)),
     ("rope_theta", dict(rope_theta=10000.0)),  # rope_parameters says 50000
     ("rope_theta", dict(rope_parameters=...)),
+    ("max_window_layers", dict(max_window_layers="28")),
     ("rope_theta", dict(rope_parameters={"rope_theta": "large"})),
     ("hidden_size", dict(hidden_size=...)),
     ("vocab_size", dict(vocab_size=-1)),

@@ -4,8 +4,9 @@
 hidden states). A reward model calls `score` instead of `unembed`. `load` and `save` read and write
 Hugging Face folders. `init_adapters` and `join` add LoRA adapters.
 
-Besides these names, other packages import `huggingface.hub` (names on huggingface.co) and
-`huggingface.folders`. Only this file and huggingface/ import huggingface/. The decoder does not.
+Besides these names, other packages import `huggingface.hub` (names on huggingface.co),
+`huggingface.folders`, and modules that say how arrays are named and laid out. Only this file and
+huggingface/ import huggingface/. The decoder does not.
 """
 
 from grpo_jax.model.attention import (

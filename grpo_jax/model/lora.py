@@ -119,7 +119,7 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   With a dtype in QUANTISED_DTYPES, only the kernels of TARGETS are quantised, and other leaves
   become bfloat16. Every TILE weights along the last input axis share a scale, separately for each
   output. Vectors always stay float32: they are small, and some lose much in bfloat16, such as
-  Gemma's norms, whose leaf is 1 + w with a w near 0.
+  Gemma's norms, whose leaf is 1 + w with a w near 0. Leaves with an axis of heads are no vectors.
 
   Args:
     name: The path of the leaf, such as "layers_0/attention/q/kernel".

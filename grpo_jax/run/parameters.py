@@ -61,7 +61,12 @@ class Parameters:
     self._config = config
     self._mesh = mesh
     shardings = sharding.model_shardings(shape, mesh, splits_tokens=True)
-    of_run: dict[str, Any] = {"completion_tokens": config.sampling.max_tokens, **shardings}
+    most = config.sampling.max_tokens
+    if config.environment.harness:
+      # Prompts of the endpoint hold the earlier turns, so they have up to data.max_prompt_tokens +
+      # sampling.max_tokens tokens. It answers each with a turn.
+      most += config.environment.turn_tokens or most
+    of_run: dict[str, Any] = {"completion_tokens": most, **shardings}
     self.model = dataclasses.replace(shape, lora=lora_of(config), **of_run)
     init = functools.partial(model.init, config=self.model)
     all_shapes = self._placed(jax.eval_shape(init, jax.random.key(0)))
@@ -271,6 +276,11 @@ class Parameters:
 def count(params: Any) -> int:
   """The number of parameters in a tree."""
   return sum(x.size for x in jax.tree.leaves(params))
+
+
+def has_quantised_base(config: Config) -> bool:
+  """Whether lora.base_dtype quantises the weights, so that sampling.weights_dtype has no effect."""
+  return bool(config.lora.rank) and config.lora.base_dtype in model.QUANTISED_DTYPES
 
 
 def lora_of(config: Config) -> model.AdapterShape | None:

@@ -34,7 +34,7 @@ from grpo_jax.run.device_checks import (
   check_memory,
   check_stop_ids,
 )
-from grpo_jax.run.parameters import Parameters
+from grpo_jax.run.parameters import Parameters, has_quantised_base
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Images, Visual
 
@@ -367,12 +367,16 @@ def check_experts(config: Config, shape: model.ModelConfig, expert_axis: int) ->
 
 
 def _remarks(config: Config, local: Config) -> tuple[str, ...]:
-  """Warnings about parts of model.path that are not read, and adapters of another model."""
-  sees = local.model.vision != "ignored"
+  """Warnings about parts of model.path that are not read, idle settings, and foreign adapters."""
+  sees, found = local.model.vision != "ignored", list[str]()
   if local.model.path and model.ignores_parts(local.model.path, vision=sees):
-    ignored = f"only the text part of {config.model.path} is read, trained and saved"
-    return ignored, *_remarks_on_adapters(config, local)
-  return _remarks_on_adapters(config, local)
+    found.append(f"only the text part of {config.model.path} is read, trained and saved")
+  if config.sampling.weights_dtype and has_quantised_base(config):
+    found.append(
+      f"sampling.weights_dtype={config.sampling.weights_dtype} has no effect: the sampler uses the"
+      f" weights as lora.base_dtype={config.lora.base_dtype} holds them"
+    )
+  return *found, *_remarks_on_adapters(config, local)
 
 
 def _remarks_on_adapters(config: Config, local: Config) -> tuple[str, ...]:

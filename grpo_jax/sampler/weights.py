@@ -128,7 +128,8 @@ def matrix_dtype(x: Any, ndim: int, dtype: str) -> Any:
   """The dtype of a parameter when its tree is cast to `dtype`. '' leaves all dtypes unchanged.
 
   Only floating-point matrices are cast. Norm scales stay float32, because models multiply by them
-  in float32. `ndim` is the number of axes of x, without the axis of stacked layers.
+  in float32. Scales with an axis of heads count as matrices. `ndim` is the number of axes of x,
+  without the axis of stacked layers.
   """
   is_converted = dtype and ndim > 1 and x.dtype in ("float32", "bfloat16")
   return dtype if is_converted else x.dtype

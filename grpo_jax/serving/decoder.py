@@ -129,6 +129,32 @@ class PromptScores(NamedTuple):
   alternatives: list[Likely]
 
 
+class Seated(NamedTuple):
+  """The rows whose prompts are complete, so that they can draw.
+
+  Attributes:
+    computed: place -> how many tokens of the prompt were computed.
+    failed: Places whose images the vision tower could not encode.
+  """
+
+  computed: dict[int, int]
+  failed: set[int]
+
+
+class _Begun(NamedTuple):
+  """A prompt of which a place has the first tokens. The others are computed between chunks.
+
+  Attributes:
+    prompt: The tokens of the whole prompt.
+    tokens: How many first tokens the place has.
+    copied: How many of them were copied from a known beginning.
+  """
+
+  prompt: tuple[int, ...]
+  tokens: int
+  copied: int
+
+
 class EndedRow(NamedTuple):
   """An ended row that may be added to the prefix cache before the next chunk.
 
@@ -165,6 +191,10 @@ class Decoder:
     self.filters = dict(FILTERS)
     self._rounds = 0  # since the cache counted from 0
     self._images: dict[int, SeenImages] = {}  # of the rows that are being seated, by place
+    # By place, oldest first: prompts that are computed in pieces, and prompts that wait for one of
+    # them because they begin alike.
+    self._begun: dict[int, _Begun] = {}
+    self._waiting: dict[int, tuple[int, ...]] = {}
     # ([(place, prompt)], their scores on the devices) of calls since the last `take_scores`
     self._scores: list[tuple[list[tuple[int, tuple[int, ...]]], ScoredPrompts]] = []
     self._new = NewRows(
@@ -203,6 +233,15 @@ class Decoder:
     """Forgets all prompts and cached texts, because old weights computed them."""
     self._known.forget()
     self._counts.texts = 0
+    # Prompts of which only the first tokens are computed begin again.
+    self._waiting |= {place: begun.prompt for place, begun in self._begun.items()}
+    self._begun.clear()
+
+  def drop(self, place: int) -> None:
+    """Drops the prompt of a row that was cancelled before its prompt was complete."""
+    self._waiting.pop(place, None)
+    if self._begun.pop(place, None):
+      self._known.forget([place])
 
   def keep(self, ended: dict[int, EndedRow]) -> None:
     """Adds the texts of rows that ended in the last chunk to the prefix cache.
@@ -239,7 +278,7 @@ class Decoder:
       self._keep(rows[start : start + _MOST_PROMPTS])
     self._counts.texts, self._counts.drops = self._known.texts, self._known.drops
 
-  def seat(self, rows: dict[int, NewRow], params: model.Params) -> dict[int, int]:
+  def seat(self, rows: dict[int, NewRow], params: model.Params, in_pieces: bool = False) -> Seated:
     """Sets the settings of new rows, and copies or computes their prompts.
 
     A prompt that another place of the shard has is copied. A prompt that begins like another new
@@ -248,31 +287,36 @@ class Decoder:
     Args:
       rows: The rows, by the free places that they get.
       params: The parameters.
+      in_pieces: Whether other rows draw. Then only the first piece of a long prompt is computed
+        now, and another piece in each of the next calls, so that these rows do not wait for long.
 
     Returns:
-      place -> how many tokens of the prompt were computed. Places whose images the vision tower
-      could not encode are missing.
+      The rows that can draw now. Some may be of earlier calls.
     """
     self._new.is_new_R[:] = False
     for place, row in rows.items():
-      self._new.is_new_R[place] = True
       self._new.number_R[place] = row.number
       settings_R = jax.tree.leaves(self._new.settings)
       settings_of_row = jax.tree.leaves(self._whole(row.settings))
       for setting_R, setting in zip(settings_R, settings_of_row, strict=True):
         setting_R[place] = setting
     self._counts.prompt_tokens += sum(len(row.prompt) for row in rows.values())
-    computed = dict.fromkeys(rows, 0)
+    seated = Seated({}, set())
     # Scores need every token of a prompt, so these prompts are computed whole.
-    self._score({p: row.prompt for p, row in rows.items() if row.is_scored}, computed, params)
+    scored = {p: row.prompt for p, row in rows.items() if row.is_scored}
+    self._score(scored, seated.computed, params)
     self._images = {p: row.images for p, row in rows.items() if row.images}
-    missing = {p: row.known_as for p, row in rows.items() if not row.is_scored}
+    if self._begun:
+      self._compute_pieces(seated.computed, params)
+    missing = self._waiting | {p: row.known_as for p, row in rows.items() if not row.is_scored}
+    self._waiting = {}
     while missing:  # those that wait for a common beginning, from the second time on
-      unknown = self._copy_known(missing)
-      missing = self._compute(unknown, computed, params)
+      unknown = self._copy_known(missing, seated.computed)
+      missing = self._compute(unknown, seated, params, in_pieces)
     self._images = {}
-    self._counts.computed_tokens += sum(computed.values())
-    return computed
+    self._new.is_new_R[[*seated.computed]] = True
+    self._counts.computed_tokens += sum(seated.computed.values())
+    return seated
 
   def _score(
     self, prompts: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
@@ -370,14 +414,21 @@ class Decoder:
     slots = [keys.shape[3] for keys in prefix.keys.values()]
     return 0 if prefix.states else min(slots)
 
-  def _copy_known(self, missing: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """Copies prompts {place: tokens} that other places of the shard have. Returns the others."""
+  def _copy_known(
+    self, missing: dict[int, tuple[int, ...]], computed: dict[int, int]
+  ) -> dict[int, tuple[int, ...]]:
+    """Copies prompts {place: tokens} that other places of the shard have. Returns the others.
+
+    Adds place -> 0 to `computed` for those that it copies.
+    """
     from_N, per_shard = np.arange(self._rows), self._rows // self._shards
     copied = dict[int, tuple[int, ...]]()
     others = dict[int, tuple[int, ...]]()
     for place, prompt in missing.items():
       first = place // per_shard * per_shard
       source = self._known.same(prompt, range(first, first + per_shard))
+      if source in self._begun:  # it has only the first tokens of this prompt
+        source = None
       (others if source is None else copied)[place] = prompt
       from_N[place] = place if source is None else source
     if (from_N != np.arange(self._rows)).any():
@@ -385,15 +436,20 @@ class Decoder:
     self._known.forget(others)  # the old prompts at their places will be overwritten
     for place, prompt in copied.items():
       self._known.put(place, prompt)
+    computed |= dict.fromkeys(copied, 0)
     self._counts.copies += len(copied)
     return others
 
   def _compute(
-    self, missing: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
+    self,
+    missing: dict[int, tuple[int, ...]],
+    seated: Seated,
+    params: model.Params,
+    in_pieces: bool,
   ) -> dict[int, tuple[int, ...]]:
-    """Computes the prompts {place: tokens} of `missing`.
+    """Computes the prompts {place: tokens} of `missing`, or the first pieces of long ones.
 
-    Adds place -> how many of its tokens are computed to `computed`.
+    Adds the rows that can draw to `seated`, and the others to `_begun` and `_waiting`.
 
     Returns:
       The prompts that wait, because they begin like one that is computed now.
@@ -405,28 +461,62 @@ class Decoder:
       least = self._least(len(prompt))
       if place in self._images:  # a suffix can have no images
         least = max(least, self._images[place].end)
-      beginning = self._known.longest(prompt, self._whole_from, now, least)
+      among = [*now, *self._begun]
+      beginning = self._known.longest(prompt, self._whole_from, among, least)
       if beginning.tokens and beginning.number in now:
         later[place] = prompt
         continue
-      now.append(place)
+      if beginning.tokens and beginning.number in self._begun:
+        begun = self._begun[beginning.number]
+        missing_there = len(begun.prompt) - begun.tokens
+        if self._is_long(place, prompt) and missing_there < len(prompt):
+          self._waiting[place] = prompt
+          continue
+        beginning = Beginning(place, 0)  # this prompt is computed sooner than the other one
       self._known.put(place, prompt)
-      computed[place] = len(prompt) - beginning.tokens
+      end = len(prompt)
+      if in_pieces and self._is_long(place, prompt[beginning.tokens :]):
+        end = beginning.tokens + max(self._suffixes)
+        self._begun[place] = _Begun(prompt, end, beginning.tokens)
+      else:
+        now.append(place)
+        seated.computed[place] = len(prompt) - beginning.tokens
       if beginning.tokens:
-        continued.append((place, prompt, beginning))
+        continued.append((place, prompt[:end], beginning))
       elif place in self._images:
         seeing.append(place)
       else:
-        whole.append((place, prompt))
-    self._counts.prompts += len(now)
+        whole.append((place, prompt[:end]))
+    self._counts.prompts += len(whole) + len(continued) + len(seeing)
     for place in seeing:
       if not self._see(place, params):
         self._known.forget([place])
-        del computed[place]
+        del seated.computed[place]
+        seated.failed.add(place)
     for length, batch in self._by_length(whole):
       self._arrive(batch, length, params)
     self._compute_parts(continued, params)
     return later
+
+  def _is_long(self, place: int, tokens: tuple[int, ...]) -> bool:
+    """Whether tokens of a prompt can be computed in pieces, which a prompt with images cannot."""
+    return bool(self._suffixes) and len(tokens) > max(self._suffixes) and place not in self._images
+
+  def _compute_pieces(self, computed: dict[int, int], params: model.Params) -> None:
+    """Computes the next pieces of the oldest prompts in `_begun`, as many as fit in one call.
+
+    Adds place -> tokens to `computed` for the prompts that are complete now.
+    """
+    piece = max(self._suffixes)
+    parts = list[tuple[int, tuple[int, ...], Beginning]]()
+    for place, begun in [*self._begun.items()][: self._suffixes[piece] * self._shards]:
+      end = begun.tokens + piece
+      parts.append((place, begun.prompt[:end], Beginning(place, begun.tokens)))
+      self._begun[place] = begun._replace(tokens=end)
+      if end >= len(begun.prompt):
+        del self._begun[place]
+        computed[place] = len(begun.prompt) - begun.copied
+    self._go_on(parts, piece, params)
 
   def _see(self, place: int, params: model.Params) -> bool:
     """Computes a whole prompt with images. The tower encodes one picture at a time to save memory.

@@ -107,7 +107,7 @@ class Row:
     """Starts without tokens."""
     self.job = job
     self.tokens: list[int] = []
-    self.is_cancelled = False
+    self.is_cancelled = self.is_seated = False  # seated: its whole prompt is computed
 
 
 class Engine:
@@ -275,24 +275,30 @@ class Engine:
       for place, row in new.items():
         self._seats[place] = row
       leaves_early = bool(self._waiting)
-    seated = {place: _new_row(row.job) for place, row in new.items()}
-    computed = self._decoder.seat(seated, self._params)
-    failed = new.keys() - computed.keys()
-    longest = max(len(row.tokens) for row in self._seats if row is not None)
+    seats = [*enumerate(self._seats)]
+    draws = any(row is not None and row.is_seated for _, row in seats)
+    asked = {place: _new_row(row.job) for place, row in new.items()}
+    computed, failed = self._decoder.seat(asked, self._params, in_pieces=draws)
+    for place in computed:
+      self._seats[place].is_seated = True
+    going = {place: row for place, row in seats if row is not None and row.is_seated}
     # A row with max_tokens = 0 only computes the scores of its prompt.
     taken_R = np.array(
-      [
-        row is not None and row.job.settings.max_tokens != 0 and place not in failed
-        for place, row in enumerate(self._seats)
-      ]
+      [place in going and row.job.settings.max_tokens != 0 for place, row in seats]
     )
+    longest = max((len(row.tokens) for row in going.values()), default=0)
     results = self._decoder.chunk(self._params, taken_R, longest, leaves_early, self._extras())
     self._tell()  # the tokens of the previous chunk, while the devices decode this one
     drawn, goes_on_R = jax.device_get(results)
     scores = self._decoder.take_scores({place: row.job.alternatives for place, row in new.items()})
     ended: dict[int, EndedRow] = {}
-    for place, row in enumerate(self._seats):
+    for place, row in seats:
       if row is None:
+        continue
+      if place not in going and place not in failed:  # its prompt is computed in pieces
+        if row.is_cancelled:
+          self._decoder.drop(place)
+          self._seats[place] = None
         continue
       drawn_N = drawn.is_drawn_RN[place]
       tokens, logprobs = drawn.tokens_RN[place, drawn_N], drawn.logprobs_RN[place, drawn_N]

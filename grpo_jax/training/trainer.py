@@ -25,6 +25,7 @@ from grpo_jax.engine.connect import ExternalEngine
 from grpo_jax.progress import doing
 from grpo_jax.rollouts.complete import Remote
 from grpo_jax.run.device_checks import check_batches
+from grpo_jax.run.parameters import has_quantised_base
 from grpo_jax.run.run import Run
 from grpo_jax.run.stages import compile_ahead
 from grpo_jax.scoring.scorers import Scorers
@@ -432,8 +433,10 @@ def largest_gap(config: Config) -> float:
   sampling = config.sampling
   if sampling.max_logprob_gap >= 0:
     return sampling.max_logprob_gap
-  # With these settings, the sampler computes another policy than the learner on purpose.
-  if sampling.weights_dtype or sampling.cache_dtype or config.rollout.max_staleness:
+  # With these settings, the sampler computes another policy than the learner on purpose. Weights
+  # that lora.base_dtype quantises are the same for both.
+  rounds_weights = sampling.weights_dtype and not has_quantised_base(config)
+  if rounds_weights or sampling.cache_dtype or config.rollout.max_staleness:
     return 0.0
   return 0.05 if _is_exact(config) else 4.0
 

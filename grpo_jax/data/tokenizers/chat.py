@@ -7,6 +7,7 @@ actions, time and memory: `chat_process.py`.
 from collections.abc import Mapping, Sequence
 import json
 from pathlib import Path
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from grpo_jax.settings import ConfigError, is_text, shown
 SECONDS = 5  # timeout of one conversation, which normally takes well under a millisecond
 _OPTIONS = "data.chat_template_kwargs"
 _TOGETHER = 64  # conversations in one request to the process, which saves round trips
+# A template that compares a content with None, such as `message['content'] is not none`.
+_KNOWS_NONE = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[=!]=\s*)none\b""", re.IGNORECASE)
 
 # A message has a text `role`, a `content` and perhaps other fields. The content is a text, or a
 # list of text parts, {"type": "text", "text": ...}, and image parts, {"type": "image"}. A
@@ -74,21 +77,41 @@ def find_template(files: Mapping[str, bytes]) -> tuple[str, str]:
     (the source of the template, the name of its file)
 
   Raises:
-    ConfigError: There is no template.
+    ConfigError: There is no template, or it is damaged.
   """
-  if "chat_template.jinja" in files:
-    return files["chat_template.jinja"].decode("utf-8"), "chat_template.jinja"
+  name = "chat_template.jinja"
+  if name in files:
+    try:
+      return files[name].decode("utf-8"), name
+    except UnicodeDecodeError as error:
+      raise ConfigError(
+        f"data.tokenizer: {name} beside the tokenizer is not UTF-8 ({error}): save it as UTF-8"
+      ) from None
   for file in ("tokenizer_config.json", "chat_template.json"):
-    template = read_json(files, file).get("chat_template")
-    if isinstance(template, list):
-      sources = {named["name"]: named["template"] for named in template}
-      template = sources.get("default")
+    template = _default_template(read_json(files, file).get("chat_template"), file)
     if template:
       return template, file
   raise ConfigError(
     "data.tokenizer: no chat template is beside the tokenizer (chat_template in"
     " tokenizer_config.json, or chat_template.jinja); choose the tokenizer of a chat model, or set"
     " data.chat=False"
+  )
+
+
+def _default_template(found: Any, file: str) -> str | None:
+  """The template in `found`, the value of chat_template in a JSON file. None if it has none.
+
+  Raises ConfigError if `found` is neither a template nor a list of named templates.
+  """
+  if isinstance(found, list):
+    named = [x for x in found if isinstance(x, dict) and isinstance(x.get("name"), str)]
+    if len(named) == len(found) and all(isinstance(x.get("template"), str) for x in named):
+      return {x["name"]: x["template"] for x in named}.get("default")
+  elif found is None or isinstance(found, str):
+    return found
+  raise ConfigError(
+    f"data.tokenizer: chat_template in {file} must be a template, or a list of objects with a name"
+    f" and a template; got {shown(found)}"
   )
 
 
@@ -129,6 +152,7 @@ class Template:
       ConfigError: The source is not a jinja2 template.
     """
     self._source, self._file = source, file
+    self._knows_none = bool(_KNOWS_NONE.search(source))
     answer = _PROCESS.ask({"source": source, "shared": {}, "conversations": []})
     if "error" in answer:
       self._refuse("cannot be read", answer["error"])
@@ -163,8 +187,7 @@ class Template:
     texts: list[str] = []
     for start in range(0, len(conversations), _TOGETHER):
       batch = [
-        _without_none(with_contents(messages))
-        for messages in conversations[start : start + _TOGETHER]
+        [*map(self._given, messages)] for messages in conversations[start : start + _TOGETHER]
       ]
       answer = _PROCESS.ask({"source": self._source, "shared": shared, "conversations": batch})
       if "error" in answer:
@@ -173,6 +196,16 @@ class Template:
     if not all(map(is_text, texts)):
       self._refuse("cannot render a conversation", "it makes half of a surrogate pair")
     return texts
+
+  def _given(self, message: Message) -> Message:
+    """The message as the template gets it.
+
+    A missing content is "", which every template can print. Beside tool calls, it is None if the
+    template compares a content with None: DeepSeek-R1's writes calls only then.
+    """
+    given = _without_none(message)
+    is_none = self._knows_none and given.get("tool_calls")
+    return given if given.get("content") else {**given, "content": None if is_none else ""}
 
   def _refuse(self, problem: str, error: str) -> NoReturn:
     raise ConfigError(

@@ -1,8 +1,9 @@
 """Makes the files of a Hugging Face tokenizer from the metadata of a GGUF file.
 
 A GGUF file contains a vocabulary, its merges or scores, and the name of the rule that splits texts.
-The type of tokenizer determines the rest. The token ids equal those of transformers, which also
-reads GGUF files.
+The type of tokenizer determines the rest, as in llama.cpp. The token ids equal those of
+transformers, which also reads GGUF files, except where transformers differs from llama.cpp: it does
+not know which tokenizers make every word of the vocabulary one token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,13 +47,17 @@ def _llama3(digits: str) -> str:
 
 _TEKKEN = rf"{_words('')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 _GPT4O = rf"{_words(_CONTRACTIONS + '?')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 _SPLITS = {
   **dict.fromkeys(("", "default", "gpt-2", "smollm"), _GPT2),
-  **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"), _llama3("{1,3}")),
+  **dict.fromkeys((*_LLAMA3, "smaug-bpe"), _llama3("{1,3}")),
   **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _llama3("")),
   "tekken": _TEKKEN,
   **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
+# With these values of tokenizer.ggml.pre, llama.cpp makes a word of the vocabulary one token, even
+# if no merges lead to it, and puts the bos_token before texts. The files state neither.
+_WHOLE_WORDS = frozenset((*_LLAMA3, "tekken"))
 
 
 def make_files(path: str | os.PathLike) -> dict[str, bytes]:
@@ -152,8 +157,9 @@ def _numbers(file: GGUFFile, key: str, count: int) -> np.ndarray | None:
 
 def _config(file: GGUFFile, vocabulary: _Vocabulary, kind: str) -> dict[str, Any]:
   """Makes the object of tokenizer_config.json. `kind` is tokenizer.ggml.model."""
-  # If the field is missing, llama.cpp puts the bos_token before texts of kind "llama".
-  add_bos = _get(file, "tokenizer.ggml.add_bos_token", bool, kind == "llama")
+  # If the field is missing, llama.cpp puts the bos_token before texts of these tokenizers.
+  adds = kind == "llama" or _get(file, "tokenizer.ggml.pre", str, "") in _WHOLE_WORDS
+  add_bos = _get(file, "tokenizer.ggml.add_bos_token", bool, adds)
   config = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
@@ -224,7 +230,13 @@ def _on_bytes(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
     "normalizer": None,
     "pre_tokenizer": pre_tokenizer,
     "decoder": {**on_bytes, "add_prefix_space": True, "use_regex": True},  # decoding reads neither
-    "model": _bpe(ids, _pairs(file, merges), continuing_subword_prefix="", end_of_word_suffix=""),
+    "model": _bpe(
+      ids,
+      _pairs(file, merges),
+      continuing_subword_prefix="",
+      end_of_word_suffix="",
+      ignore_merges=name in _WHOLE_WORDS,
+    ),
   }
 
 

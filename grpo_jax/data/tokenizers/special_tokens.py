@@ -57,9 +57,10 @@ def prefix_ids(
 ) -> tuple[int, ...]:
   """The ids that a text begins with.
 
-  If tokenizer_config.json has add_bos_token or add_eos_token, transformers replaces the
-  post-processor: a text begins with the bos_token only if add_bos_token is true. If it has neither,
-  a text begins with `post_processor_ids`.
+  If tokenizer_config.json has add_bos_token or add_eos_token, transformers 4 replaces the
+  post-processor of a tokenizer.json, and so does this function: a text begins with the bos_token
+  only if add_bos_token is true. transformers 5 reads the post-processor alone. If the file has
+  neither field, a text begins with `post_processor_ids`.
 
   Args:
     files: The JSON files of the tokenizer.

@@ -36,20 +36,24 @@ def attend_halo(
   """
   P, N, H, E = q_PNHE.shape
   K, devices = k_PNKE.shape[2], jax.lax.axis_size(axis)
-  # At least one, because arrays without a slot have no largest score.
+  # How many slots the window reaches before a device's own, and at the end of the prompt. At least
+  # one each, because arrays without a slot have no largest score.
   before = max(1, min(view.window - 1, N * (devices - 1)))
-  # A chunk of Q queries sees its own slots, as many before them as the window, and of the prompt.
-  chunk = chunk_size(N, P * H * (2 * before + MAX_CHUNK))
+  ending = max(1, min(view.window - 1, view.prompt_slots))
+  # A chunk of queries sees its own slots, those before them, and the end of the prompt.
+  chunk = chunk_size(N, P * H * (before + ending + MAX_CHUNK))
   padding = -N % chunk
 
   first = jax.lax.axis_index(axis) * N
   # The ends of the prompts, [P, W - 1, K, E]: each device adds the tokens that it has. A short
   # prompt has no token at its first places, which are negative.
-  place_PW = lengths_P[:, None] - before + jnp.arange(before)
-  ends = [_of_all(x, place_PW - first, axis) for x in (k_PNKE, v_PNKE)]
-  prefix = tuple(x.swapaxes(1, 2) for x in ends)
-  # The halo, the device's own slots, and padding to whole chunks. Each chunk adds to the gradients
-  # of these keys and values, which are summed in float32.
+  place_PW = lengths_P[:, None] - ending + jnp.arange(ending)
+  # Each chunk adds to the gradients of these keys and values, and of those below. They are summed
+  # in float32.
+  ends = [
+    _of_all(x, place_PW - first, axis).swapaxes(1, 2).astype(jnp.float32) for x in (k_PNKE, v_PNKE)
+  ]
+  # The halo, the device's own slots, and padding to whole chunks.
   keys, values = (
     jnp.pad(
       jnp.concatenate([_halo(x, before, axis), x], 1), ((0, 0), (0, padding), (0, 0), (0, 0))
@@ -86,6 +90,7 @@ def attend_halo(
     scoring = Scoring(view.cap, view.sinks_H)
 
     def with_prompt() -> jax.Array:
+      prefix = ends[0].astype(q.dtype), ends[1].astype(q.dtype)
       mask = of_prompt_PQW[:, None, None, None]
       return softmax_attention(q, own, mask_PQC[:, None, None, None], prefix, mask, scoring)
 

@@ -69,7 +69,7 @@ READ = {
 }
 # Fields that matter only to training, generating or loading with other programs.
 IGNORED = re.compile(
-  r"_.*|.*_token_id|(torch_)?dtype|transformers(_version|_weights)|auto_map|use_cache"
+  r"_.*|.*_token_id|(torch_)?dtype|transformers(_version|_weights|\.js_config)|auto_map|use_cache"
   r"|initializer_range|pretraining_tp|return_dict.*|output_.*|torchscript|label2id"
   r"|classifier_dropout|problem_type|finetuning_task|task_specific_params|tokenizer_class|prefix"
   r"|use_bfloat16|tf_legacy_loss|cache_implementation|bos_token|eos_token|(min|max)_length"
@@ -123,6 +123,14 @@ def read_field(values: Mapping[str, Any], key: str, kind: type, refuse: Refuse) 
     wanted = "true or false" if kind is bool else f"a positive {kind.__name__}"
     refuse(key, f"must be {wanted}, got {shown(found)}")
   return kind(found)
+
+
+def read_object(values: Mapping[str, Any], key: str, refuse: Refuse) -> dict[str, Any]:
+  """Reads a JSON object, or returns {} if it is missing or empty. Refuses any other value."""
+  found = values.get(key) or {}
+  if not isinstance(found, dict):
+    refuse(key, f"must be an object, got {shown(found)}")
+  return found
 
 
 def _is_positive(number: float) -> bool:

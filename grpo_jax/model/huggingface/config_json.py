@@ -50,9 +50,10 @@ def family_and_config(
 
   tower = None  # the VisionShape
   if has_other_parts(values):
-    if vision and values["model_type"] in VISION:
+    text = text_values(values, refuse)
+    if vision and values["model_type"] in VISION:  # the text part is checked before the tower
       tower = read_vision(VISION[values["model_type"]], values, refuse)
-    values = text_values(values, refuse)
+    values = text
   family = FAMILIES.get(str(values.get("model_type")))
   if family is None:
     found = shown(values.get("model_type"))

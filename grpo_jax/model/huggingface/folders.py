@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 import re
 import shutil
+import stat
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,12 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-  """Writes a safetensors file. Raises OSError if writing fails."""
+  """Writes a safetensors file with the mode of a new file. Raises OSError if writing fails."""
+  file.touch()
+  mode = stat.S_IMODE(file.stat().st_mode)
   try:
     save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)  # safetensors makes files that only their owner can read
   except SafetensorError as error:
     # safetensors reports a full disk, for example, only in the text of its own error.
     number = re.search(r"\(os error (\d+)\)", str(error))
@@ -128,6 +132,7 @@ class TensorFiles:
   Attributes:
     shapes: The shape of each tensor, by its name.
     dtypes: The dtype of each tensor as safetensors names it, such as BF16. FP8 counts as F32.
+    file_of: The file of each tensor, by its name.
     config: The name of the model's config in error messages.
   """
 
@@ -151,7 +156,7 @@ class TensorFiles:
     """
     self.shapes: dict[str, tuple[int, ...]] = {}
     self.dtypes: dict[str, str] = {}
-    self._file_of: dict[str, Path] = {}  # the file of each tensor
+    self.file_of: dict[str, Path] = {}
     self._name_of: dict[str, str] = {}  # the name of each tensor in its file
     self._opened: Any = None  # the file that is open now, as `safe_open` returned it
     self._opened_path: Path | None = None
@@ -162,12 +167,12 @@ class TensorFiles:
         name = rename(name_in_file) if rename else name_in_file
         if name is None:
           continue
-        if name in self._file_of:
+        if name in self.file_of:
           raise ConfigError(
-            f"{file} and {self._file_of[name]} both have the tensor {name}: download them again"
+            f"{file} and {self.file_of[name]} both have the tensor {name}: download them again"
           )
         header = opened.get_slice(name_in_file)
-        self._file_of[name], self._name_of[name] = file, name_in_file
+        self.file_of[name], self._name_of[name] = file, name_in_file
         self.shapes[name] = tuple(header.get_shape())
         self.dtypes[name] = header.get_dtype()
     # A matrix in FP8 is read as float32, and its scales are not listed as a tensor.
@@ -177,7 +182,7 @@ class TensorFiles:
         self._fp8.add(name)
         self.dtypes[name] = "F32"
         fp8.check_scales(
-          self._file_of[name], name, self.shapes[name], self.shapes.pop(name + fp8.SCALE), fp8_block
+          self.file_of[name], name, self.shapes[name], self.shapes.pop(name + fp8.SCALE), fp8_block
         )
     if self._fp8:  # the scales of activations, which are not quantised here
       self.shapes = {k: v for k, v in self.shapes.items() if not k.endswith(fp8.OTHERS)}
@@ -191,7 +196,7 @@ class TensorFiles:
     """
     if name in self._fp8:
       return self._read_fp8(name, index)
-    opened = self._open(self._file_of[name])
+    opened = self._open(self.file_of[name])
     array = opened.get_slice(self._name_of[name])[index]
     self._bytes_read += array.nbytes
     return array
@@ -199,9 +204,9 @@ class TensorFiles:
   def _read_fp8(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """Reads a part of a matrix in FP8, dequantised to float32."""
     rows, columns = index
-    part = fp8.mapped(self._file_of[name], self._name_of[name])[rows, columns]
+    part = fp8.mapped(self.file_of[name], self._name_of[name])[rows, columns]
     of_scales = name + fp8.SCALE
-    opened = self._open(self._file_of[of_scales])
+    opened = self._open(self.file_of[of_scales])
     scales = opened.get_tensor(self._name_of[of_scales])
     return fp8.dequantised(part, scales, self._block, (rows.start, columns.start))
 

@@ -112,6 +112,21 @@ ARCHITECTURES = {  # by general.architecture
     norm_offset=1.0,
   ),
 }
+# Texts of a token that ends a turn, as in llama.cpp, for files that do not state its id.
+_TURN_ENDS = (
+  "<|eot_id|>",
+  "<|im_end|>",
+  "<|end|>",
+  "<end_of_turn>",
+  "<|endoftext|>",
+  "<|end_of_text|>",
+  "<EOT>",
+  "_<EOT>",
+  "[EOT]",
+  "<｜end▁of▁sentence｜>",
+  "<end_of_utterance>",
+)
+_CONTROL = 3  # a value of tokenizer.ggml.token_type
 _27B = {"gemma2": 46, "gemma3": 62}  # layers of the models that divide queries by sqrt(D / H)
 
 
@@ -199,9 +214,21 @@ def _add_vocabulary(file: GGUFFile, values: dict[str, Any]) -> None:
   metadata = file.metadata
   values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
   # Chat models end a turn with a separate token, such as <end_of_turn>, the "eot" of the file.
-  names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot")]
-  ids = list(dict.fromkeys(metadata[name] for name in names if name in metadata))
+  eos_id = metadata.get("tokenizer.ggml.eos_token_id")
+  eot_id = metadata.get("tokenizer.ggml.eot_token_id", _turn_end(metadata))
+  ids = list(dict.fromkeys(number for number in (eos_id, eot_id) if number is not None))
   values["eos_token_id"] = ids or None
+
+
+def _turn_end(metadata: Mapping[str, Any]) -> int | None:
+  """The id of the control token that ends a turn by its text, or None if there is no such token."""
+  tokens = metadata.get("tokenizer.ggml.tokens")
+  types = metadata.get("tokenizer.ggml.token_type")
+  if not isinstance(tokens, list) or not isinstance(types, np.ndarray):
+    return None
+  kinds = zip(tokens, types)
+  control = {token: number for number, (token, kind) in enumerate(kinds) if kind == _CONTROL}
+  return next((control[text] for text in _TURN_ENDS if text in control), None)
 
 
 def _check_heads(file: GGUFFile, prefix: str, found: Mapping[str, Any], head_dim: Any) -> None:

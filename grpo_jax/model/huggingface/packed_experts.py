@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from grpo_jax.model.huggingface.folders import TensorFiles
+from grpo_jax.settings import ConfigError
 
 Index = tuple[slice, ...]
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -54,6 +55,12 @@ class UnpackedExperts:
   def _add_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
     """Lists bytes [X, rows, columns / 32, 16] in MXFP4 as float32 [X, columns, rows]."""
     X, rows, blocks, _ = shape
+    found = self._files.shapes.get(name + _SCALES)
+    if found != shape[:-1]:
+      raise ConfigError(
+        f"{self._files.file_of[name + _BLOCKS]}: tensor {name}{_SCALES} is {found or 'missing'}, by"
+        f" {name}{_BLOCKS} it should be {shape[:-1]}: download it again"
+      )
 
     def read(index: Index) -> np.ndarray:
       experts, columns, rows_read = index
@@ -64,7 +71,7 @@ class UnpackedExperts:
       return dequantised(packed, scales).swapaxes(1, 2)[:, columns]
 
     del self.shapes[name + _BLOCKS], self.dtypes[name + _BLOCKS]
-    self.shapes.pop(name + _SCALES, None)
+    del self.shapes[name + _SCALES], self.dtypes[name + _SCALES]
     self.shapes[name], self.dtypes[name] = (X, blocks * _BLOCK, rows), "F32"
     self._reads[name] = read
 

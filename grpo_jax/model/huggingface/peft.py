@@ -58,6 +58,9 @@ ALLOWED_VALUES = {
   "bias": ("none", None),
   "use_rslora": (True, False, None),
 }
+# The values of init_lora_weights with which PEFT leaves the base model as it is. With others, such
+# as "pissa", it subtracts the first adapter from the base whenever it loads the folder.
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
@@ -82,6 +85,12 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
 
   for key, allowed in ALLOWED_VALUES.items():
     require(values.get(key) in allowed, key, f"only {allowed[0]!r} is computed here")
+  require(
+    values.get("init_lora_weights") in _INITS,
+    "init_lora_weights",
+    "PEFT then changes the base model, too: convert the adapter with PEFT's"
+    " save_pretrained(path_initial_model_for_weight_conversion=...), or merge it with PEFT",
+  )
   for key, value in values.items():
     require(key in KNOWN_FIELDS or not value, key, "adapters with it are not computed here")
   rank, alpha = values.get("r"), values.get("lora_alpha")

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 import math
 import os
 from pathlib import Path
-import shutil
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -90,8 +89,6 @@ def _write_weights(
     if count > 1:
       name = f"model-{number:05}-of-{count:05}.safetensors"
     write_tensors(folder / name, tensors)
-    # safetensors makes files that only their owner can read, so copy the usual mode.
-    shutil.copymode(folder / "config.json", folder / name)
     weight_map |= dict.fromkeys(tensors, name)
     total += sum(tensor.nbytes for tensor in tensors.values())
   if count > 1:

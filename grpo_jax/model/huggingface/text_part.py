@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import re
 from typing import Any
 
-from grpo_jax.model.huggingface.config_fields import Refuse
+from grpo_jax.model.huggingface.config_fields import Refuse, read_object
 from grpo_jax.model.huggingface.families import FAMILIES
 from grpo_jax.model.huggingface.vision import VISION
 from grpo_jax.settings import shown
@@ -40,18 +40,22 @@ def text_values(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
   if not isinstance(text, dict):
     refuse("text_config", f"must be an object, got {shown(text)}")
   defaults = dict(_DEFAULTS.get(values["model_type"], {}))
-  for name in ("tie_word_embeddings", "eos_token_id", "quantization_config"):
+  for name in ("tie_word_embeddings", "quantization_config"):
     if values.get(name) is not None:
       defaults[name] = values[name]
-  if whole is None:  # `architectures` of the file names the whole model, so it is dropped
-    return {**defaults, **text, "architectures": None}
+  # `architectures` of the file names the whole model, so it is dropped.
+  fixed: dict[str, Any] = {"architectures": None}
+  if values.get("eos_token_id") is not None:  # transformers stops at these tokens of the whole
+    fixed["eos_token_id"] = values["eos_token_id"]
+  if whole is None:
+    return {**defaults, **text, **fixed}
   known = {k: v for k, v in text.items() if not re.fullmatch(whole.ignored, f"text_config.{k}")}
   for name in ("rope_scaling", "rope_parameters"):
-    if isinstance(known.get(name), dict):
-      known[name] = _without_mrope(known[name])
+    if known.get(name):
+      known[name] = _without_mrope(read_object(known, name, refuse))
   # The head belongs to the whole model, so its field says whether the head is the embedding.
   tied = values.get("tie_word_embeddings", whole.tied)
-  fixed = {"architectures": None, "model_type": whole.text, "tie_word_embeddings": tied}
+  fixed |= {"model_type": whole.text, "tie_word_embeddings": tied}
   return {**defaults, **whole.text_defaults, **known, **fixed}
 
 

@@ -135,6 +135,8 @@ class GatedDelta(nn.Module):
     mixed = Tails(*(project(x, heads[x]) for x in "qkv"))
     decay = self.param("decay", nn.initializers.zeros, (J, R))
     bias = self.param("decay_bias", nn.initializers.ones, (J, R))
+    # A sampler may hold both in bfloat16, in which exp would lose further digits.
+    decay, bias = decay.astype(jnp.float32), bias.astype(jnp.float32)
     log_decay = -jnp.exp(decay) * nn.softplus(project("a", (J, R)).astype(jnp.float32) + bias)
     strength = nn.sigmoid(project("b", (J, R))).astype(jnp.float32)
     return Tokens(mixed, log_decay, strength), project("z", heads["v"])

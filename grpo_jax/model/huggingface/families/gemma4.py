@@ -268,6 +268,7 @@ FAMILIES = (
         "use_bidirectional_attention",
       }
     ),
+    supported={"expert_intermediate_size": (None,)},  # the checkpoint of 31B has it
     read=_read,
     write=_write,
     varies=(

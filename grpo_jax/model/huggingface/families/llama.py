@@ -63,7 +63,16 @@ def _write_smollm3(config: ModelConfig) -> dict[str, Any]:
 
 
 FAMILIES = (
-  Family("llama", "LlamaForCausalLM", _TABLE, {}, tensors.ALL_BIAS_FIELDS),
+  Family(
+    "llama",
+    "LlamaForCausalLM",
+    _TABLE,
+    {},
+    tensors.ALL_BIAS_FIELDS,
+    # SmolLM2's checkpoints have these.
+    supported={"is_llama_config": (True,), "rope_interleaved": (False,)},
+    default_theta=10000.0,
+  ),
   Family(
     "mistral",
     "MistralForCausalLM",
@@ -112,6 +121,8 @@ FAMILIES = (
     + tensors.FUSED_MLP
     + tensors.final_norm(),
     tensors.NO_BIAS,
+    # Phi-4-mini's checkpoints have these.
+    supported={"full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False, None)},
     read=_read_window_of_all,
     varies=("rotary_dim",),
     rotated=1.0,

@@ -14,6 +14,7 @@ from grpo_jax.model.huggingface.families.layer_types import (
   types_to_json,
   window_of,
 )
+from grpo_jax.settings import shown
 
 EXPERT_FIELDS = {
   "num_experts": "num_experts",
@@ -26,7 +27,10 @@ EXPERT_READS = frozenset({"num_local_experts", "decoder_sparse_step", "mlp_only_
 
 def _read_dense(values: Values, refuse: Refuse) -> dict[str, Any]:
   """Reads the windows. By default, layers from `max_window_layers` on have one, if switched on."""
-  is_on, first = bool(values.get("use_sliding_window")), values.get("max_window_layers", 28)
+  is_on, key = bool(values.get("use_sliding_window")), "max_window_layers"
+  first = 28 if values.get(key) is None else values[key]
+  if type(first) is not int:
+    refuse(key, f"must be an int, got {shown(first)}")
   by_default = [is_on and layer >= first for layer in range(values["num_hidden_layers"])]
   return {"windows": read_windows(values, refuse, by_default, needs_switch=True)}
 

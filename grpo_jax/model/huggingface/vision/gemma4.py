@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
+from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field, read_object
 from grpo_jax.model.huggingface.tensor_spec import TensorSpec
 from grpo_jax.model.huggingface.vision.vision_family import VisionFamily, layer, rms_norm
 from grpo_jax.settings import shown
@@ -16,11 +16,11 @@ def _read(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
   """Reads the fields of VisionShape that differ in form from those of `vision_config`."""
   if vision["num_key_value_heads"] != vision["num_attention_heads"]:
     refuse("num_key_value_heads", "must be num_attention_heads: towers here share no keys")
-  rope = vision.get("rope_parameters") or {}
+  rope = read_object(vision, "rope_parameters", refuse)
   if rope.get("rope_type", "axial") not in ("axial", "default"):
     refuse("rope_parameters", f"is of type {shown(rope['rope_type'])}: towers here have axial")
   theta = {"rope_theta": rope.get("rope_theta", 100.0)}
-  text = values["text_config"]
+  text = values.get("text_config", values)
   return {
     "patch": (3 * read_field(vision, "patch_size", int, refuse) ** 2,),  # 3 colours of each pixel
     "rope_theta": read_field(theta, "rope_theta", float, refuse),

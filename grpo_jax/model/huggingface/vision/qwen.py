@@ -3,7 +3,7 @@
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
+from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field, read_object
 from grpo_jax.model.huggingface.families import FAMILIES as TEXTS
 from grpo_jax.model.huggingface.families import tensors
 from grpo_jax.model.huggingface.families.tensors import joined
@@ -66,7 +66,7 @@ def _read_common(
   is_list = isinstance(found, list) and all(type(x) is int and x >= 0 for x in found)
   if not is_list or len(found) != 3:
     refuse("mrope_section", f"is {shown(found)}: it must have a number for each of three axes")
-  axial = vision.get("rope_parameters") or {}
+  axial = read_object(vision, "rope_parameters", refuse)
   if axial.get("rope_type", "axial") != "axial":
     refuse("rope_parameters", f"is of type {shown(axial['rope_type'])}: towers here have axial")
   theta = {"rope_theta": axial.get("rope_theta", _ROPE_THETA)}

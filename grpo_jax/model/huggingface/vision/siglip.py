@@ -114,6 +114,7 @@ _OF_IDEFICS3: dict[str, Any] = {
   # Fields in the published files that only their authors' training code uses.
   "ignored": (
     r"vision_config\.(max_image_size|size|use_base_siglip)|vocab_size"
+    r"|use_reentrant_checkpointing"
     r"|text_config\.(is_llama_config|neftune_noise_alpha|perceiver_config|pixel_shuffle_factor"
     r"|qk_layer_norms|rope_interleaved|use_resampler|architectures|_.*)"
   ),
