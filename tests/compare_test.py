@@ -110,8 +110,9 @@ def test_runs_without_a_common_checkpoint_are_not_called_the_same(runs, tmp_path
 
 @pytest.mark.slow
 def test_an_asynchronous_run_is_compared_too(tmp_path):
-  """Its shares of time differ, and its staleness does not."""
+  """Its shares of time differ, also in checkpoints, and its staleness does not."""
   config = small_config().replace({"steps": 3, "rollout.max_staleness": 1})
+  config = config.replace({"checkpoint.every": 1, "checkpoint.keep": 3})
   for name in ("one", "same"):
     train(config, tmp_path / name)
   assert not any(differences(tmp_path / "one", tmp_path / "same").values())

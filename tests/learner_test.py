@@ -692,6 +692,18 @@ def test_b2_is_that_of_optax_unless_it_is_set(name, theirs, parameter, monkeypat
   assert seen == [inspect.signature(theirs).parameters[parameter].default, 0.9]
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_eps_shortens_the_steps_of_parameters_with_moments(name):
+  """Muon takes the embedding as AdamW does."""
+  params = {"embed": {"embedding": jnp.ones((4, 3))}}
+  moved = {}
+  for eps in (1e-8, 1.0):
+    made = optim.make_optimizer(Optimizer(name=name, learning_rate=1.0, eps=eps), 1)
+    updates, _ = made.update(params, made.init(params), params)
+    moved[eps] = float(jnp.abs(updates["embed"]["embedding"]).max())
+  assert moved[1.0] < 0.8 * moved[1e-8]
+
+
 def test_an_unknown_optimizer_is_named():
   with pytest.raises(
     ConfigError, match=r"^config key optimizer\.name is 'adam': choose one of 'ad"

@@ -316,11 +316,19 @@ def prompts_of(vocabulary):
   return (rng.integers(2, vocabulary, size).tolist() for size in (S, 9))
 
 
+def compiled_programs(engine):
+  programs = engine._decoder._programs
+  jitted = programs.arrive.jitted, programs.go_on, programs.copy, programs.keep, programs.grow
+  return [program._cache_size() for program in (*jitted, programs.chunk.jitted)]
+
+
 def check_pieces(engine, params, vocabulary, monkeypatch):
   long, short = prompts_of(vocabulary)
   given = [(long, 5), (short, 6), (long, 7), (long[:70], 8)]
-  copies = engine.counts.copies
+  copies, compiled = engine.counts.copies, compiled_programs(engine)
   found, did = rows_beside(engine, monkeypatch, *given)
+  # All programs were compiled at the start, for every size of the cache that rows draw into.
+  assert len(engine._decoder._slots) > 1 and compiled_programs(engine) == compiled
   # The first piece and the short prompt, and the other three pieces. The last prompt has waited for
   # them, and reuses them.
   assert did[:9] == ["arrive", "chunk", *["go_on", "chunk"] * 2, "go_on", "go_on", "chunk"]

@@ -199,7 +199,7 @@ def supervised_batch(
   def encode() -> list[list[int]]:  # in `on_each`, so that all processes raise
     solutions = batch.columns["solution"]
     if not all(isinstance(solution, str) and solution for solution in solutions):
-      raise RunFailed(
+      raise _cannot_go_on(
         "config key warm_start.steps: some examples have no text in the field solution, which the"
         " warm start imitates; set 0"
       )
@@ -212,13 +212,20 @@ def supervised_batch(
     (_pad(fitting, max_tokens, tokenizer.pad_id), np.array([*map(len, fitting)], np.int32))
   )
   if not lengths_P.any():
-    raise RunFailed(
+    raise _cannot_go_on(
       f"config key sampling.max_tokens is {max_tokens}: all {len(lengths_P)} solutions of a batch"
       " of the warm start are longer, so it would learn nothing; raise it"
     )
   mask_PT = (np.arange(max_tokens) < lengths_P[:, None]).astype(np.float32)
   dropped = int((lengths_P == 0).sum())
   return SupervisedBatch(batch, completions_PT, mask_PT, dropped)
+
+
+def _cannot_go_on(text: str) -> RunFailed:
+  """The error of a run that its own config stops, which another --workdir must change."""
+  error = RunFailed(f"{text}, in another --workdir")
+  error.goes_on = False
+  return error
 
 
 @functools.lru_cache(2)  # a step may end one epoch and begin the next

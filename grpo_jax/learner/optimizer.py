@@ -129,6 +129,7 @@ def muon(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformatio
     weight_decay=config.weight_decay,
     weight_decay_mask=decayed,
     mu_dtype=config.moments_dtype,
+    eps=config.eps,
     adam_b1=config.b1,
     adam_b2=config.b2,
     muon_weight_dimension_numbers=_matrix_axes,

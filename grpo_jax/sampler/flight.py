@@ -36,6 +36,25 @@ class Flight(struct.PyTreeNode):
     """The places N and the seats Q of each."""
     return Grid(*self.cache.lengths_PG.shape)
 
+  @property
+  def prompts_only(self) -> "Flight":
+    """The flight without the arrays of rows, for programs that change prompts alone.
+
+    Such a program is then the same for every size of the rows' cache, so it is compiled once.
+    """
+    cache = self.cache.replace(keys={}, values={}, states={}, slots=0)
+    return self.replace(cache=cache, rows=None)
+
+  def with_prompts(self, changed: "Flight") -> "Flight":
+    """The flight with the prompts of `changed`, the result of a program for `prompts_only`."""
+    cache = changed.cache.replace(
+      keys=self.cache.keys,
+      values=self.cache.values,
+      states=self.cache.states,
+      slots=self.cache.slots,
+    )
+    return changed.replace(cache=cache, rows=self.rows)
+
 
 class NewRows(NamedTuple):
   """Describes the rows that start in a chunk, in arrays over all R seats.

@@ -546,8 +546,7 @@ class Decoder:
     # last one, so that they are dropped.
     padded = self._padded([images.ids] * shards, length).replace(images=visual)
     places = np.array(_filled([place], shards, self._rows))
-    self._flight, _ = self._programs.arrive(self._flight, params, padded, places)
-    self._counts.calls += 1
+    self._put_prompts(self._programs.arrive(self._flight.prompts_only, params, padded, places)[0])
     return True
 
   def _compute_parts(
@@ -607,11 +606,11 @@ class Decoder:
     padded = self._padded(_filled([prompt for _, prompt in prompts], count, (0,)), length)
     if is_scored:  # compiled when a request first asks for it
       arrive, alternatives = self._programs.arrive_scored, self.alternatives
-      self._flight, scores = arrive(self._flight, params, padded, places, alternatives)
+      changed, scores = arrive(self._flight.prompts_only, params, padded, places, alternatives)
       self._scores.append((prompts, scores))
     else:
-      self._flight, _ = self._programs.arrive(self._flight, params, padded, places)
-    self._counts.calls += 1
+      changed, _ = self._programs.arrive(self._flight.prompts_only, params, padded, places)
+    self._put_prompts(changed)
 
   def _go_on(
     self, parts: list[tuple[int, tuple[int, ...], Beginning]], length: int, params: model.Params
@@ -627,7 +626,12 @@ class Decoder:
     suffixes = Suffixes(
       tokens, lengths, numbers, known, np.array(places), np.array(shifts, np.int32)
     )
-    self._flight = self._programs.go_on(self._flight, self._texts, params, suffixes)
+    flight = self._flight.prompts_only
+    self._put_prompts(self._programs.go_on(flight, self._texts, params, suffixes))
+
+  def _put_prompts(self, changed: Flight) -> None:
+    """Takes the result of a call that computed prompts for `Flight.prompts_only`."""
+    self._flight = self._flight.with_prompts(changed)
     self._counts.calls += 1
 
   def _count(self, needed: int, most: int) -> int:
@@ -642,7 +646,7 @@ class Decoder:
       self._texts = self._programs.keep(self._flight, self._texts, ended)
 
   def _copy(self, from_N: np.ndarray) -> None:
-    self._flight = self._programs.copy(self._flight, from_N)
+    self._flight = self._flight.with_prompts(self._programs.copy(self._flight.prompts_only, from_N))
 
   def _whole(self, settings: RowSettings) -> RowSettings:
     """Replaces None by the number that means off, so that one program decodes all rows."""

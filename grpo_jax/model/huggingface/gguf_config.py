@@ -127,6 +127,7 @@ _TURN_ENDS = (
   "<end_of_utterance>",
 )
 _CONTROL = 3  # a value of tokenizer.ggml.token_type
+_NO_TOKEN = 2**32 - 1  # -1 in the unsigned fields of ids
 _27B = {"gemma2": 46, "gemma3": 62}  # layers of the models that divide queries by sqrt(D / H)
 
 
@@ -216,7 +217,7 @@ def _add_vocabulary(file: GGUFFile, values: dict[str, Any]) -> None:
   # Chat models end a turn with a separate token, such as <end_of_turn>, the "eot" of the file.
   eos_id = metadata.get("tokenizer.ggml.eos_token_id")
   eot_id = metadata.get("tokenizer.ggml.eot_token_id", _turn_end(metadata))
-  ids = list(dict.fromkeys(number for number in (eos_id, eot_id) if number is not None))
+  ids = list(dict.fromkeys(x for x in (eos_id, eot_id) if x is not None and x != _NO_TOKEN))
   values["eos_token_id"] = ids or None
 
 
