@@ -105,17 +105,20 @@ def flags_of(config: Config) -> list[str]:
 
 
 def _given(args: Any) -> tuple[dict[str, Any], list[str]]:
-  """Returns the fields that the user set, and the names of fields that do not influence training.
+  """Returns the fields to convert, and the names of those that do not influence training.
+
+  A dict gives all its fields, and a GRPOConfig those that differ from TRL's defaults. Some differ
+  because TRL computed them, such as generation_batch_size.
 
   Raises:
     ConfigError: A field is not known, or `args` is no GRPOConfig.
   """
   if dataclasses.is_dataclass(args):
     fields = dataclasses.fields(args)
-    # A field differs from its default also if TRL computed it, such as generation_batch_size.
     given = {field.name: getattr(args, field.name) for field in fields}
     given = {name: value for name, value in given.items() if value != _default_of(fields, name)}
-    if given.get("generation_batch_size"):  # TRL computes each of the two from the other
+    # TRL computes each of these two from the other, and `Port.batches` computes the second again.
+    if given.get("generation_batch_size"):
       given.pop("steps_per_generation", None)
   elif isinstance(args, Mapping) or args is None:
     given = dict(args or {})

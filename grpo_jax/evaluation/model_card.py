@@ -100,9 +100,9 @@ def model_card(
 
 
 def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base, kind: str) -> str:
-  """Returns the YAML block of a card. The arguments are as in `write`.
+  """Returns the YAML block of a card.
 
-  `evaluation` is the last row with an evaluation, or {}.
+  `evaluation` is the last row with an evaluation, or {}. Other arguments are as in `model_card`.
   """
   # ModelCard itself would import the client of huggingface.co, which takes half a second.
   from huggingface_hub.repocard_data import EvalResult, ModelCardData
@@ -110,17 +110,25 @@ def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base
   results = []
   for name, value in evaluation.items():
     found = re.fullmatch(r"eval/(.+/)?accuracy(/.+)?", name)
-    if found and value is not None and not _is_end(name, evaluation):
+    if found and value is not None and not _is_interval_end(name, evaluation):
       # The accuracy of an exam, of a task in a mixture, or of the whole data set.
       data = (found[1] or found[2] or name_of(config.data)).strip("/")
-      results.append(EvalResult("text-generation", data, data, "accuracy", round(value, 6)))
+      results.append(
+        EvalResult(
+          task_type="text-generation",
+          dataset_type=data,
+          dataset_name=data,
+          metric_type="accuracy",
+          metric_value=round(value, 6),
+        )
+      )
   is_on_hub = hub.is_name(config.model.path)
   return ModelCardData(
     base_model=hub.parts(config.model.path)[0] if is_on_hub else None,
     library_name="peft" if kind == "adapter" else "transformers",
     pipeline_tag="image-text-to-text" if kind == "images" else "text-generation",
     tags=["grpo_jax", *_tags(config, step)],
-    model_name=title if results else None,
+    model_name=title if results else None,  # results need it; alone it would be a key
     eval_results=results or None,
     **base.license,
   ).to_yaml()
@@ -184,7 +192,7 @@ def _of_evaluation(row: Row) -> list[tuple[str, str, str]]:
   found = []
   for name, value in row.items():  # only estimates have the two ends of an interval
     ends = row.get(f"{name}_low"), row.get(f"{name}_high")
-    if not name.startswith("eval/") or _is_end(name, row) or value is None:
+    if not name.startswith("eval/") or _is_interval_end(name, row) or value is None:
       continue
     is_share = None not in ends
     shown = f"{value:.1%}" if is_share else _number(value)
@@ -193,8 +201,8 @@ def _of_evaluation(row: Row) -> list[tuple[str, str, str]]:
   return found
 
 
-def _is_end(name: str, row: Row) -> bool:
-  """Returns whether a metric is the end of the interval of another one in the row."""
+def _is_interval_end(name: str, row: Row) -> bool:
+  """Returns whether a metric is the low or high end of another one's 95% interval in the row."""
   return name.endswith(("_low", "_high")) and name.rpartition("_")[0] in row
 
 

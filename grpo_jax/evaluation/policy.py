@@ -380,8 +380,10 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
 def _on_this_machine(config: Config) -> Config:
   """Adapts a config to this machine, where all devices both sample and compute the model.
 
-  A mesh that does not fit becomes data parallelism. If this or sampling.tensor does not fit,
-  sampling.tensor becomes 0. Settings that need other devices or servers to sample are reset.
+  A mesh that does not fit becomes data parallelism. If it or sampling.tensor does not fit,
+  sampling.tensor becomes 0. mesh.sampler becomes 0, and with it rollout.weights and rollout.replay
+  are reset, which may need it. eval.engine is reset, because this machine evaluates. rollout.engine
+  and rollout.listen stay: only training draws with them.
   """
   mesh = dataclasses.replace(config.mesh, sampler=0)
   rollout = dataclasses.replace(config.rollout, weights="fixed", replay="")

@@ -167,9 +167,12 @@ def add_gradients(
     given: The parameters and the batch.
     sums: The sums over earlier micro-batches. None if there is only one micro-batch, which saves a
       second copy of the gradients.
-    segment: The micro-batches. `slots` is static, `first` and `end` may be arrays. Those without a
-      token in the loss are skipped: the loop ends at the first of them.
+    segment: The micro-batches. `slots` is static, `first` and `end` may be arrays. The loop ends at
+      the first one without a token in the loss, because only such ones follow (see `Parts`).
     rule: Objective and micro-batch size.
+
+  Returns:
+    `sums` with those of the segment added.
   """
   begun = given.begun
   loss_of, has_tokens = _loss_of(given, rule), begun.parts.needed_M >= 0
@@ -184,6 +187,7 @@ def add_gradients(
 
   def goes_on(loop: tuple[jax.Array, Sums]) -> jax.Array:
     i, _ = loop
+    # The first bound follows from the second. It is a constant also where `end` is an array.
     return (i < len(has_tokens)) & (i < segment.end) & has_tokens[i]
 
   def add(loop: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:

@@ -201,8 +201,8 @@ def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 def within_windows(config: ModelConfig, prefix: Prefix) -> Prefix:
   """Cuts the prefix of layers with a window to the last tokens of each prompt.
 
-  Completions see no earlier ones. The first of a stack's n slots then holds token
-  max(length - n, 0) of the prompt.
+  Completions see no earlier tokens there. With a window below S, the stack then has n = window
+  slots, of which the first holds token max(length - n, 0) of the prompt.
   """
 
   def last(name: str, x_LPKSE: jax.Array) -> jax.Array:
@@ -379,7 +379,8 @@ def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
 
   Args:
     prefix: P prompts.
-    places_N: int32, which prompt each new one replaces. A new prompt with P or more is left out.
+    places_N: int32, which prompt each new one replaces. One whose entry is P or more is left
+      out.
     prompts: N prompts, padded to at most S tokens. Slots after these keep old keys and values,
       which are masked.
   """

@@ -66,21 +66,25 @@ def param_specs(params: Any, mesh: Mesh) -> Any:
 
 
 def undivided(params: Any, mesh: Mesh) -> list[str]:
-  """One line of text for each dimension of a parameter that its mesh axis does not divide."""
+  """One line for each dimension of a parameter that is not split as RULES say.
+
+  Its mesh axes do not divide it, so it is whole, or split over fewer of them. A run prints how many
+  there are when it starts, and the first line.
+  """
   lines = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     name = leaf_path(path)
     for dimension, (axis, size) in enumerate(zip(_axes(name, leaf), leaf.shape)):
       if axis is None:
         continue
-      found, text = _weight_axes(mesh, axis, size), f"{name}: dimension {dimension} of {size}"
-      # Both axes should split this dimension, but perhaps only one of them divides it, or none.
+      split_by, text = _weight_axes(mesh, axis, size), f"{name}: dimension {dimension} of {size}"
+      # Where RULES say fsdp, context splits, too. Perhaps only one of them divides it, or none.
       if axis == "fsdp" and mesh.shape.get(CONTEXT, 1) > 1:
         both = mesh.shape[axis] * mesh.shape[CONTEXT]
-        alone = f"it is split over {found} alone" if found else "it is whole on each device"
+        alone = f"it is split over {split_by} alone" if split_by else "it is whole on each device"
         if size % both:
           lines.append(f"{text} is not divisible by fsdp x context = {both}: {alone}")
-      elif found is None:
+      elif split_by is None:
         lines.append(f"{text} is not divisible by {axis}={mesh.shape[axis]}")
   return lines
 

@@ -100,26 +100,28 @@ class Harness:
       traces = endpoint.recorder.take(_name(endpoint, p, g))
       branches_found, left_out = branches_of(traces, self._run.config.environment.branches)
       played[p, g] = _Played(traces, branches_found, outcome, left_out)
-    asked = self._prompts_of_groups(played, prompts)
-    rows = {
-      at: self._rows_of_rollout(one, int(asked.lengths_P[at[0]])) for at, one in played.items()
+    shared_prompts = self._prompts_of_groups(played, prompts)
+    cut_branches = {
+      at: self._cut_branches(one, int(shared_prompts.lengths_P[at[0]]))
+      for at, one in played.items()
     }
     turns_PG = np.empty(shape, object)
-    for at, one in played.items():  # `lost` counts tokens of the policy that no row has
+    for at, one in played.items():
+      # The policy's tokens that the limit of rows cut off. Calls in no branch count in `left_out`.
       lost = sum(sum(branch.sampled) for branch in one.branches)
-      lost -= sum(sum(row.sampled) for row in rows[at])
-      turns_PG[at] = self._conversation(rows[at][0], one)._replace(lost_tokens=lost)
+      lost -= sum(sum(branch.sampled) for branch in cut_branches[at])
+      turns_PG[at] = self._conversation(cut_branches[at][0], one)._replace(lost_tokens=lost)
     self._warn(turns_PG, [*played.values()])
-    self._warn_of_prompts(turns_PG, played, asked)
-    branches = self._branches_as_rows(rows, played, turns_PG)
+    self._warn_of_prompts(turns_PG, played, shared_prompts)
+    rows = self._branches_as_rows(cut_branches, played, turns_PG)
     texts_of = np.vectorize(lambda one: one.last, otypes=[object])
     return Rollouts(
       # The first G rows of a prompt are the first branch of each rollout.
-      jax.tree.map(lambda x: x[:, :members], branches.completions),
+      jax.tree.map(lambda x: x[:, :members], rows.completions),
       texts_of(turns_PG),
       turns_PG,
-      branches if self._run.config.environment.branches > 1 else None,
-      asked,
+      rows if self._run.config.environment.branches > 1 else None,
+      shared_prompts,
     )
 
   def _prompts_of_groups(
@@ -150,8 +152,11 @@ class Harness:
       found.prompts_PS[p, : len(ids)], found.lengths_P[p] = ids, len(ids)
     return found
 
-  def _rows_of_rollout(self, played: "_Played", start: int) -> list[Branch]:
-    """Returns a rollout's branches without the group's prompt, whose length is `start`."""
+  def _cut_branches(self, played: "_Played", start: int) -> list[Branch]:
+    """Returns a rollout's branches as they fit into rows: sampling.max_tokens from `start` on.
+
+    `start` is the length of the group's prompt.
+    """
     return [branch.after(start, self._run.config.sampling.max_tokens) for branch in played.branches]
 
   def _branches_as_rows(
@@ -162,7 +167,7 @@ class Harness:
   ) -> Branches:
     """Converts branches to rows: for each group, the first of each rollout, the others, padding.
 
-    `found` has the branches without the group's prompt, and `played` the calls, by rollout [p, g].
+    `found` has the cut branches (see `_cut_branches`), and `played` the calls, by rollout [p, g].
     """
     (P, G), config = turns_PG.shape, self._run.config
     B = G * config.environment.branches
@@ -185,16 +190,19 @@ class Harness:
     run, shape = self._run, self._run.parameters.sampling.model
     sampling = run.config.sampling
     decoding = decoding_of(sampling, shape.stop_ids)
-    limit = run.config.environment.turn_tokens or sampling.max_tokens
+    answer_tokens = run.config.environment.turn_tokens or sampling.max_tokens
+    # The prompt of a later call holds the earlier turns, which count as tokens of the completion.
     longest = run.config.data.max_prompt_tokens + sampling.max_tokens
     completions = run.config.batch.prompts * run.config.batch.group_size
-    # One prefix-cache entry per conversation, but at most 2 * rows, to limit memory.
-    rows = min(sampling.rows or _MOST_ROWS, completions)
-    rows, texts = (  # rounded up to multiples of the mesh's row shards
-      -(-size // shape.row_shards) * shape.row_shards for size in (rows, min(completions, 2 * rows))
+    wanted_rows = min(sampling.rows or _MOST_ROWS, completions)
+    # One prefix-cache entry per conversation, but at most two per row, to limit memory. Both sizes
+    # are rounded up to multiples of the mesh's row shards.
+    rows, texts = (
+      -(-size // shape.row_shards) * shape.row_shards
+      for size in (wanted_rows, min(completions, 2 * wanted_rows))
     )
     sizes = Sizes(rows=rows, prompt_tokens=longest, waiting=2**20, texts=texts)  # any number waits
-    decoding = dataclasses.replace(decoding, max_tokens=limit)
+    decoding = dataclasses.replace(decoding, max_tokens=answer_tokens)
     engine = Engine(shape, decoding, sizes, params, self._version)
     calls = run.config.environment.calls
     self._endpoint = Endpoint(engine, run.tokenizer, shape.vocab_size, calls)
@@ -284,13 +292,13 @@ class Harness:
       )
 
   def _warn_of_prompts(
-    self, turns_PG: np.ndarray, played: Mapping[tuple[int, int], "_Played"], asked: HarnessPrompts
+    self, turns_PG: np.ndarray, played: Mapping[tuple[int, int], "_Played"], prompts: HarnessPrompts
   ) -> None:
     """Warns, once for each cause, that prompts are too long, or differ within a group."""
     S, lost = self._run.config.data.max_prompt_tokens, 0
     longest, worst = 0, (0, 0)  # worst: (length of a prompt, length of its group's shared prompt)
     for (p, g), one in played.items():
-      shared = int(asked.lengths_P[p])
+      shared = int(prompts.lengths_P[p])
       for branch in one.branches:
         # Longer prompts count as S tokens here, because the first warning is about their rest.
         longest = max(longest, branch.asked)

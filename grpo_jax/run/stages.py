@@ -31,7 +31,7 @@ class Stage:
     program: The function to compile.
     arguments: The shapes, dtypes and shardings of the arguments.
     runs: How many times it is called.
-    rounds: The most iterations of its loops per call, by the loops' upper bound.
+    rounds: {the upper bound of a loop: its most iterations per call}. If calls differ, their mean.
     cache: The bytes of the key/value cache that it reads or returns.
     visual: The bytes of visual tokens that exist besides its arguments.
   """
@@ -164,6 +164,7 @@ class _ProgramArguments:
     that grows through the sizes `pace.slots`. If the grid has fewer rows than the call, `arrive`
     prefills the other prompts when the first rows have ended, in waves.
     """
+    # Only the prompts of training batches may be encoded before sampling. Evaluations' are not.
     is_encoded = self._run.parameters.encodes_first and name in ("sample", "greedy")
     keeps_experts = name == "sample" and self._config.learner.router_replay
     sampler = self._run.programs.sampler(keeps_experts=keeps_experts)
@@ -172,19 +173,21 @@ class _ProgramArguments:
     settings = self._settings(grid.rows)
     at_first = min(grid.places, prompts)
     flight = programs.abstract(grid, pace.slots[0], self._sampled, S, settings)
-    visual = self._held.waiting if is_encoded else 0.0
-    visual_of_others = visual * (1 - at_first / prompts)
+    visual_of_all = self._held.waiting if is_encoded else 0.0
+    visual_of_others = visual_of_all * (1 - at_first / prompts)  # those of the first are arguments
     begin = grid, pace.slots[0], self._sampled, self._prompts(at_first, is_encoded), None, settings
     cache = device_bytes(flight.cache)
     yield Stage(programs.begin, begin, cache=cache, visual=visual_of_others)
     waves = -(-prompts * group_size // grid.rows)
-    written = 0  # tokens of the first rows that smaller caches hold
+    # Rows of the first wave draw in a cache of each size, as many tokens as fit there beyond those
+    # of smaller caches, `written_before`. Rows of later waves draw in the largest cache alone.
+    written_before = 0
     for slots in pace.slots:
       flight = programs.abstract(grid, slots, self._sampled, S, settings)
       # The last token of a completion needs no slot.
-      needed = min(slots, programs.decoding.max_tokens - 1)
-      rounds = needed - written
-      if slots == pace.slots[-1]:  # rows of later waves start with the largest cache
+      written = min(slots, programs.decoding.max_tokens - 1)
+      rounds = written - written_before
+      if slots == pace.slots[-1]:
         if prompts > grid.places:
           waiting = (
             self._prompts(pace.prompts_at_once, is_encoded),
@@ -193,9 +196,9 @@ class _ProgramArguments:
           runs = -(-(prompts - grid.places) // pace.prompts_at_once)
           cache = device_bytes(flight.cache)
           arrive = flight, self._sampled, *waiting
-          yield Stage(programs.arrive, arrive, runs, cache=cache, visual=visual)
+          yield Stage(programs.arrive, arrive, runs, cache=cache, visual=visual_of_all)
         rounds += (waves - 1) * (programs.decoding.max_tokens - 1)
-      written = needed
+      written_before = written
       if not rounds:
         continue
       new_rows = NewRows(
@@ -212,9 +215,9 @@ class _ProgramArguments:
         programs.chunk,
         arguments,
         runs,
-        {programs.columns: rounds / runs},
-        device_bytes(flight.cache),
-        visual,
+        rounds={programs.columns: rounds / runs},  # `columns` bounds the loop of a chunk
+        cache=device_bytes(flight.cache),
+        visual=visual_of_all,
       )
 
   def encode(self) -> Program:

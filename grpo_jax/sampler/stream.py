@@ -100,6 +100,10 @@ class Stream:
   Groups are stored in host arrays [X, G, ...]. x is the index of a group there, which later groups
   reuse, and x * G + g the number of a row. `Seats` calls x the prompt p.
 
+  A round writes a slot of the cache for all rows, also for those that pause. Rolling moves the
+  tokens of a paused row to the slots written last, where the row needs them when it resumes (see
+  model/cache.py). After a chunk, all paused rows are rolled before the next one.
+
   Attributes:
     seat_rounds: How well the seats were used since the stream was made.
     is_kept_full: Whether other groups will be submitted, so that rows do not move into fewer seats.
@@ -139,9 +143,7 @@ class Stream:
     members = self._members
     self._seats = seats_lib.no_one(0, members, self._pace.grid, self._pace.shards)
     self._flight: Flight | None = None  # the rows and their cache on the devices. None at first
-    # Whether the cached tokens of paused rows are in the slots written last, as a row needs when it
-    # resumes. Each chunk writes further slots, so the cache of these rows is rolled after it.
-    self._has_rolled = True
+    self._has_rolled = True  # False after a chunk with paused rows, until they are rolled
     self._rounds = 0  # since the cache counted from 0
     self._requests: dict[int, GroupRequest] = {}  # by index x
     self._place_of: dict[int, int] = {}  # `GroupRequest.number` -> x
@@ -208,10 +210,10 @@ class Stream:
     if self.draws:
       params, version = self._feed()
       self._place_prompts(params)
-      ended = self._draw_chunk(params, version)
-      pausing = [row for row in ended if self._requests[row // G].pauses]
+      stopped = self._draw_chunk(params, version)
+      pausing = [row for row in stopped if self._requests[row // G].pauses]
       paused = [self._stopped_row(row) for row in pausing]
-      self._count_ended([row for row in ended if not self._requests[row // G].pauses])
+      self._count_ended([row for row in stopped if not self._requests[row // G].pauses])
     ready, groups = self._ready, len(self._requests)
     # Finished groups are returned several at a time, because the caller spends time on each call.
     # With free seats, they are returned at once, so that the caller can submit other groups. The
@@ -294,13 +296,15 @@ class Stream:
       chunk = chunk._replace(rounds=min(chunk.rounds, soonest))
     extras = None
     if self._guide is not None:
-      # The next mask depends on this token, so a chunk draws one. New rows draw it without a round.
+      # A mask is valid for one token, so no row draws two in a chunk. New rows draw theirs without
+      # a round, and would draw another in a round: then they draw alone.
       most = np.int32(0 if is_new_R.any() else 1)
       chunk, extras = chunk._replace(rounds=min(chunk.rounds, most)), self._allowed_tokens(row_R)
     going_R = taken_R.copy()
     going_R[list(self._paused.values())] = False
     x_R, g_R = np.divmod(np.where(taken_R, row_R, 0), self._members)
-    new = NewRows(  # free seats get the entries of any row: they are not read
+    # The entries of free seats are not read: they are those of row 0 or, by NOBODY, of the last.
+    new = NewRows(
       is_new_R=is_new_R,
       key_R2=self._keys_X2[x_R],
       number_R=(self._first_X[x_R] + g_R).astype(np.int32),
@@ -317,13 +321,13 @@ class Stream:
       goes_on_R = self._without_full_grammars(row_R, drawn, goes_on_R)
     if self._end is not None:
       goes_on_R = goes_on_R & ~self._cut_at_texts(row_R, drawn, self._end)
-    ended = np.flatnonzero(going_R & ~goes_on_R)  # seats of rows that have ended or paused
-    rows = row_R[ended].tolist()
+    stopped = np.flatnonzero(going_R & ~goes_on_R)  # seats of rows that have ended or paused
+    rows = row_R[stopped].tolist()
     pauses = np.array([self._requests[row // self._members].pauses for row in rows], bool)
-    self._paused |= {row: seat for row, seat, waits in zip(rows, ended.tolist(), pauses) if waits}
+    self._paused |= {row: seat for row, seat, waits in zip(rows, stopped.tolist(), pauses) if waits}
     # A row that paused in this chunk is rolled, too: `most_rewound` allows for one chunk.
     self._has_rolled = not self._paused
-    seats_lib.leave(self._seats, ended[~pauses])
+    seats_lib.leave(self._seats, stopped[~pauses])
     return rows
 
   def _take_seats(self) -> np.ndarray:
@@ -479,9 +483,7 @@ class Stream:
       self._flight, self._rounds = self._programs.grow(self._flight, slots), 0
     # A chunk's first column is for the tokens that new rows draw without a round.
     rounds = min(self._programs.columns - 1, slots - written)
-    if (
-      self._paused
-    ):  # the cache of a row can be rolled by so many slots, but one round is always due
+    if self._paused:  # a row can be rolled by so many slots, but one round is always due
       rounds = min(rounds, max(1, most_rewound(self._programs.columns)))
     going = int((seats.row_NQ != NOBODY).sum()) - len(self._paused)
     if self._has_room:  # the first row that ends may finish a group, which others replace

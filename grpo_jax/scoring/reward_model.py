@@ -113,7 +113,7 @@ class RewardModel:
       for i, score_T in zip(chosen, scores):
         if process_N[i] == here:
           marks = texts[number_N[i]].marks
-          scored_steps[number_N[i]] = [(end, float(score_T[place])) for end, place in marks]
+          scored_steps[number_N[i]] = [(end, float(score_T[position])) for end, position in marks]
     return scored_steps
 
   def check_conversations(self) -> None:

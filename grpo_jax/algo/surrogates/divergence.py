@@ -88,6 +88,8 @@ def dppo_kl(terms: Terms, algo: RatioMaxSettings) -> jax.Array:
 def kl_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
   """Tokens whose KL divergence exceeds a bound in the direction in which A pushes.
 
+  A = 0 counts as negative: the loss of such a token is 0 in any case.
+
   The divergence is KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), where p is the probability
   of the sampled token under the policy, and q under the policy before the update.
 

@@ -77,7 +77,10 @@ class Options:
 
 
 def define(values: flags.FlagValues) -> None:
-  """Defines a flag for each option in `values`. Its help names its launchers if not all read it."""
+  """Defines a flag in `values` for each field of `Options`.
+
+  The help of a flag names the launchers that read it, unless all do.
+  """
   for field in dataclasses.fields(Options):
     launchers = field.metadata["launchers"]
     prefix = "" if launchers == ALL else f"--on={'|'.join(launchers)}: "

@@ -251,7 +251,10 @@ def on_white(image: Image.Image) -> np.ndarray:
 
 
 def _of_text(text: str, make: Callable[..., ImageSource], where: str, folder: str) -> ImageSource:
-  """Tells a URL, a data URL, a path and base64 apart, and makes the source with `make`."""
+  """Tells a URL, a data URL, a path and base64 apart, and makes the source with `make`.
+
+  `where` and `folder` are as in `source_of`.
+  """
   if text.startswith(("http://", "https://")):
     return make(url=text)
   if text.startswith("data:"):
@@ -262,11 +265,13 @@ def _of_text(text: str, make: Callable[..., ImageSource], where: str, folder: st
   path = os.path.join(folder, os.path.expanduser(text)) if text else ""
   if "\0" not in path and os.path.exists(path):
     return make(path=path)
-  # A short text counts as base64 only if it decodes to an image. Else it is a misspelled path.
+  # A text counts as base64 if it is longer than `_LONGEST_PATH`, or if its start decodes to that
+  # of an image. Else it is a misspelled path.
   start = text[:64].strip()  # enough for the first bytes of a file, by which formats differ
   # These characters are common in paths, and base64 has none of them.
-  is_code = start.isascii() and not set(start) & set(".\\: _-")
-  if len(text) > _LONGEST_PATH or (is_code and len(text) >= 40 and _looks_like_image(start)):
+  may_be_base64 = start.isascii() and not set(start) & set(".\\: _-")
+  # A name, which mostly has fewer than 40, may decode to a start such as b"P" by chance.
+  if len(text) > _LONGEST_PATH or (may_be_base64 and len(text) >= 40 and _looks_like_image(start)):
     return make(data=_from_base64(text, where))
   hint = f"; relative paths begin in {folder}" if folder and not os.path.isabs(text) else ""
   if not text:

@@ -61,28 +61,29 @@ class SentencePieceCodec:
       model: The contents of tokenizer.model.
       added_tokens: Tokens keyed by id, in the form of added_tokens_decoder in
         tokenizer_config.json. They extend the vocabulary of the model, or describe tokens in it.
-      special_texts: The texts of special tokens. Texts outside the model's vocabulary are ignored.
+      special_texts: The texts of special tokens, which join those that `model` and `added_tokens`
+        mark as special. Texts outside the model's vocabulary are ignored.
       legacy: Whether a space is put before the text after each special token. If false, a space is
         put only before the beginning of a text.
     """
-    # The first processor puts a space before a text, if the model file says so. The second encodes
-    # a text unchanged.
+    # The first processor puts a space before a text, if the model file says so. The second adds
+    # none. The third name is the one of them that encodes the text after a special token.
     self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
-    self._model_after = sentencepiece.SentencePieceProcessor(model_proto=model + _KEEP_SPACES)
-    self._model_after_special = self._model if legacy else self._model_after
+    self._spaceless_model = sentencepiece.SentencePieceProcessor(model_proto=model + _KEEP_SPACES)
+    self._model_after_special = self._model if legacy else self._spaceless_model
     self._num_pieces = self._model.get_piece_size()
 
-    special_ids = self._control_ids()
+    special_ids = self._control_ids()  # text -> id, of the tokens that `decode` skips
     for text in special_texts:
       piece_id = self._piece_id(text)
       if piece_id is not None:
         special_ids[text] = piece_id
-    added_ids = {token["content"]: i for i, token in added_tokens.items()}
+    added_ids = {token["content"]: i for i, token in added_tokens.items()}  # special or not
     special_ids |= {
       token["content"]: i for i, token in added_tokens.items() if token.get("special", True)
     }
-    self._ids = special_ids | added_ids  # the tokens at which a text is split, with their ids
-    # The texts of these tokens in decoded texts, keyed by id. Special tokens are skipped.
+    self._ids = special_ids | added_ids  # text -> id, of the tokens at which a text is split
+    # id -> what `decode` writes for such a token: nothing for a special one.
     self._decoded = {i: "" if text in special_ids else text for text, i in self._ids.items()}
     self.special_texts: Mapping[int, str] = {i: text for text, i in special_ids.items()}
 
@@ -109,7 +110,7 @@ class SentencePieceCodec:
 
   def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
     """Encodes texts that follow other texts, without adding a space before them."""
-    return [self._encode(text, self._model_after) for text in texts]
+    return [self._encode(text, self._spaceless_model) for text in texts]
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text that these tokens append to a text. Skips special tokens and unknown ids."""
@@ -119,7 +120,7 @@ class SentencePieceCodec:
     for decoded, run in itertools.groupby(known_ids, key=self._decoded.get):
       run_ids = list(run)
       if decoded is None:
-        parts.append(self._model_after.decode(run_ids))
+        parts.append(self._spaceless_model.decode(run_ids))
       else:
         parts.append(decoded * len(run_ids))
     return "".join(parts)
@@ -164,7 +165,7 @@ class SentencePieceCodec:
       return []
     if text.startswith((" ", "▁")):
       # Like `transformers`, this adds no second space before a space. sentencepiece would.
-      model = self._model_after
+      model = self._spaceless_model
     return model.encode(text)
 
 

@@ -39,7 +39,7 @@ def make_packing(counts_PG: jax.Array, slots_per_row: int, slots: int) -> Packin
   row_PN = (slot_N >= ends_PG[:, :, None]).sum(1)
   start_PN = jnp.take_along_axis(starts_PG, jnp.minimum(row_PN, G - 1), 1)
   token_PN = jnp.where(row_PN < G, row_PN * T + slot_N - start_PN, -1)
-  # A token that is not in the stream gets the slot of another token, by which `_used` detects it.
+  # A token that is not in the stream gets a slot that does not hold it: `_used` detects it by that.
   slot_PC = jnp.minimum(starts_PG[:, :, None] + jnp.arange(T), N - 1).reshape(P, G * T)
   return Packing(slot_PC, token_PN)
 

@@ -108,13 +108,18 @@ def _read_rotary_dim(
 ) -> int:
   """Returns how many numbers of a head are rotated, or 0 for all of them.
 
-  The share of rotated numbers may be stated in each of `objects`, which must agree.
+  Args:
+    family: The family of the model.
+    objects: The JSON objects that may state the share of rotated numbers: all fields of
+      config.json, and its `rope_parameters`. They must agree.
+    head_dim: The size of a head.
+    refuse: refuse(field, reason) raises ConfigError.
   """
   key = "partial_rotary_factor"
   if any(values.get("rope_type") == "proportional" for values in objects):
     if family.rotated is not None:
       refuse(key, "belongs to a scaling that models of this family do not have here")
-    return 0  # here the factor is a part of the scaling
+    return 0  # here the factor is `RopeScaling.share`, the share of pairs that rotate
   factors = [values[key] for values in objects if values.get(key) is not None]
   if not factors and family.rotated is not None:
     factors = [family.rotated]

@@ -1,4 +1,7 @@
-"""Attention within pictures, whose memory is linear in the patches where there are many."""
+"""Attention within pictures, whose memory is linear in the patches where there are many.
+
+The letters are those of layers.py: B pictures of N patches, A heads of size E. Q are queries.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ def attend(
   """Softmax attention [B, N, A, E] of patches to the patches that have the same number.
 
   Args:
-    config: The model, of which only the mesh is read.
+    config: The model, of which only `rows` is read, the sharding of activations.
     q_BNAE: The queries, scaled and rotated.
     k_BNAE: The keys.
     v_BNAE: The values.
@@ -28,6 +31,7 @@ def attend(
     return _attend_pictures(q_BNAE, k_BNAE, v_BNAE, seen_BN)
   row_axes = config.rows.spec[0]
   heads = PartitionSpec(row_axes, None, config.axis_of(q_BNAE.shape[2]), None)
+  # Each device attends within its own pictures and heads, so its loops exchange nothing.
   return jax.shard_map(
     _attend_pictures,
     mesh=config.rows.mesh,

@@ -114,7 +114,8 @@ async def judge(
 
   Args:
     completions: The texts.
-    log_metric: Logs judge/failed, the number of completions without a score.
+    log_metric: Logs judge/failed, the number of completions to which the judge gave no score. Rows
+      that lack a field of the prompt do not count.
     url: The address up to and including /v1, such as http://localhost:8000/v1.
     model: The name of the judge on the server.
     prompt_file: A file with the prompt, which must contain {completion}.
@@ -245,7 +246,8 @@ class _Judge:
     """Returns a stored reply to this prompt, or requests one, with retries.
 
     Raises:
-      JudgeError: The last attempt failed, or a retry is not possible before the deadline.
+      JudgeError: The server refused the request, the last attempt failed, or a retry would begin
+        after the deadline.
     """
     request = [self.url.rstrip("/") + "/chat/completions", self.model, prompt, self.max_tokens]
     key = hashlib.sha256(json.dumps(request).encode()).hexdigest()

@@ -2,7 +2,7 @@ r"""Finds the answer that a completion states, and rewrites it for a parser of f
 
 `in_tags` finds the text in <answer> tags, `stated_answer` finds the answer in a text, and
 `as_formula` rewrites it. The last two reject text that gives no single answer: a box that was cut
-off, a list of numbers, "5 hours 30 minutes".
+off, "3 4", "5 hours 30 minutes". A list such as "3 and 4" is one answer.
 """
 
 import re
@@ -52,6 +52,7 @@ _POWER = re.compile(r"(?<=[\w)}])[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _DECIMAL = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _EXPONENT = re.compile(rf"(?<![\w.])({_DECIMAL})[eE]([-+]?\d{{1,3}})(?![\w.])")
 _MIXED = re.compile(r"(?<![\w.)}/^*] )(?<![\w.)}/^])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\s*[\d/.])")
+# The word or sign between the numbers of "3 and 4", "3 or 4" and "3; 4".
 _ENUMERATION = re.compile(r"\s*,?\s*(?:\b(?:and|or)\b|\\q?quad(?![a-z])|;)\s*")
 
 # Words that change the value. They are not removed, so that the answer is rejected.
@@ -62,17 +63,18 @@ _OF_THE_VALUE = re.compile(
   re.I,
 )
 _LABEL = re.compile(r"[a-z]{2,}(?: +[a-z]+)* *=(?= *[-+.\d\\])", re.I)  # "AB = 72", "total = 72"
+# The words in "the total is 72".
 _BEFORE = re.compile(r"[\s,:]*((?:[a-z][a-z'’]+[,:]?\s+)+)(?=[-+]?\s*(?:[.\d]|\\[dt]?frac))", re.I)
 _UNIT = r"(?:\s*(?:°|\^\{?\\circ\}?)\s*[CFK]?|\s*[kcdm]?m\s*\^\{?[23]\}?|\s*[a-z]{1,5}/[a-z]{1,5})"
-_AFTER = re.compile(
+_AFTER = re.compile(  # `rest` is what follows 72 in "72 apples" and "72 km/h"
   rf"(?<=[\d}}])(?:\s*\\?%)?(?P<rest>{_UNIT}?(?:\s+[a-z]{{3,}}(?:[\s,.'’/-]+[a-z]+)*)?)\s*$",
   re.I,
 )
 _RELATION = re.compile(r"\s*(?:[<>]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))")
-_TWO_NUMBERS = re.compile(
+_TWO_NUMBERS = re.compile(  # "3 4", "5 to 6", and a step such as "x => 4"
   r"(?<!_)\d\s+[a-z]*\s*\.?\d|\\(?:implies|iff|to|(?:[Ll]ong)?[Rr]ightarrow)(?![a-z])|[=-]>", re.I
 )
-_ABOUT = re.compile(r"\s*(?:\\(?:approx|sim|simeq|cong)(?![a-z])|≈|=)")
+_ABOUT = re.compile(r"\s*(?:\\(?:approx|sim|simeq|cong)(?![a-z])|≈|=)")  # "≈ 5", "= 5"
 _WORD = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{3,}(?![a-zA-Z}])")
 _FUNCTION = re.compile(r"sqrt|sin|cos|tan|cot|sec|csc|log|exp|max|min|mod|gcd|lcm|arc\w+")
 
@@ -148,8 +150,11 @@ def last_formula(text: str) -> str:
 def as_formula(answer: str) -> str:
   """Rewrites an answer for math-verify, without words and units around a number.
 
+  "the total is 72 dollars" becomes "72", and "3 and 4" becomes "3, 4".
+
   Returns:
-    The formula. "" if the answer is too long, or has words or several numbers.
+    The formula. "" if the answer is too long, or still has words, or numbers side by side as in
+    "3 4". An answer without digits, such as "yes", keeps its words.
   """
   if len(answer) > _LONGEST:
     return ""
@@ -170,7 +175,8 @@ def as_formula(answer: str) -> str:
   text = _ENUMERATION.sub(", ", text).strip(" ,")
   if _TWO_NUMBERS.search(text) or _has_words(text):
     return ""
-  return "x" + text if _RELATION.match(text) else text  # "< 5" becomes "x< 5"
+  # math-verify needs both sides of a relation: "< 5" becomes "x< 5".
+  return "x" + text if _RELATION.match(text) else text
 
 
 def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int]:

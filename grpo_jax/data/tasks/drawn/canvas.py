@@ -117,7 +117,10 @@ def _example(
   draw: Callable[[Any], np.ndarray],
   index: int,
 ) -> dict[str, Any]:
-  """Example `index` of a split: a drawn problem. The other arguments are as in `examples`."""
+  """Example `index` of a split: a drawn problem, whose image has `size` pixels on each side.
+
+  The other arguments are as in `examples`.
+  """
   rng = random.Random(f"{task}/{split}/{index}")
   problem = make(rng)
   while _split_of(problem) != split:
