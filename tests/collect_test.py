@@ -353,8 +353,10 @@ def test_the_learner_knows_how_long_completions_may_be_that_were_cut():
   run = small_run(config)
   shape = run.parameters.model
   assert shape.completion_tokens == most
+  assert shape.text_tokens == 0
   # The endpoint of a harness has room for a turn after the longest text.
   config = with_section(config, "environment", harness="mine.py:play")
   for turn_tokens, longest in ((0, 2 * most), (3, most + 3)):
     config = with_section(config, "environment", turn_tokens=turn_tokens)
-    assert Parameters(config, shape, run.hosts.mesh).model.completion_tokens == longest
+    text_tokens = Parameters(config, shape, run.hosts.mesh).model.text_tokens
+    assert text_tokens == config.data.max_prompt_tokens + longest

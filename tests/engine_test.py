@@ -21,7 +21,7 @@ from grpo_jax.serving import decoder, requests
 from grpo_jax.serving.chats import chat_request
 from grpo_jax.serving.completions import completion_request
 from grpo_jax.serving.decoder import NewRow, Sizes
-from grpo_jax.serving.engine import Closed, Engine, Full, Job
+from grpo_jax.serving.engine import Closed, Engine, Full, Job, Row
 from grpo_jax.serving.requests import row_number
 from grpo_jax.serving.responses import response_request
 
@@ -109,6 +109,23 @@ def crowd(count=40):
   ]
   prompts = [rng.integers(2, 96, length).tolist() for length in rng.integers(1, S + 1, count // 2)]
   return [(prompts[i % len(prompts)], i, kinds[i % len(kinds)]) for i in range(count)]
+
+
+def test_a_row_whose_prompt_is_not_complete_slows_no_other_down(parts):
+  """With a mask, every row draws one token in a chunk."""
+  sizes = Sizes(rows=2, prompt_tokens=S, waiting=2)
+  engine = Engine(parts[0], Decoding(T, STOPS), sizes, parts[1])
+  filled = []
+
+  class Guide:
+    def fill(self, bits_W):
+      filled.append(bits_W)
+
+  row = Row(Job((2, 3), 0, RowSettings(), Listener(), guide=Guide(), alternatives=2))
+  engine._seats[1] = row
+  assert engine._extras() is None and not filled
+  row.is_seated = True
+  assert engine._extras().alternatives and len(filled) == 1
 
 
 def test_tokens_are_the_same_alone_and_in_a_crowd(shared):

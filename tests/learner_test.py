@@ -488,6 +488,11 @@ def test_a_batch_that_is_cut_has_the_angles_of_the_longest_text(scaling):
   cut = learner.batch_stats(weights, None, batch, options).logprobs_PGT
   whole = learner.batch_stats(weights, None, long, options).logprobs_PGT
   assert_close(cut, whole[..., :T])
+  # The same where the run says how long texts count as, as with the endpoint of a harness.
+  tokens = batch.prompts_PS.shape[1] + 24
+  fixed = dataclasses.replace(config, completion_tokens=T, text_tokens=tokens)
+  options = learner.StatsOptions(fixed, Learner())
+  assert_close(learner.batch_stats(weights, None, batch, options).logprobs_PGT, cut)
 
 
 def test_supervised_loss_is_the_mean_over_tokens(params):

@@ -254,7 +254,7 @@ def in_pieces(tiny):
   """An engine whose pieces have 24 tokens, and its weights."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(decoder, "_SUFFIXES", (8, 24))
-    engine = make(*tiny, 8, tokens=60)
+    engine = make(*tiny, 8, rows=6, tokens=60)
   yield engine, tiny[1]
   engine.close()
 
@@ -323,28 +323,32 @@ def compiled_programs(engine):
 
 
 def check_pieces(engine, params, vocabulary, monkeypatch):
+  """Asks for long prompts beside a row that draws. Returns what `rows_beside` does."""
   long, short = prompts_of(vocabulary)
-  given = [(long, 5), (short, 6), (long, 7), (long[:70], 8)]
+  given = [(long, 5), (short, 6), (long, 7), (long[:70], 8), (long[:32] + short + short, 9)]
   copies, compiled = engine.counts.copies, compiled_programs(engine)
   found, did = rows_beside(engine, monkeypatch, *given)
   # All programs were compiled at the start, for every size of the cache that rows draw into.
   assert len(engine._decoder._slots) > 1 and compiled_programs(engine) == compiled
-  # The first piece and the short prompt, and the other three pieces. The last prompt has waited for
-  # them, and reuses them.
-  assert did[:9] == ["arrive", "chunk", *["go_on", "chunk"] * 2, "go_on", "go_on", "chunk"]
   assert engine.counts.copies == copies + 1  # the second row of the long prompt waited for it
   assert_as_alone(engine, params, given, found)
+  return found, did
 
 
 def test_rows_that_draw_wait_for_one_piece_of_a_long_prompt_at_a_time(in_pieces, monkeypatch):
-  check_pieces(*in_pieces, 96, monkeypatch)
+  found, did = check_pieces(*in_pieces, 96, monkeypatch)
+  # The first piece has 32 tokens, which the last prompt uses. Then come the three other pieces. The
+  # fourth prompt has waited for them, and uses all.
+  waits = ["go_on", "chunk"]
+  assert did[:10] == ["arrive", *waits, *waits, *waits, "go_on", *waits]
+  assert [one.parts[0].computed for one in found] == [S, 9, 0, 1, 18]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES_OF_ALL_KINDS)
 def test_families_compute_long_prompts_in_pieces(name, monkeypatch):
   config, params = model.load(FAMILIES / name)
-  engine = make(dataclasses.replace(config, dtype="float32"), params, 8, tokens=60)
+  engine = make(dataclasses.replace(config, dtype="float32"), params, 8, rows=6, tokens=60)
   check_pieces(engine, params, config.vocab_size, monkeypatch)
   engine.close()
 

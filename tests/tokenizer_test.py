@@ -508,6 +508,12 @@ _WRITES_CALLS_BESIDE_NONE = """
       "?",
     ),
     ("{% for m in messages %}{{ m.content if m.content is not none else 0 }}{% endfor %}", "?0"),
+    # Qwen3's asks that of another field.
+    (
+      "{% for m in messages %}{% if m.reasoning_content is not none %}{% endif %}"
+      "{{ m.content + '.' }}{% endfor %}",
+      ".?..",
+    ),
   ],
 )
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)

@@ -37,7 +37,7 @@ def completion_features(
     in the loss, and a completion's loss tokens except its last token, which predicts nothing.
   """
   P, G, T = batch.completions_PGT.shape
-  length = batch.prompts_PS.shape[1] + max(T, config.completion_tokens)
+  length = config.text_tokens or batch.prompts_PS.shape[1] + max(T, config.completion_tokens)
   batch = pad_to_split_evenly(batch, config)
   S = batch.prompts_PS.shape[1]
   # Scalings of rope depend on the longest text, which is the sampler's even if padding was added or

@@ -208,6 +208,8 @@ class ModelConfig:
     completion_tokens: The most tokens of a completion in the run, or 0 if it is not known. The
       learner needs it where a batch is cut to fewer tokens, because scalings of the rotary
       embedding depend on the longest text.
+    text_tokens: The length that the scalings of the rotary embedding take for all texts of the run,
+      or 0 if it depends on the batch.
     keeps_experts: `routed_features` also returns the experts of each token.
     unrolled: Each layer has separate arrays, instead of being stacked with other layers.
     lora: The adapters of the policy on top of frozen parameters. None means that all parameters are
@@ -290,6 +292,7 @@ class ModelConfig:
   attention: str = "auto"
   length: int = 0
   completion_tokens: int = 0
+  text_tokens: int = 0
   keeps_experts: bool = False
   unrolled: bool = False
   lora: AdapterShape | None = None

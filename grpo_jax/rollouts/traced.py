@@ -192,7 +192,7 @@ class Harness:
     decoding = decoding_of(sampling, shape.stop_ids)
     answer_tokens = run.config.environment.turn_tokens or sampling.max_tokens
     # The prompt of a later call holds the earlier turns, which count as tokens of the completion.
-    longest = run.config.data.max_prompt_tokens + sampling.max_tokens
+    longest = run.parameters.model.text_tokens - answer_tokens
     completions = run.config.batch.prompts * run.config.batch.group_size
     wanted_rows = min(sampling.rows or _MOST_ROWS, completions)
     # One prefix-cache entry per conversation, but at most two per row, to limit memory. Both sizes

@@ -62,11 +62,11 @@ class Parameters:
     self._mesh = mesh
     shardings = sharding.model_shardings(shape, mesh, splits_tokens=True)
     most = config.sampling.max_tokens
-    if config.environment.harness:
-      # Prompts of the endpoint hold the earlier turns, so they have up to data.max_prompt_tokens +
-      # sampling.max_tokens tokens. It answers each with a turn.
-      most += config.environment.turn_tokens or most
     of_run: dict[str, Any] = {"completion_tokens": most, **shardings}
+    if config.environment.harness:
+      # The endpoint's prompts hold the earlier turns, and it answers each with a turn (traced.py).
+      turn = config.environment.turn_tokens or most
+      of_run["text_tokens"] = config.data.max_prompt_tokens + most + turn
     self.model = dataclasses.replace(shape, lora=lora_of(config), **of_run)
     init = functools.partial(model.init, config=self.model)
     all_shapes = self._placed(jax.eval_shape(init, jax.random.key(0)))

@@ -182,6 +182,9 @@ class Decoder:
     self._shards, self._rows, self._counts = config.row_shards, sizes.rows, counts
     self._lengths = sizes_up_to(sizes.prompt_tokens)
     self._suffixes = _suffixes(config, sizes)
+    # The tokens of a piece of a long prompt, and of the first one. 0: prompts are computed whole.
+    self._piece = _SUFFIXES[-1] if _SUFFIXES[-1] in self._suffixes else 0
+    self._first_piece = _holding(self._lengths, self._piece)
     self._slots = sizes_up_to(decoding.max_tokens, model.slots_step(config))
     key = np.asarray(jax.random.key_data(jax.random.key(0)))  # rows differ by their numbers
     self._flight: Flight | None = None
@@ -457,6 +460,7 @@ class Decoder:
     whole: list[tuple[int, tuple[int, ...]]] = []
     continued: list[tuple[int, tuple[int, ...], Beginning]] = []  # prompts with a known beginning
     now, later, seeing = list[int](), {}, list[int]()  # `seeing`: places with images
+    may_begin = self._at_once(self._first_piece) * self._shards
     for place, prompt in missing.items():
       least = self._least(len(prompt))
       if place in self._images:  # a suffix can have no images
@@ -468,17 +472,24 @@ class Decoder:
         continue
       if beginning.tokens and beginning.number in self._begun:
         begun = self._begun[beginning.number]
-        missing_there = len(begun.prompt) - begun.tokens
-        if self._is_long(place, prompt) and missing_there < len(prompt):
+        if self._is_long(place, len(prompt), 0) and len(begun.prompt) - begun.tokens < len(prompt):
           self._waiting[place] = prompt
           continue
-        beginning = Beginning(place, 0)  # this prompt is computed sooner than the other one
-      self._known.put(place, prompt)
+        # This prompt is computed sooner than the other one, of which it uses what is there.
+        there = min(beginning.tokens, begun.tokens) if begun.tokens <= self._whole_from else 0
+        beginning = Beginning(beginning.number, there if there >= least else 0)
       end = len(prompt)
-      if in_pieces and self._is_long(place, prompt[beginning.tokens :]):
-        end = beginning.tokens + max(self._suffixes)
+      if in_pieces and self._is_long(place, len(prompt), beginning.tokens):
+        # One call begins long prompts, and one goes on with all that are begun.
+        is_full = len(self._begun) == self._suffixes[self._piece] * self._shards
+        if is_full or (not beginning.tokens and not may_begin):
+          self._waiting[place] = prompt
+          continue
+        may_begin -= not beginning.tokens
+        end = beginning.tokens + (self._piece if beginning.tokens else self._first_piece)
         self._begun[place] = _Begun(prompt, end, beginning.tokens)
-      else:
+      self._known.put(place, prompt)
+      if end == len(prompt):
         now.append(place)
         seated.computed[place] = len(prompt) - beginning.tokens
       if beginning.tokens:
@@ -498,25 +509,25 @@ class Decoder:
     self._compute_parts(continued, params)
     return later
 
-  def _is_long(self, place: int, tokens: tuple[int, ...]) -> bool:
-    """Whether tokens of a prompt can be computed in pieces, which a prompt with images cannot."""
-    return bool(self._suffixes) and len(tokens) > max(self._suffixes) and place not in self._images
+  def _is_long(self, place: int, tokens: int, known: int) -> bool:
+    """Whether a prompt of so many tokens, of which some are known, is more than one piece."""
+    most = known + (self._piece if known else self._first_piece)
+    return bool(self._piece) and tokens > most and place not in self._images
 
   def _compute_pieces(self, computed: dict[int, int], params: model.Params) -> None:
-    """Computes the next pieces of the oldest prompts in `_begun`, as many as fit in one call.
+    """Computes the next pieces of all prompts in `_begun`, in one call.
 
     Adds place -> tokens to `computed` for the prompts that are complete now.
     """
-    piece = max(self._suffixes)
     parts = list[tuple[int, tuple[int, ...], Beginning]]()
-    for place, begun in [*self._begun.items()][: self._suffixes[piece] * self._shards]:
-      end = begun.tokens + piece
+    for place, begun in [*self._begun.items()]:
+      end = begun.tokens + self._piece
       parts.append((place, begun.prompt[:end], Beginning(place, begun.tokens)))
       self._begun[place] = begun._replace(tokens=end)
       if end >= len(begun.prompt):
         del self._begun[place]
         computed[place] = len(begun.prompt) - begun.copied
-    self._go_on(parts, piece, params)
+    self._go_on(parts, self._piece, params)
 
   def _see(self, place: int, params: model.Params) -> bool:
     """Computes a whole prompt with images. The tower encodes one picture at a time to save memory.

@@ -323,7 +323,7 @@ class Engine:
 
   def _extras(self) -> Extras | None:
     """Masks, biases and alternatives for the next draw. None if no row needs any."""
-    jobs = [None if row is None else row.job for row in self._seats]
+    jobs = [row.job if row is not None and row.is_seated else None for row in self._seats]
     guides = [job.guide if job else None for job in jobs]
     biases = [job.bias if job else {} for job in jobs]
     has_alternatives = any(job and job.alternatives for job in jobs)

@@ -23,7 +23,7 @@ SECONDS = 5  # timeout of one conversation, which normally takes well under a mi
 _OPTIONS = "data.chat_template_kwargs"
 _TOGETHER = 64  # conversations in one request to the process, which saves round trips
 # A template that compares a content with None, such as `message['content'] is not none`.
-_KNOWS_NONE = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[=!]=\s*)none\b""", re.IGNORECASE)
+_KNOWS_NONE = re.compile(r"""\bcontent['"]?\]?\s*(is\s+(not\s+)?|[=!]=\s*)none\b""", re.IGNORECASE)
 
 # A message has a text `role`, a `content` and perhaps other fields. The content is a text, or a
 # list of text parts, {"type": "text", "text": ...}, and image parts, {"type": "image"}. A

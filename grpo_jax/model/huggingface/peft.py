@@ -89,7 +89,8 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
     values.get("init_lora_weights") in _INITS,
     "init_lora_weights",
     "PEFT then changes the base model, too: convert the adapter with PEFT's"
-    " save_pretrained(path_initial_model_for_weight_conversion=...), or merge it with PEFT",
+    " save_pretrained(path_initial_model_for_weight_conversion=...) or, with loftq, merge it with"
+    " PEFT",
   )
   for key, value in values.items():
     require(key in KNOWN_FIELDS or not value, key, "adapters with it are not computed here")
