@@ -40,6 +40,13 @@ def error_of(texts: Sequence[str], example: Mapping[str, Any]) -> str:
   return "reckoning" if [left, sign, right] == asked or is_turned else "reading"
 
 
+def text_of(turn: Mapping[str, Any]) -> str:
+  """What the policy wrote in a turn: a text, and the arguments of its calls."""
+  arguments = (call["function"]["arguments"] for call in turn.get("tool_calls", ()))
+  written = (str(value) for values in arguments for value in values.values())
+  return " ".join([turn["content"], *written])
+
+
 def errors(workdir: str, count: int) -> dict[str, Any]:
   """How many greedy answers of a run's newest policy have each error, and how many call a tool."""
   policy = load_policy(workdir)
@@ -50,7 +57,7 @@ def errors(workdir: str, count: int) -> dict[str, Any]:
   for number in range(count):
     example = prompts.example(number)
     (answer,) = policy.sample(example["question"], temperature=0)
-    turns = [turn["content"] for turn in answer.turns if turn["role"] == "assistant"]
+    turns = [text_of(turn) for turn in answer.turns if turn["role"] == "assistant"]
     calls += len(turns) > 1
     found[error_of(turns or [answer.text], example)] += 1
   return {"run": workdir, **found, "calls": calls / count}
