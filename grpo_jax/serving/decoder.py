@@ -194,8 +194,8 @@ class Decoder:
     self.filters = dict(FILTERS)
     self._rounds = 0  # since the cache counted from 0
     self._images: dict[int, SeenImages] = {}  # of the rows that are being seated, by place
-    # By place, oldest first: prompts that are computed in pieces, and prompts that wait for one of
-    # them because they begin alike.
+    # By place, oldest first: prompts that are computed in pieces, and prompts that wait, for one of
+    # them that begins alike, or because there are as many as a call takes.
     self._begun: dict[int, _Begun] = {}
     self._waiting: dict[int, tuple[int, ...]] = {}
     # ([(place, prompt)], their scores on the devices) of calls since the last `take_scores`

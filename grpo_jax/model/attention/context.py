@@ -159,40 +159,30 @@ def by_heads(attend: AttendStream) -> AttendStream:
   return attend_here
 
 
-def by_ring(attend: AttendStream) -> AttendStream:
-  """Passes keys and values around the devices, in plain JAX (ring.py). Ignores `attend`."""
-  del attend
+def by_slots(attend_tokens: Callable[..., jax.Array]) -> Callable[[AttendStream], AttendStream]:
+  """Makes `Exchange.make` for attention in plain JAX on the device's own tokens.
 
-  def attend_here(
-    q_PNHE: jax.Array,
-    k_PNKE: jax.Array,
-    v_PNKE: jax.Array,
-    prompt_lengths_P: jax.Array,
-    packing: Packing | None,
-    view: View,
-  ) -> jax.Array:
-    slots = slots_of(prompt_lengths_P, packing, view)
-    return attend_ring(q_PNHE, k_PNKE, v_PNKE, slots, view, AXIS)
+  Args:
+    attend_tokens: `ring.attend_ring` or `halo.attend_halo`.
+  """
 
-  return attend_here
+  def make(attend: AttendStream) -> AttendStream:
+    del attend  # such an exchange computes the attention itself
 
+    def attend_here(
+      q_PNHE: jax.Array,
+      k_PNKE: jax.Array,
+      v_PNKE: jax.Array,
+      prompt_lengths_P: jax.Array,
+      packing: Packing | None,
+      view: View,
+    ) -> jax.Array:
+      slots = slots_of(prompt_lengths_P, packing, view)
+      return attend_tokens(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, slots, view, AXIS)
 
-def by_halo(attend: AttendStream) -> AttendStream:
-  """Sends only what a window reaches, and computes in plain JAX (halo.py). Ignores `attend`."""
-  del attend
+    return attend_here
 
-  def attend_here(
-    q_PNHE: jax.Array,
-    k_PNKE: jax.Array,
-    v_PNKE: jax.Array,
-    prompt_lengths_P: jax.Array,
-    packing: Packing | None,
-    view: View,
-  ) -> jax.Array:
-    slots = slots_of(prompt_lengths_P, packing, view)
-    return attend_halo(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, slots, view, AXIS)
-
-  return attend_here
+  return make
 
 
 def _sent_by_heads(of: SplitAttention) -> float:
@@ -235,7 +225,7 @@ EXCHANGES: tuple[Exchange, ...] = (
     uses_kernel=False,
     sees_pictures=False,
     needs_window=False,
-    make=by_ring,
+    make=by_slots(attend_ring),
   ),
   Exchange(
     "halo",
@@ -245,7 +235,7 @@ EXCHANGES: tuple[Exchange, ...] = (
     uses_kernel=False,
     sees_pictures=False,
     needs_window=True,
-    make=by_halo,
+    make=by_slots(attend_halo),
   ),
 )
 

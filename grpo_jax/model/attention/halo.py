@@ -45,7 +45,7 @@ def attend_halo(
   padding = -N % chunk
 
   first = jax.lax.axis_index(axis) * N
-  # The ends of the prompts, [P, W - 1, K, E]: each device adds the tokens that it has. A short
+  # The ends of the prompts, [P, K, ending, E]: each device adds the tokens that it has. A short
   # prompt has no token at its first places, which are negative.
   place_PW = lengths_P[:, None] - ending + jnp.arange(ending)
   # Each chunk adds to the gradients of these keys and values, and of those below. They are summed

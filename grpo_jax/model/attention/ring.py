@@ -100,6 +100,7 @@ def attend_ring(
   q_PNHE: jax.Array,
   k_PNKE: jax.Array,
   v_PNKE: jax.Array,
+  lengths_P: jax.Array,
   slots: Slots,
   view: View,
   axis: str,
@@ -110,10 +111,12 @@ def attend_ring(
     q_PNHE: The device's queries. N is even, because of the two pieces.
     k_PNKE: The device's keys.
     v_PNKE: The device's values.
+    lengths_P: Not read: the slots have all that a ring needs of the prompts.
     slots: The slots of all devices.
     view: The window and the cap, and the sinks of the device's heads.
     axis: The axis of the mesh along which the devices have different tokens.
   """
+  del lengths_P
   P, N, H, E = q_PNHE.shape
   K, devices = k_PNKE.shape[2], jax.lax.axis_size(axis)
   sinks_H = jnp.full(H, _LOWEST)
