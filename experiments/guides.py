@@ -33,7 +33,7 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.sampler.guides import Guide, guides_of
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler
-from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.engine import AnswerPart, Engine, Job
 from grpo_jax.serving.guides import Guides
 from grpo_jax.serving.requests import Form

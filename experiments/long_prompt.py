@@ -21,7 +21,7 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.engine import AnswerPart, Engine, Job
 
 BEFORE, TOKENS = 10, 480  # parts of the row before the prompt arrives, and the row's tokens

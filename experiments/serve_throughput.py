@@ -23,7 +23,7 @@ from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
-from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.engine import AnswerPart, Engine, Job
 from grpo_jax.serving.server import Server, ServerSettings
 

@@ -41,6 +41,7 @@ def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
   try:
     # `f` replaces the name, because path/file.py:function is no Python expression.
     call = ast.parse(f"f{arguments}", mode="eval").body
+    # `call.func` is another call in f(x=1)(y=2), which `split` accepts.
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
       raise ValueError
     options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
@@ -48,6 +49,7 @@ def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
       raise ValueError
     return function, typing.cast(dict[str, Any], options)
   except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+    # Deeply nested brackets raise the last two.
     raise ConfigError(
       f"{key}: {shown(name)}: write parameters as {function}(name=value, ...), with plain values:"
       " numbers, strings in quotes, True, False, None or lists"

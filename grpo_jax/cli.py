@@ -48,14 +48,14 @@ def run(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) ->
     main: The program. It is called with the whole command line, flags included.
     argv: The command line. None means `sys.argv`.
   """
-  line.started()
+  line.started()  # the imports, which the status line calls "starting", are over
   exit_codes.interruptible()
   exit_codes.open_standard_streams()
   app.define_help_flags()
   logging.getLogger("absl").setLevel(logging.WARNING)
   try:
     main(_parse(list(argv or sys.argv), flags.FLAGS))
-    sys.stdout.flush()
+    sys.stdout.flush()  # here, so that an error of writing is handled below
     processes.ended()
   except BaseException as error:
     all_failed = processes.failed_together()
@@ -210,7 +210,7 @@ def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
     else:
       _check_file(value)
   try:
-    logging.disable(logging.WARNING)  # hides those about errors that are raised below
+    logging.disable(logging.WARNING)  # hides warnings about errors that are raised below
     with doing("reading --config"):
       rest = values(argv)[1:]
   except KeyboardInterrupt:
@@ -259,7 +259,8 @@ def flag_error(error: BaseException, overrides: list[tuple[str, str]]) -> Config
     error: The error that was raised.
     overrides: (key, value) of each --config.KEY=VALUE, and ("", FILE) of --config=FILE.
   """
-  # absl begins so if the type of a value is wrong. Unknown keys were refused before.
+  # The message of absl begins like this if a value has the wrong type. Unknown keys were refused
+  # before.
   for key, value in overrides:
     if key and str(error).startswith(f"flag --config.{key}={value}: "):
       return wrong_type(key, value)
@@ -286,6 +287,7 @@ def _error_in_config(config: str, error: BaseException | None) -> str | None:
     if lines and isinstance(error, KeyError) and error.args == (preset,):
       return f"flag --config={config}: {file} has no preset {preset!r}: {CHOICES}"
     text = " ".join(str(error).split())
+    # The file of a SyntaxError was not executed, so no frame is in it.
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) == Path(file):
       lines, text = [error.lineno], error.msg
     if isinstance(error, SystemExit):

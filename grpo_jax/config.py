@@ -884,7 +884,8 @@ def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
   for key, value in changes.items():
     check_key(key)
     section, _, name = key.rpartition(".")
-    (nested.setdefault(section, {}) if section else nested)[name] = value
+    in_section = nested.setdefault(section, {}) if section else nested
+    in_section[name] = value
   return _merged(values, nested)
 
 

@@ -20,15 +20,16 @@ from grpo_jax.settings import ConfigError
 def main(argv: list[str]) -> None:
   """Evaluates the policy of the flags on the test split or on exams, and prints the results."""
   del argv
-  tasks = tuple(flags.FLAGS.tasks or ())
-  given = {"samples": flags.FLAGS.samples, "examples": flags.FLAGS.examples, "tasks": tasks or None}
-  if tasks and flags.FLAGS.examples is not None:
+  values = flags.FLAGS
+  tasks = tuple(values.tasks or ())
+  eval_flags = {"samples": values.samples, "examples": values.examples, "tasks": tasks or None}
+  if tasks and values.examples is not None:
     raise ConfigError(
-      f"flag --examples={flags.FLAGS.examples} is for the test problems: with --tasks write"
+      f"flag --examples={values.examples} is for the test problems: with --tasks write"
       " EXAM(examples=N):FILE"
     )
   # A flag that is not given leaves the value of the config.
-  changes = {name: value for name, value in given.items() if value is not None}
+  changes = {name: value for name, value in eval_flags.items() if value is not None}
 
   def with_flags(config: Config) -> Config:
     return dataclasses.replace(config, eval=dataclasses.replace(config.eval, **changes))

@@ -36,7 +36,7 @@ def printing_to_stderr() -> Iterator[None]:
     yield
   finally:
     with _printing:
-      first = _stdouts[0]
+      first = _stdouts[0]  # found by the first block; the other entries only count open blocks
       _stdouts.pop()
       if not _stdouts:
         sys.stdout = first

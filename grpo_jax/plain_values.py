@@ -131,6 +131,7 @@ def _unknown_key(name: str, root: Any) -> ConfigError:
   if not candidates:  # the right key in the wrong section
     candidates = [key for key in all_keys if key.rpartition(".")[2] == last]
   if not candidates:  # a misspelt section, perhaps
+    # With the default cutoff of 0.6, unrelated keys of one section would match each other.
     candidates = difflib.get_close_matches(name, all_keys, n=1, cutoff=0.8)
   if candidates:
     return ConfigError(f"config key {name} is unknown: did you mean {' or '.join(candidates)}?")

@@ -89,15 +89,17 @@ def describe(works: Sequence[Work], now: float) -> str:
 
   Returns:
     A line such as "step 1: sampling 210 of 512 completions (12s, about 17s left)". The first time
-    is how long the innermost work has taken.
+    is how long the innermost work has taken, and the second is that of the innermost work with an
+    estimate.
   """
   text = ": ".join(work.text for work in works)
   seconds = now - works[-1].began
   times = [duration(seconds)] if seconds >= 1 else []
   # A compilation that is going on must not lengthen the estimates of the works around it.
   estimated_at = min((work.began for work in works if work.is_once), default=now)
-  known = [left for work in works if (left := work.seconds_left(estimated_at)) is not None]
-  times += [f"about {duration(known[-1])} left"] if known and known[-1] >= 1 else []
+  estimates = [left for work in works if (left := work.seconds_left(estimated_at)) is not None]
+  if estimates and estimates[-1] >= 1:
+    times.append(f"about {duration(estimates[-1])} left")
   return f"{text} ({', '.join(times)})" if times else text
 
 
@@ -121,7 +123,8 @@ class Lines:
       self._ended_at = now
       return
     outermost = works[0]
-    # After a pause, silence counts from the start of the work. Works without pauses count as one.
+    # After a pause, silence counts from the start of the work. Works that follow each other
+    # without a pause count as one.
     if outermost.began > self._ended_at + _SECONDS_OF_A_PAUSE:
       self._silent_since = max(self._silent_since, outermost.began)
     silent = now - self._silent_since

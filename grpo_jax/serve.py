@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
   if engine.failure is not None:
     raise engine.failure
   if stopped_by == signal.SIGINT:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt  # exit code 130, as from any command. SIGTERM ends with 0
 
 
 def make_engine(policy: "Policy") -> "Engine":
@@ -84,7 +84,7 @@ def make_engine(policy: "Policy") -> "Engine":
   """
   from grpo_jax.model import cache_bytes
   from grpo_jax.sampler.sampling import decoding_of
-  from grpo_jax.serving.decoder import Sizes
+  from grpo_jax.serving.device_flight import Sizes
   from grpo_jax.serving.engine import Engine
 
   values, run = flags.FLAGS, policy.run
@@ -99,7 +99,8 @@ def make_engine(policy: "Policy") -> "Engine":
     )
   # Rounded up, because each shard of the devices decodes the same number of rows.
   rows = -(-values.rows // shape.row_shards) * shape.row_shards
-  texts, mebibytes = rows, values.prefix_cache_mib  # by default, the prefix cache has a text a row
+  # By default, the prefix cache has a text a row. A text has room for the longest prompt.
+  texts, mebibytes = rows, values.prefix_cache_mib
   if mebibytes is not None:  # on each device, which holds 1 / row_shards of the texts
     text_bytes = cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
     texts = min(_MOST_TEXTS * rows, int(mebibytes * 2**20 // text_bytes) * shape.row_shards)
@@ -188,7 +189,7 @@ def _key() -> str:
       raise ConfigError(f"environment variable {_KEY}: the key is not UTF-8")
     return key
   try:
-    key = path_of(file, "flag --api_key_file").read_text("utf-8-sig").strip()
+    key = path_of(file, "flag --api_key_file").read_text("utf-8-sig").strip()  # -sig drops a BOM
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"flag --api_key_file={file}: it cannot be read ({error})") from None
   if not key:

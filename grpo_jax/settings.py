@@ -48,13 +48,14 @@ class Missing(str):
 
 
 class RunFailed(OneLineError):
-  """A run began and cannot continue: one line that says what failed and what is saved.
+  """A run began and cannot continue: one line that says what failed and what is saved."""
 
-  Attributes:
-    goes_on: Whether the same command may resume the saved run.
+
+class ConfigStopsRun(RunFailed):
+  """A `RunFailed` that the same command would only repeat: another config is needed.
+
+  A run keeps its config, so the message says which key to change in another --workdir.
   """
-
-  goes_on = True
 
 
 @dataclasses.dataclass(frozen=True)

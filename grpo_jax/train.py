@@ -72,7 +72,7 @@ def train(
       raise ConfigError(f"the callback cannot be called: {error}") from None
   from grpo_jax.training.loop import run_steps  # here: --help and mistakes in flags need no jax
 
-  with leaving_nothing_behind():
+  with leaving_nothing_behind():  # a notebook gets JAX's settings and the devices' memory back
     step = run_steps(config, folder, callback, raising_on_second_signal).step
   # A run that was finished before has trained no step, so its log has the metrics.
   return step if step.metrics else with_last_row(step)

@@ -404,6 +404,49 @@ def test_a_checkpoint_does_not_wait_for_weights_that_come_later(tmp_path):
   assert host["drawn"] == STEPS and len(draws.log) == STEPS
 
 
+def test_a_checkpoint_draws_what_the_schedule_gives_older_weights_in_flight(tmp_path):
+  """The thread draws batch 3 when the run stops, and batch 4 was drawn by the weights of step 2."""
+  lines = (0, 0, 3 * P), (3, 1, 4 * P), (6, 2, 5 * P), (9, 3, 6 * P), (12, 4, 7 * P)
+  replay, may_draw = from_chunks(tmp_path, *lines), threading.Event()
+  first = InFlight(pause=lambda chunk: chunk == 3 and may_draw.wait(20))
+  ahead, schedule = in_flight(tmp_path / "run", first, 2, replay)
+  _, host = learned(ahead, end=3)
+  threading.Timer(0.1, may_draw.set).start()
+  saved = ahead.saved(3, host, lambda: "w3")
+  ahead.close()
+  schedule.close()
+  assert sorted(saved["ahead"]) == ["3", "4"] and saved["chunk"] == 9
+  second = InFlight()
+  ahead, schedule = in_flight(tmp_path / "run", second, 2, replay)
+  learned(ahead, 3, host=saved)
+  ahead.close()
+  schedule.close()
+  assert first.log[3:] == [(3, [1, 1, 1]), (4, [2, 2, 2])]
+  assert second.log[:2] == [(5, [3, 3, 3]), (6, [4, 4, 4])]
+
+
+def test_a_checkpoint_draws_what_the_schedule_gives_older_weights(tmp_path):
+  """A run was killed before its first checkpoint, and began again. It had drawn less by then."""
+  lines = [json.dumps({"batch": batch, "weights": [[0, 0]]}) + "\n" for batch in range(3)]
+  (tmp_path / "schedule.jsonl").write_text("".join(lines))
+  may_draw, config = threading.Event(), config_of(2, "newest")
+  first = Draws(lambda number: number == 1 and may_draw.wait(20))
+  schedule = WeightSchedule(tmp_path, in_flight=False)
+  ahead = Beside(first, config, schedule)
+  _, host = learned(ahead, end=1)
+  threading.Timer(0.1, may_draw.set).start()
+  saved = ahead.saved(1, host, lambda: "w1")
+  ahead.close()
+  schedule.close()
+  assert sorted(saved["ahead"]) == ["1", "2"]
+  schedule, second = WeightSchedule(tmp_path, in_flight=False), Draws()
+  ahead = Beside(second, config, schedule)
+  found, _ = learned(ahead, 1, host=saved)
+  ahead.close()
+  schedule.close()
+  assert found[:2] == [(1, 1), (2, 2)] and second.log[0][0] == 3
+
+
 @pytest.mark.parametrize("stop", [1, 4, 8])
 def test_a_process_goes_on_in_flight_with_what_was_drawn(stop, tmp_path):
   """What was begun is drawn to its end, and chunks are counted on."""

@@ -1,9 +1,12 @@
 """What a run in a bucket adds. Folders stand for buckets; `bucket_run_test.py` has a real one."""
 
 import contextlib
+import errno
+import fcntl
 import importlib.util
 import json
 from pathlib import Path
+import socket
 import threading
 import time
 
@@ -265,3 +268,22 @@ def test_the_lock_of_a_run_that_was_killed_on_this_machine_counts_at_once(run):
   (run.bucket / LOCK_FILE).write_text(json.dumps({"holder": here, "renewed": time.time()}))
   with run.files().held():
     assert not run.said
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_lock_file_proves_nothing_without_file_locks_or_from_another_machine(
+  run, monkeypatch, is_elsewhere
+):
+  """Such as a cache folder that machines share. The other run may be alive, so its lock must age."""
+  holder = f"process 1 on {'elsewhere' if is_elsewhere else socket.gethostname()} since 2026"
+  run.copy.mkdir()
+  (run.copy / LOCK_FILE).write_text(holder)
+  (run.bucket / LOCK_FILE).write_text(json.dumps({"holder": holder, "renewed": time.time()}))
+
+  def flock(descriptor, operation):
+    raise OSError(errno.ENOLCK, "no locks")
+
+  if not is_elsewhere:
+    monkeypatch.setattr(fcntl, "flock", flock)
+  with run.files().held():
+    assert any("waiting up to" in line for line in run.said)

@@ -12,7 +12,7 @@ import numpy as np
 from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.engine import Engine, Job
 from grpo_jax.serving.requests import row_number
 

@@ -17,10 +17,11 @@ from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.serving import decoder, requests
+from grpo_jax.serving import device_flight, requests
 from grpo_jax.serving.chats import chat_request
 from grpo_jax.serving.completions import completion_request
-from grpo_jax.serving.decoder import NewRow, Sizes
+from grpo_jax.serving.decoder import NewRow
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Row
 from grpo_jax.serving.requests import row_number
 from grpo_jax.serving.responses import response_request
@@ -358,16 +359,16 @@ def test_a_listener_that_is_gone_frees_its_seat(parts):
 
 @pytest.mark.slow
 def test_the_cache_grows_shrinks_and_counts_from_0_again(parts, monkeypatch):
-  monkeypatch.setattr(decoder, "_MOST_ROUNDS", 20)
+  monkeypatch.setattr(device_flight, "_MOST_ROUNDS", 20)
   engine = make(parts, max_tokens=300, stops=())
   long, short = RowSettings(max_tokens=300), RowSettings(max_tokens=5)
   found = ask(engine, ([5, 6], 1, long), ([5, 6], 2, short))
-  assert engine._decoder._flight.cache.slots >= 300
+  assert engine._decoder._device._flight.cache.slots >= 300
   overlapping = [([5, 6], number, RowSettings(max_tokens=200 + 20 * number)) for number in range(6)]
   ask(engine, *overlapping[::-1])
-  assert int(engine._decoder._flight.cache.time) < 350
+  assert int(engine._decoder._device._flight.cache.time) < 350
   assert ask(engine, ([5, 6], 2, short))[0].tokens == found[1].tokens
-  assert engine._decoder._flight.cache.slots < 100
+  assert engine._decoder._device._flight.cache.slots < 100
   assert ask(engine, ([5, 6], 1, long))[0].tokens == found[0].tokens
   engine.close()
 

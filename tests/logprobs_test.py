@@ -182,7 +182,7 @@ def test_prompts_that_are_scored_and_others_share_the_engine(client):
 
 @pytest.mark.slow
 def test_only_those_who_ask_have_other_programs(client, engine, monkeypatch):
-  programs, chunk, seen = engine._decoder._programs, engine._decoder.chunk, []
+  programs, chunk, seen = engine._decoder._device.programs, engine._decoder.chunk, []
 
   def told(params, taken_R, longest, leaves_early, extras):
     seen.append(extras)

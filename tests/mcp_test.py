@@ -129,3 +129,14 @@ def test_without_the_package_or_a_server_the_error_is_one_line(name):
   with pytest.raises(ConfigError, match="environment.tools: .*(mcp|MCP)") as caught:
     mcp_tools.tools_of(name)
   assert "\n" not in str(caught.value)
+
+
+def test_ctrl_c_while_a_server_does_not_answer_is_not_its_error(monkeypatch):
+  def interrupted(future, timeout):
+    raise KeyboardInterrupt
+
+  monkeypatch.setitem(sys.modules, "mcp", types.SimpleNamespace(Client=None))
+  monkeypatch.setattr(mcp_tools._Connection, "_run", lambda connection: None)
+  monkeypatch.setattr(mcp_tools.Future, "result", interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    mcp_tools._Connection("http://nobody")

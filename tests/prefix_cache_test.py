@@ -16,8 +16,8 @@ from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.serving import decoder
-from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving import decoder, device_flight
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.engine import Engine, Job
 from grpo_jax.serving.prefix_cache import Beginning, PrefixCache
 
@@ -27,7 +27,7 @@ S, T, ROWS = 90, 12, 4
 
 @pytest.fixture(autouse=True)
 def short_suffixes(monkeypatch):
-  monkeypatch.setattr(decoder, "_SUFFIXES", (8, 24))
+  monkeypatch.setattr(device_flight, "_SUFFIXES", (8, 24))
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +196,8 @@ def test_a_text_that_the_prompt_limit_shortens_is_cached_without_windows_alone(w
   sizes = Sizes(rows=1, prompt_tokens=S, waiting=8, texts=4)
   made = decoder.Decoder(config, Decoding(2 * S, (1,)), sizes, decoder.Counts())
   kept = []
-  made.__dict__["_whole_from"] = S  # of the arrays, which `compile` would make
-  made._keep = kept.extend
+  made._device.__dict__["whole_from"] = S  # of the arrays, which `compile` would make
+  made._device.keep = kept.extend
   for drawn, text in ((S - 29, S), (S - 28, 0 if window else S), (2 * S, 0 if window else S)):
     made._known.forget()
     made._known.put(0, tuple(range(2, 32)))
@@ -230,15 +230,15 @@ def test_prompts_that_wait_are_computed_together(tiny):
   engine = make(config, params, 8, rows=8)
   rng = np.random.default_rng(2)
   prompts = [rng.integers(2, 96, 20).tolist() for _ in range(8)]
-  compiled = engine._decoder._programs.arrive.jitted._cache_size()
+  compiled = engine._decoder._device.programs.arrive.jitted._cache_size()
   calls = engine.counts.calls
   first = ask(engine, *[(prompt, i) for i, prompt in enumerate(prompts)])
   assert engine.counts.prompts == 8 and engine.counts.calls - calls <= 3  # they come one by one
   longer = [x + one.tokens + [5] for x, one in zip(prompts, first)]
-  calls, going_on = engine.counts.calls, engine._decoder._programs.go_on._cache_size()
+  calls, going_on = engine.counts.calls, engine._decoder._device.programs.go_on._cache_size()
   ask(engine, *[(prompt, i) for i, prompt in enumerate(longer)])
   assert engine.counts.prompts == 16 and engine.counts.calls - calls <= 3
-  programs = engine._decoder._programs
+  programs = engine._decoder._device.programs
   assert (programs.arrive.jitted._cache_size(), programs.go_on._cache_size()) == (
     compiled,
     going_on,
@@ -253,7 +253,7 @@ def test_prompts_that_wait_are_computed_together(tiny):
 def in_pieces(tiny):
   """An engine whose pieces have 24 tokens, and its weights."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(decoder, "_SUFFIXES", (8, 24))
+    patch.setattr(device_flight, "_SUFFIXES", (8, 24))
     engine = make(*tiny, 8, rows=6, tokens=60)
   yield engine, tiny[1]
   engine.close()
@@ -275,7 +275,7 @@ def rows_beside(engine, monkeypatch, *late, on_piece=lambda rows: None):
   did, found, rows, first = [], [], [], Listener()
 
   def note(name):
-    call = getattr(engine._decoder, name)
+    call = getattr(engine._decoder._device, name)
 
     def noted(*arguments, **options):
       did.append(name.strip("_"))
@@ -283,7 +283,7 @@ def rows_beside(engine, monkeypatch, *late, on_piece=lambda rows: None):
         on_piece(rows)
       return call(*arguments, **options)
 
-    monkeypatch.setattr(engine._decoder, name, noted)
+    monkeypatch.setattr(engine._decoder._device, name, noted)
 
   def hear(part):
     if not first.parts:
@@ -317,7 +317,7 @@ def prompts_of(vocabulary):
 
 
 def compiled_programs(engine):
-  programs = engine._decoder._programs
+  programs = engine._decoder._device.programs
   jitted = programs.arrive.jitted, programs.go_on, programs.copy, programs.keep, programs.grow
   return [program._cache_size() for program in (*jitted, programs.chunk.jitted)]
 
@@ -329,7 +329,7 @@ def check_pieces(engine, params, vocabulary, monkeypatch):
   copies, compiled = engine.counts.copies, compiled_programs(engine)
   found, did = rows_beside(engine, monkeypatch, *given)
   # All programs were compiled at the start, for every size of the cache that rows draw into.
-  assert len(engine._decoder._slots) > 1 and compiled_programs(engine) == compiled
+  assert len(engine._decoder._device._slots) > 1 and compiled_programs(engine) == compiled
   assert engine.counts.copies == copies + 1  # the second row of the long prompt waited for it
   assert_as_alone(engine, params, given, found)
   return found, did

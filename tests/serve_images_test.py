@@ -25,7 +25,7 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.policy import Policy
 from grpo_jax.sampler.sampling import decoding_of
 from grpo_jax.serving.chats import chat_request
-from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.engine import Engine
 from grpo_jax.serving.images import ImageReader, UnreadImages
 from grpo_jax.serving.requests import Limits
@@ -457,7 +457,7 @@ def test_a_body_is_counted_until_it_is_read(eyes, monkeypatch):
 def test_images_that_the_tower_cannot_encode_end_their_request_alone(tmp_path, monkeypatch):
   """And the tower is compiled for sizes of pictures, whatever their number."""
   with Served(tmp_path, "qwen3_vl") as served:
-    programs = served.engine._decoder._programs
+    programs = served.engine._decoder._device.programs
     one, many = [text("What?"), shown(picture())], [shown(picture(i)) for i in range(3)]
     first = served.asked([{"role": "user", "content": one}])
     served.asked([{"role": "user", "content": many}])

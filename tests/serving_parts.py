@@ -11,7 +11,8 @@ from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.logits import Decoding
-from grpo_jax.serving.decoder import Counts, Sizes
+from grpo_jax.serving.decoder import Counts
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.engine import AnswerPart, Engine, Row
 from grpo_jax.serving.server import Server, ServerSettings
 from tests import small_qwen

@@ -325,6 +325,23 @@ def test_other_kinds_of_sentencepiece_models(tmp_path, options):
     assert loaded.decode(loaded.encode_batch_after([text])[0]) == text
 
 
+@pytest.mark.parametrize(
+  "config, decoded",
+  [
+    ({}, "[word]"),
+    ({"additional_special_tokens": ["[word]"]}, ""),
+    ({"extra_special_tokens": [{"content": "[word]"}]}, ""),
+    ({"extra_special_tokens": {"word_token": "[word]"}}, ""),
+  ],
+)
+def test_an_added_token_is_special_only_if_the_config_names_it(tmp_path, pieces, config, decoded):
+  """As transformers 4.57 and 5.24 decode it."""
+  (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
+  (tmp_path / "added_tokens.json").write_text(json.dumps({"[word]": 320}))
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"} | config))
+  assert tokenizer.load(tmp_path).decode([320]) == decoded
+
+
 def test_special_tokens_beyond_a_sentencepiece_model(tmp_path, pieces):
   (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
   (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 320}))

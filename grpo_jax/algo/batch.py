@@ -31,7 +31,8 @@ def to_batch(
     prompts_PS: int32, the prompts.
     prompt_lengths_P: int32, their lengths.
     temperature_P: float32, the temperature at which their completions were sampled.
-    live_P: bool or a number for each group. 0 leaves the group out of the loss.
+    live_P: bool or a number for each group. 0 leaves the group out of the loss, because dynamic
+      sampling found too few groups whose rewards differ.
     algo: Reads `mask_truncated`.
   """
   mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]
@@ -68,13 +69,14 @@ def with_advantages(
     The batch, without fields that only advantages need, and metrics as scalars by name.
   """
   mask_PGT, rollouts = batch.mask_PGT, rewards.scores_PGJ.shape[1]
-  if algo.kl_in_reward:  # there are then no branches: each row is a rollout
+  if algo.kl_in_reward:  # the checks of the config then refuse branches: each row is a rollout
+    # The learner has not computed log-probs of its own yet.
     kl_PGT = KL[algo.kl].compute(batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT)
     rewards = rewards.replace(kl_penalty_PGT=kl_coef * masked.masked(kl_PGT, mask_PGT))
   # The first rows of a group are its rollouts. Further rows are branches of rollouts, and share
   # their advantages.
   advantages = ADVANTAGES[algo.advantage].compute(rewards, mask_PGT[:, :rollouts], algo)
-  if advantages.ndim == 2:
+  if advantages.ndim == 2:  # one for all tokens of a completion
     advantages = advantages[..., None]
   if batch.rollout_PG is not None:
     advantages = jnp.take_along_axis(advantages, batch.rollout_PG[..., None], 1)

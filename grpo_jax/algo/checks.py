@@ -41,8 +41,9 @@ def check_algo(
 def settings_idle_at_ratio_one(algo: Algo) -> tuple[str, ...]:
   """The names of the settings that the user changed, but that do not change the gradient.
 
-  They act on the ratio or its old log-probs. With one update per batch, the old policy is the
-  policy itself, and the ratio is 1. With several updates, the result is empty.
+  The run names them in a remark. They act on the ratio or its old log-probs. With one update per
+  batch, the old policy is the policy itself, and the ratio is 1. With several updates, the result
+  is empty.
   """
   if not algo.old_is_policy:
     return ()
@@ -174,7 +175,8 @@ def _check_correction(algo: Algo, sampler_filters: bool) -> None:
     "correction_low",
     f"it must be below algo.correction_high = {algo.correction_high}",
   )
-  # Filters change the distribution of the draws, so that it differs from the sampler's softmax.
+  # With one update per batch, the learner computes the old log-probs itself. Filters change the
+  # distribution of the draws, so that it differs from the sampler's softmax.
   require(
     algo.old_is_policy or algo.old_logprobs == "recomputed" or sampler_filters,
     algo,

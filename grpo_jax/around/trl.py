@@ -52,8 +52,8 @@ def from_trl(
   Raises:
     ConfigError: A field is unknown, or has a value that grpo_jax does not support.
   """
-  given, left_out = _given(args)
-  values = {name: field.default for name, field in (FIELDS | EARLIER).items()} | given
+  set_fields, left_out = _fields_set_in(args)
+  values = {name: field.default for name, field in (FIELDS | EARLIER).items()} | set_fields
   names = _reward_names(reward_funcs)
   data, rows = _data(train_dataset, eval_dataset)
   port = Port(values, processes, rows, names)
@@ -63,7 +63,7 @@ def from_trl(
   if names:
     changes["reward.functions"] = list(names)
     changes["eval.function"] = names[0]  # one function decides what is right
-  of_fields, lines, refused = _become(port, given)
+  of_fields, lines, refused = _convert_fields(port, set_fields)
   changes |= of_fields
   lines[:0] = [f"{name}: left out: it changes nothing of what is learned" for name in left_out]
   if not refused:
@@ -76,19 +76,26 @@ def from_trl(
   return config
 
 
-def _become(port: Port, given: Mapping[str, Any]) -> tuple[Changes, list[str], list[str]]:
-  """Converts all fields: (settings by config key, a line for each given or refused one, errors)."""
+def _convert_fields(
+  port: Port, set_fields: Mapping[str, Any]
+) -> tuple[Changes, list[str], list[str]]:
+  """Converts all fields, also those that have TRL's default because the user did not set them.
+
+  Returns:
+    Settings by config key, a line for each field that was set or is refused, and errors.
+  """
   changes, lines, refused = Changes(), list[str](), list[str]()
   for name, field in (FIELDS | EARLIER).items():
     value = port[name]
     try:
       found = field.become(port, value) if field.become else {}
+    # `become` does not check all types: a value of a wrong type may raise one of the other errors.
     except (Refused, TypeError, ValueError, AttributeError) as error:
       refused.append(f"{name}={shown(value)}: {error}")
       lines.append(f"{name}={shown(value)}: refused: {error}")
       continue
     changes |= found
-    if name in given:
+    if name in set_fields:
       became = ", ".join(f"{key}={setting}" for key, setting in found.items())
       lines.append(f"{name}={shown(value)}: {became or f'nothing is set: {field.why}'}")
   return changes, lines, refused
@@ -104,34 +111,34 @@ def flags_of(config: Config) -> list[str]:
   ]
 
 
-def _given(args: Any) -> tuple[dict[str, Any], list[str]]:
-  """Returns the fields to convert, and the names of those that do not influence training.
+def _fields_set_in(args: Any) -> tuple[dict[str, Any], list[str]]:
+  """Returns the fields that the user set, and the names of those that do not influence training.
 
-  A dict gives all its fields, and a GRPOConfig those that differ from TRL's defaults. Some differ
-  because TRL computed them, such as generation_batch_size.
+  All fields of a dict count as set, and those of a GRPOConfig that differ from TRL's defaults. Some
+  differ because TRL computed them, such as generation_batch_size.
 
   Raises:
     ConfigError: A field is not known, or `args` is no GRPOConfig.
   """
   if dataclasses.is_dataclass(args):
     fields = dataclasses.fields(args)
-    given = {field.name: getattr(args, field.name) for field in fields}
-    given = {name: value for name, value in given.items() if value != _default_of(fields, name)}
+    values = {field.name: getattr(args, field.name) for field in fields}
+    found = {name: value for name, value in values.items() if value != _default_of(fields, name)}
     # TRL computes each of these two from the other, and `Port.batches` computes the second again.
-    if given.get("generation_batch_size"):
-      given.pop("steps_per_generation", None)
+    if found.get("generation_batch_size"):
+      found.pop("steps_per_generation", None)
   elif isinstance(args, Mapping) or args is None:
-    given = dict(args or {})
+    found = dict(args or {})
   else:
     raise ConfigError(f"from_trl: {shown(args)} is no GRPOConfig and no dict of its fields")
   known = {**FIELDS, **EARLIER}
-  for name in given:
+  for name in found:
     if name not in known and not str(name).startswith(OF_PROGRAMS):
       close = difflib.get_close_matches(str(name), known, n=1)
       hint = f"did you mean {close[0]}?" if close else "it has no counterpart here: leave it out"
       raise ConfigError(f"from_trl: {shown(name)} is not known: {hint}")
-  left_out = [name for name in given if name not in known]
-  return {name: value for name, value in given.items() if name in known}, left_out
+  left_out = [name for name in found if name not in known]
+  return {name: value for name, value in found.items() if name in known}, left_out
 
 
 def _default_of(fields: Sequence[Any], name: str) -> Any:
@@ -164,7 +171,7 @@ def _data(train: Any, test: Any) -> tuple[Changes, int | None]:
   if isinstance(train, str) and test is not None:
     train = rows_of(train, "train")
   if isinstance(test, str):
-    test = rows_of(test, "train")
+    test = rows_of(test, "train")  # the rows of a single file count as training rows
   path = train if is_path else keep_rows(train, test, key="from_trl: train_dataset")
   rows = rows_of(path, "train")
   first_row = rows[0]
@@ -200,7 +207,7 @@ def _lora(given: Any) -> Changes:
     return {}
   fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
   for name, value in fields.items():
-    is_off = value in (None, 0, "none", {}, [], ())
+    is_off = value in (None, 0, "none", {}, [], ())  # False equals 0
     if name == "init_lora_weights":
       is_off = value is True  # PEFT's default: the adapters begin without effect
     if name not in (*_LORA, *_LORA_IDLE) and not is_off:

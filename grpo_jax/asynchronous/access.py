@@ -49,16 +49,17 @@ def learner_access(rollout: Rollout, host: str) -> Access:
   context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
   context.minimum_version = ssl.TLSVersion.TLSv1_3
   context.num_tickets = 0  # no tickets, because sessions are never resumed
-  pair = {"certificate_file": rollout.certificate_file}
+  pem_files = {"certificate_file": rollout.certificate_file}
   if rollout.key_file:
-    pair["key_file"] = rollout.key_file
-  for key, file in pair.items():  # the last file has the private key
-    _content(key, file, is_private=key == [*pair][-1])
+    pem_files["key_file"] = rollout.key_file
+  has_private_key = [*pem_files][-1]  # without a key file, that of the certificate has the key, too
+  for key, file in pem_files.items():
+    _content(key, file, is_private=key == has_private_key)  # only checks it: OpenSSL reads it again
   try:
     # With a password function, OpenSSL does not ask for a password at the terminal.
-    context.load_cert_chain(*pair.values(), password=lambda: "")
+    context.load_cert_chain(*pem_files.values(), password=lambda: "")
   except (OSError, ValueError) as error:
-    named = " and ".join(f"config key rollout.{key}={file}" for key, file in pair.items())
+    named = " and ".join(f"config key rollout.{key}={file}" for key, file in pem_files.items())
     raise ConfigError(
       f"{named}: it must be a certificate and its key without a password, in PEM ({error})"
     ) from None
@@ -78,6 +79,7 @@ def sampler_access(rollout: Rollout, host: str) -> Access:
     )
   if not rollout.certificate_file:
     return Access(secret)
+  # A file may have text in any encoding around its certificates.
   text = _content("certificate_file", rollout.certificate_file).decode("ascii", "replace")
   context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
   context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -92,9 +92,9 @@ class Ahead:
       try:
         batches[str(number)] = to_arrays(self._drawn[number].result())
       except Exception:  # the step that learns from the batch raises it
-        break
-    without = {key: value for key, value in host.items() if key != _AHEAD}
-    return without | ({_AHEAD: batches} if batches else {})
+        break  # `_restore` would not read batches after a gap
+    without_batches = {key: value for key, value in host.items() if key != _AHEAD}
+    return without_batches | ({_AHEAD: batches} if batches else {})
 
   def close(self) -> None:
     """Ends sampling."""
@@ -245,7 +245,7 @@ class Beside(Ahead):
     # Makes weights that outlast the next update, which donates the arrays of the learning devices.
     # Devices that sample have arrays of their own.
     self._lasting: Callable[[Any], Any] = remote.weights if remote else lambda params: params
-    self._drawing = threading.Lock()
+    self._drawing = threading.Lock()  # the thread holds it while it samples
     # An evaluation must wait for the thread if it samples with the same devices or engine.
     if remote is None or config.eval.engine:
       # All processes must draw the same batches before an evaluation.
@@ -257,8 +257,9 @@ class Beside(Ahead):
     self._first_version = 0  # of the step at which this process began: it has no older weights
     self._chunk = 0  # with in_flight, the number of the run's next chunk
     # `_is_drawing`: the thread draws a batch, or with in_flight may have rows in flight.
-    # `_is_paused`: a checkpoint waits, so the thread finishes its step and begins no other.
-    self._is_drawing = self._is_paused = self._is_closed = False
+    self._is_drawing = self._is_closed = False
+    # The step before which a checkpoint waits. The thread then draws only what the checkpoint needs.
+    self._checkpoint_step: int | None = None
     self._error: BaseException | None = None  # that ended the thread
     self._thread: threading.Thread | None = None
     self._idle = _Stopwatch()
@@ -278,9 +279,9 @@ class Beside(Ahead):
           target=self._run, args=(run,), name=SAMPLER_THREAD, daemon=True
         )
         self._thread.start()
-      self._forget()
+      self._free_weights()
       self._drop_learned(index)
-      self._is_paused = False
+      self._checkpoint_step = None  # a checkpoint before this step may have paused the thread
       self._changed.notify_all()
       queue = self._next - index  # how many batches wait for their steps
       with doing("waiting for completions"):
@@ -296,17 +297,24 @@ class Beside(Ahead):
     """See `Ahead.saved`. Waits until the thread has drawn all batches that the checkpoint needs."""
     if self._thread is not None:
       # The weights before the next step, if scheduled batches that must be drawn now need them.
-      converted = self._lasting(params()) if index in self._known_versions() else None
+      next_weights = self._lasting(params()) if index in self._known_versions() else None
       with self._changed:
-        # A checkpoint has no older weights, so all batches that they draw must be drawn now.
-        last = min(index + self._bound, self._steps)
-        if self._schedule is not None:  # the thread only ends what it has begun
-          last, self._is_paused = self._next, True
-          if converted is not None:  # the schedule may change to these weights in flight
-            self._weights[index] = converted
+        # A checkpoint has no older weights, so all batches that they draw must be drawn now. With
+        # newest or in_flight, others may get newer weights. So the thread ends what it has begun,
+        # and draws only what the schedule gives older weights.
+        end = min(index + self._bound, self._steps) if self._schedule is None else 0
+        if self._schedule is not None:
+          self._checkpoint_step = index
+          if next_weights is not None:  # the schedule may change to these weights in flight
+            self._weights[index] = next_weights
           self._changed.notify_all()
-        self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
-        self._fail_with_others()
+        self._changed.wait_for(
+          lambda: (
+            self._error
+            or (self._next >= end and not self._is_drawing and not self._needs_older_weights())
+          )
+        )
+        self._fail_with_others()  # in a run of one process, the step that needs the batch fails
     host = super().saved(index, host, params)
     has_chunk = self._changes and self._thread is not None  # else `host` still has the number
     return host | {_CHUNK: np.int64(self._chunk)} if has_chunk else host
@@ -342,7 +350,7 @@ class Beside(Ahead):
       self._changed.wait_for(
         lambda: (
           version in self._weights
-          or self._is_paused
+          or self._checkpoint_step is not None
           or self._is_closed
           or self._next <= max(self._weights)
         )
@@ -385,7 +393,7 @@ class Beside(Ahead):
     while self._next < self._steps:
       with self._changed, self._idle.running():
         self._changed.wait_for(self._may_go_on)
-        is_paused, self._is_drawing = self._is_paused, True
+        is_paused, self._is_drawing = self._checkpoint_step is not None, True
       scheduled = self._schedule.chunk(self._chunk)
       if is_paused and scheduled is not None and scheduled.version not in self._weights:
         # These weights arrive only after the checkpoint, which waits for the thread.
@@ -407,7 +415,7 @@ class Beside(Ahead):
         clock.lap("sample")
         self._add(self._take(policy, clock))
         clock = Clock()
-      del policy
+      del policy  # so that the weights can be freed while the thread waits
     self._schedule.end(self._chunk - 1)
 
   def _may_go_on(self) -> bool:
@@ -417,10 +425,10 @@ class Beside(Ahead):
       return True
     if flow.next > flow.first:  # groups of the next step are open, and must be drawn to their end
       return True
-    if self._is_paused:
-      self._is_drawing = False
+    if self._checkpoint_step is not None:
+      self._is_drawing = self._needs_older_weights()
       self._changed.notify_all()
-      return False
+      return self._is_drawing
     # A scheduled chunk waits for newer weights, unless the learner itself waits for the next batch.
     newest, scheduled = max(self._weights), self._schedule.chunk(self._chunk)
     comes_later = scheduled is not None and scheduled.version > newest
@@ -433,7 +441,7 @@ class Beside(Ahead):
     with self._changed:
       self._drawn[self._next] = pending
       self._next, self._is_drawing = self._next + 1, self._changes
-      self._forget()
+      self._free_weights()
       self._changed.notify_all()
 
   @contextlib.contextmanager
@@ -457,10 +465,27 @@ class Beside(Ahead):
 
   def _may_draw(self) -> bool:
     """Whether the next batch can be drawn: the bound allows it, and scheduled weights exist."""
-    if self._is_paused or self._next > max(self._weights) + self._bound:
+    if self._checkpoint_step is not None and not self._needs_older_weights():
+      return False
+    if self._next > max(self._weights) + self._bound:
       return False
     known = self._schedule and self._schedule.known.get(self._next)
     return not known or known[0][1] <= max(self._weights)
+
+  def _needs_older_weights(self) -> bool:
+    """Whether the schedule gives what is drawn next weights that a waiting checkpoint will lack."""
+    if self._checkpoint_step is None or self._next >= self._steps:
+      return False
+    if self._changes:
+      scheduled = self._schedule.chunk(self._chunk)
+      # Weights that are too old for the next step are not used: the run has left the schedule.
+      is_known = (
+        scheduled is not None and self._collector.flow.step <= scheduled.version + self._bound
+      )
+      version = scheduled.version if is_known else None
+    else:
+      version = self._version_of(self._next)
+    return version in self._weights and version < self._checkpoint_step
 
   def _version_of(self, number: int) -> int | None:
     """The version of the weights that draw a batch. None means the newest."""
@@ -469,7 +494,7 @@ class Beside(Ahead):
     known = self._schedule.known.get(number)
     return None if known is None else known[0][1]
 
-  def _forget(self) -> None:
+  def _free_weights(self) -> None:
     """Frees the weights that no later batch needs."""
     newest = max(self._weights)
     needed = {newest, *self._known_versions()}

@@ -41,12 +41,14 @@ class Encrypted:
       ssl.SSLError, OSError: The handshake failed, or the other side is gone.
     """
     self._socket, self._working = connected, threading.Lock()
+    # Encrypted bytes from the socket and for the socket.
     self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
     self._tls = context.wrap_bio(
       self._arrived, self._leaving, context.protocol == ssl.PROTOCOL_TLS_SERVER, name
     )
     is_first = True
     while not self._has_agreed():
+      # After the deadline, the wait is as good as none. A timeout must not be negative.
       connected.settimeout(max(1e-3, until - time.monotonic()))
       data = connected.recv(_BLOCK)
       if not data:

@@ -46,7 +46,7 @@ def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypte
   """
   until = time.monotonic() + _SECONDS
   connected.settimeout(_SECONDS)
-  connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # sends short messages at once
   try:
     first_byte = connected.recv(1, socket.MSG_PEEK)  # stays in the socket
   except TimeoutError:
@@ -167,7 +167,8 @@ def _encrypted(connected: socket.socket, host: str, access: Access, until: float
       " authority, in rollout.certificate_file"
     ) from None
   certificate, fields = channel.certificate()
-  # A certificate that the sampler was given itself, not by an authority, may be for any host.
+  # The sampler may have the learner's certificate itself. Then this proves that it is the learner,
+  # at any host. A certificate that an authority signed must be for the host.
   if certificate not in access.trusted and not names(fields, host):
     raise ConfigError(
       f"the learner's certificate is not for {host}: connect to a name in it, or name this"
@@ -189,7 +190,7 @@ def names(certificate: dict[str, Any], host: str) -> bool:
     address = None
   for kind, name in certificate.get("subjectAltName", ()):
     if kind == "IP Address" and address is not None:
-      with contextlib.suppress(ValueError):
+      with contextlib.suppress(ValueError):  # OpenSSL may add a newline, which `strip` removes
         if ipaddress.ip_address(name.strip()) == address:
           return True
     if kind == "DNS" and address is None:

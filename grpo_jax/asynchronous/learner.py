@@ -150,10 +150,11 @@ class RemoteSampler:
     leaves = jax.tree.leaves(params)
     # For each leaf the host copy of the last call if the array is the same object, else None.
     reused = [copy if before() is x else None for x, (before, copy) in zip(leaves, self._last)]
-    reused += [None] * (len(leaves) - len(reused))
+    reused += [None] * (len(leaves) - len(reused))  # in the first call, `_last` is empty
     for x, copy in zip(leaves, reused, strict=True):
       if copy is None:
         x.copy_to_host_async()  # all arrays at once; `np.asarray` then waits for each
+    # On a CPU, `np.asarray` may share the memory of the array, which an update will reuse.
     copies = [
       copy or Leaf(next(self._numbers), np.asarray(x).copy())
       for x, copy in zip(leaves, reused, strict=True)
@@ -206,6 +207,7 @@ class RemoteSampler:
     for prompts in np.array_split(np.arange(len(prompts_PS)), count):
       fields = {
         "members": members,
+        # Random numbers depend on a prompt's place in the call, not on how the call is split.
         "first_prompt": draws.first_prompt + int(prompts[0]),
         "settings": settings,
         "keeps_experts": keeps_experts,
@@ -213,8 +215,9 @@ class RemoteSampler:
         "turn_tokens": draws.turn_tokens,
       }
       part_arrays = {name: np.asarray(x)[prompts] for name, x in arrays.items()} | {"key": key}
-      size = len(prompts), prompts_PS.shape[1]
-      answer = contents.PartRequest(*size, members, longest, keeps_experts, pauses)
+      answer = contents.PartRequest(
+        len(prompts), prompts_PS.shape[1], members, longest, keeps_experts, pauses
+      )
       missing = set(range(len(prompts)))
       parts.append(DrawnPart(prompts.tolist(), weights, fields, part_arrays, answer, call, missing))
     with self._changed:
@@ -462,15 +465,15 @@ class RemoteSampler:
         if part is not None and process.is_asked and part.answers:
           answers, part.answers = part.answers, []
           return "go_on", {"rows": answers}, {}
-        made = sorted(self._versions.items())
-        wanted = [weights for version, weights in made if version not in process.sent]
+        existing = sorted(self._versions.items())
+        unsent = [weights for version, weights in existing if version not in process.sent]
         if part is not None and not process.is_asked:
-          wanted = [part.weights]
-        if wanted:
-          return "weights", *process.sent.add(wanted[0], {version for version, _ in made})
+          unsent = [part.weights]
+        if unsent:
+          return "weights", *process.sent.add(unsent[0], {version for version, _ in existing})
         if (left := until - time.monotonic()) <= 0:
           return "alive", {}, {}
-        del made, wanted, part  # so that weights can be freed while it waits
+        del existing, unsent, part  # so that weights can be freed while it waits
         self._changed.wait(left)
     return None
 

@@ -64,13 +64,15 @@ class DrawnPart:
     Raises:
       BadMessage: The row cannot pause now, or at another length than in the former process.
     """
+    # The row has paused `turn` times in this process. `known` has replies to any process, by turn.
     turn, known = self.turns.get(row, 0), self.replies.setdefault(row, [])
+    # It must not pause again before the reply to its last pause, or after the reply that ended it.
     if turn > len(known) or (known and turn == len(known) and known[-1][1] is None):
       raise BadMessage("it sent a row that pauses, and that had paused or ended before")
     if turn == len(known) and row[0] not in self.missing:
       raise BadMessage("it sent a row that pauses after its group had ended")
     self.turns[row] = turn + 1
-    if turn < len(known):
+    if turn < len(known):  # a former process paused here and got this reply
       if known[turn][0] != length:
         raise BadMessage("it draws other tokens than the process before it did")
       self.answers.append([*row, known[turn][1]])

@@ -78,8 +78,8 @@ class RemoteGroups:
 
     def fits(indexed: tuple[int, GroupRequest]) -> bool:
       index, request = indexed
-      has_key = request.prompts is first.prompts and (request.key == first.key).all()
-      return has_key and request.first_row == first.first_row + index * self._members
+      is_alike = request.prompts is first.prompts and (request.key == first.key).all()
+      return is_alike and request.first_row == first.first_row + index * self._members
 
     chosen = [request for _, request in itertools.takewhile(fits, enumerate(self._waiting))]
     self._waiting, self._drawn = self._waiting[len(chosen) :], chosen

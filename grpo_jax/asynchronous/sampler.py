@@ -54,6 +54,7 @@ def sample_for(
       bad answer, or the learner repeatedly sent bad messages.
   """
   config = run.config
+  # The devices of this process must be able to share the prompts of a part evenly.
   prompts_of_part = config.batch.prompts // config.rollout.samplers
   run.hosts.check_rows({"batch.prompts / rollout.samplers": prompts_of_part})
   drawer, terms = Drawer(run), terms_of(run)
@@ -202,7 +203,7 @@ class Drawer:
       if left <= 0 and (draws or found):
         return
       try:
-        message = replies.get(timeout=max(left, SOON))
+        message = replies.get(timeout=SOON)
       except queue.Empty:
         if is_gone.is_set():
           raise ConnectionError("the connection has ended while a batch was drawn") from None
@@ -242,14 +243,14 @@ def _joined(
 def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
   """Draws all parts that arrive. Returns when the learner says that its run has ended."""
   # Needs no limit: a learner sends the next part only after it has received the last one.
-  came, is_gone = queue.SimpleQueue[Message | Exception](), threading.Event()
+  inbox, is_gone = queue.SimpleQueue[Message | Exception](), threading.Event()
   drawer.forget_weights()
   replies = queue.SimpleQueue[Message]()
-  arguments = connection, drawer.weights, drawer.most_bytes, came, replies, is_gone
+  arguments = connection, drawer.weights, drawer.most_bytes, inbox, replies, is_gone
   threading.Thread(target=_receive, args=arguments, daemon=True).start()
   threading.Thread(target=_beat, args=(connection, is_gone), daemon=True).start()
   while True:
-    message = came.get()
+    message = inbox.get()
     if isinstance(message, Exception):
       raise message
     if message.kind == "ended":
@@ -258,13 +259,13 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
       raise RunFailed(f"the learner sent this sampler away: {_why(message)}")
     if message.kind == "draw":
       try:
-        for part in drawer.draw(message, is_gone, replies):
-          if isinstance(part, Finished):
-            connection.send("finished", {"prompts": part.prompts}, given(part.completions))
+        for news in drawer.draw(message, is_gone, replies):
+          if isinstance(news, Finished):
+            connection.send("finished", {"prompts": news.prompts}, given(news.completions))
           else:
-            connection.send("paused", *drawer.paused(part))
+            connection.send("paused", *drawer.paused(news))
       except ConnectionError:
-        connection.end()  # the next item in `came` says why the connection has ended
+        connection.end()  # the next item in `inbox` says why the connection has ended
     else:
       raise BadMessage(f"it sent a message of kind {message.kind[:20]!r}")
 
@@ -278,14 +279,15 @@ def _receive(
   connection: Connection,
   weights: KeptVersions,
   most_bytes: int,
-  came: "queue.SimpleQueue[Message | Exception]",
+  inbox: "queue.SimpleQueue[Message | Exception]",
   replies: "queue.SimpleQueue[Message]",
   is_gone: threading.Event,
 ) -> None:
   """Receives messages in a thread, until the connection has ended.
 
-  Weights go to `weights`, "go_on" messages to `replies`, and all others, except "alive", to `came`,
-  as does the error that ends the connection. `is_gone` is then set.
+  Weights go to `weights`, and "go_on" messages to `replies`. All others, except "alive", go to
+  `inbox`, as does the error that ends the connection. `is_gone` is set when the learner needs no
+  more completions.
   """
 
   def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
@@ -302,12 +304,12 @@ def _receive(
         replies.put(message)
       elif message.kind != "alive":
         if message.kind in ("ended", "refused"):
-          is_gone.set()  # the learner needs no more completions
-        came.put(message)
+          is_gone.set()
+        inbox.put(message)
       del message  # frees the weights, which are large, while it waits
-  except Exception as error:  # the main thread raises it
+  except Exception as error:  # the main thread raises it, from `inbox`
     is_gone.set()
-    came.put(error)
+    inbox.put(error)
 
 
 def _beat(connection: Connection, is_gone: threading.Event) -> None:

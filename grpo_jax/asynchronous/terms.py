@@ -29,6 +29,7 @@ def abstract_weights(run: Run) -> Any:
 def terms_of(run: Run) -> dict[str, Any]:
   """The terms of this side, as JSON values by name. The learner compares both sides' terms."""
   settings = flat(as_json(to_dict(run.config)))
+  # The names are written for the user, because a refusal begins with the name that differs.
   terms = {
     f"config key {key}": value
     for key, value in settings.items()

@@ -93,7 +93,7 @@ class KeptVersions:
       raise BadMessage(f"it sent weights of other leaves than {count} with a number each")
     if not _are_numbers(fields.get("keep")):
       raise BadMessage("it sent weights and did not say which versions stay")
-    for name in shapes:
+    for name in shapes:  # a name is the index of a leaf. `int` refuses very long ones
       if not (name.isascii() and name.isdecimal() and len(name) < 9 and int(name) < count):
         raise BadMessage(f"it sent a leaf of the weights called {name[:20]!r}")
     for index, (number, wanted) in enumerate(zip(numbers, self._wanted, strict=True)):

@@ -26,7 +26,7 @@ from grpo_jax.data import loader
 from grpo_jax.pending import Pending, there
 from grpo_jax.progress import doing
 from grpo_jax.rollouts.complete import Remote, make_rollout
-from grpo_jax.rollouts.rollout import HarnessPrompts, Rollouts, last_turns, texts_of
+from grpo_jax.rollouts.rollout import Rollouts, last_turns, texts_of
 from grpo_jax.run.run import Run
 from grpo_jax.run.seen import with_images
 from grpo_jax.scoring.scorers import Scorers
@@ -223,9 +223,10 @@ class Collector:
     """
     index = self.flow.step
     drawn, before = self.flow.take(), self._hosts[index - 1]
-    idle = self.flow.seats_idle()
+    idle = self.flow.seats_idle()  # not in `scored`, which may run when later rows are drawn
     add_greedy: Callable[[Rewards], Rewards] | None = None
     if self._greedy_rollout is not None:
+      # This waits for scores, which decide with dynamic sampling which prompts are learned from.
       prompts = self._groups_to_learn(drawn.result()).prompts
       add_greedy = self._begin_greedy(policy, prompts, index, clock)
 
@@ -444,7 +445,7 @@ class Collector:
     Returns:
       A function that waits for the scores and adds them to the rewards of the batch.
     """
-    key = jax.random.fold_in(self._run.key("sample"), index)
+    key = jax.random.fold_in(self._run.key("sample"), index)  # greedy rows do not use it
     rollouts = self._greedy_rollout(policy.params, prompts, key)
     clock.lap("sample")
     scores = self._score.start(rollouts, prompts)
@@ -461,12 +462,12 @@ class Collector:
     Groups that only fill the batch get no scores (NaN), so that every mean ignores them.
     """
     live_P, completions, rewards = scored.live_P, scored.completions, scored.rewards
-    asked = HarnessPrompts(prompts.prompts_PS, prompts.prompt_lengths_P)
-    if scored.asked is not None:
-      width = asked.prompts_PS.shape[1]
-      asked = scored.asked
-      if asked.lengths_P.max() <= width:  # drops padding, which would cost as much as tokens
-        asked = asked.replace(prompts_PS=asked.prompts_PS[:, :width])
+    prompts_PS, prompt_lengths_P = prompts.prompts_PS, prompts.prompt_lengths_P
+    if scored.asked is not None:  # a harness chose other prompts
+      width = prompts_PS.shape[1]
+      prompts_PS, prompt_lengths_P = scored.asked.prompts_PS, scored.asked.lengths_P
+      if prompt_lengths_P.max() <= width:  # drop padding, which would cost as much as tokens
+        prompts_PS = prompts_PS[:, :width]
     is_live = live_P[:, None, None] != 0
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
     max_tokens = self._config.sampling.max_tokens
@@ -479,7 +480,7 @@ class Collector:
       (
         completions,
         rewards,
-        (asked.prompts_PS, asked.lengths_P, scored.temperature_P, live_P),
+        (prompts_PS, prompt_lengths_P, scored.temperature_P, live_P),
         scored.rollout_PB,
       )
     )

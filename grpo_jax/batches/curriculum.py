@@ -68,6 +68,7 @@ class PassRateCurriculum:
       The indices of the prompts, int64 [count], and the memory with the new position.
     """
     position, chances = int(memory["position"]), self.chances(memory, step)
+    # At least `count` entries are considered, so that skipped prompts can always fill the batch.
     end = position + max(_EPOCHS * self.size, count)
     taken, passed_over = np.empty(0, np.int64), np.empty(0, np.int64)
     while len(taken) < count and position < end:

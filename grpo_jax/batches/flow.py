@@ -98,7 +98,7 @@ class Flow:
       remote=remote,
     )
     config = run.config
-    changes = config.rollout.weights == "in_flight"
+    changes = config.rollout.weights == "in_flight"  # then weights change while rows are drawn
     self._policy, self._is_used = VersionedParams(None, 0), False
     self._player = self._rollout.player(
       self._policy_that_draws, config.batch.prompts, changes=changes
@@ -252,12 +252,13 @@ class Flow:
       else:
         indices_P = loader.indices_at(config.seed, numbers, len(self.prompts))
       prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
-      # Of a part of a batch, encoding would be wasted: an update reuses visual tokens only if it
+      # For a part of a batch, encoding would be wasted: an update reuses visual tokens only if it
       # learns from all groups of a batch as it was opened.
       if size == P:
         prompts = encoded_first(self._run, prompts)
       self._decode_images_ahead(self.next + size)
       temperature = temperature_at(config.sampling, step, config.steps)
+      # Keys and rows depend on `number` alone, so that its draws do not depend on `size`.
       opened = [
         Opened(
           number=number,

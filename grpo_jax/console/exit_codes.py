@@ -47,10 +47,11 @@ def open_standard_streams() -> None:
       os.fstat(number)
     except OSError:
       os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+  # Python has set the stream of a closed descriptor to None.
   sys.stdout = sys.stdout or open(os.devnull, "w")
   sys.stderr = sys.stderr or open(os.devnull, "w")
   for stream in (sys.stdout, sys.stderr):
-    if hasattr(stream, "reconfigure"):
+    if hasattr(stream, "reconfigure"):  # a test's stream may lack it
       stream.reconfigure(errors="backslashreplace")
 
 
@@ -132,7 +133,7 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
     return STOPPED, ""
   if isinstance(error, DoesNotFit):
     return DOES_NOT_FIT, ""
-  if isinstance(error, SystemExit) and not _is_ours(error):  # its code may be 0
+  if isinstance(error, SystemExit) and not _is_ours(error):  # even code 0 is no success
     return FAILED, f"error: code that the program called ended it: {_one_line(describe(error))}"
   if isinstance(error, KeyboardInterrupt):
     return 128 + signal.SIGINT, "interrupted"
@@ -143,6 +144,7 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
   if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
     platforms = os.environ.get("JAX_PLATFORMS", "")
     return BAD_INPUT, f"error: JAX_PLATFORMS={_one_line(platforms)}: {_one_line(error)}"
+  # Not for a SystemExit of this package, which a failed write may have caused, too.
   failed_write = write_errors.explain(error, workdir) if isinstance(error, Exception) else None
   return (FAILED, f"error: {_one_line(failed_write)}") if failed_write else None
 

@@ -109,7 +109,7 @@ def start() -> None:
   line = Line(sys.stderr)
   for name in ("stdout", "stderr"):
     stream = getattr(sys, name)
-    if stream is not None and stream.isatty():
+    if stream is not None and stream.isatty():  # what goes to a file does not disturb the line
       setattr(sys, name, Above(stream, line))
   _for_ever.enter_context(PROGRESS.shown_by(line))
   _starting.enter_context(PROGRESS.doing("starting"))

@@ -53,19 +53,19 @@ def open_data(
   """
   path = hub.folder(config.data.tokenizer or config.model.path, "data.tokenizer")
   if path:
-    tokens = tokenizer.load(path)  # before the task, because a mistake shows sooner
+    tokens = tokenizer.load(path)  # before the task, so that a wrong path shows at once
     options = chat.options_of(config.data.chat_template_kwargs)
     tokens = dataclasses.replace(tokens, chat_options=options)
     task = tasks.make_task(config.data)
-    in_memory = isinstance(task.train, list)
+    in_memory = isinstance(task.train, list)  # otherwise each example is read from a file
     looked_at = range(len(task.train) if in_memory else min(len(task.train), _LOOKED_AT))
-    sees = (
+    needs_processor = (
       config.model.path
       and config.model.vision != "ignored"
       and any(has_images(task.train[i]) for i in looked_at)
     )
     # The key "data.tokenizer" lets `hub.folder` download no weights.
-    folder = hub.folder(config.model.path, "data.tokenizer") if sees else ""
+    folder = hub.folder(config.model.path, "data.tokenizer") if needs_processor else ""
     return task, tokens, processors.load(folder, tokens) if folder else None
   task = tasks.make_task(config.data)  # without a path, the tokens are the characters of the task
   alphabet = tasks.characters(config.data, task, config.has_other_texts)
@@ -84,11 +84,12 @@ def drawn(config: Config, step: int) -> StepPrompts:
   task, tokens, processor = open_data(config)
   environment = make_environments(config, tokens)
   prompts = PromptSet(task.train, tokens, config.data, environment=environment, processor=processor)
-  number = step - 1
+  number = step - 1  # the loader counts from 0, in each phase anew
   if number < warm:
     indices = loader.step_indices(config.seed, number, config.warm_start.batch, len(prompts))
     return StepPrompts("warm start", prompts, indices.tolist())
   indices = loader.step_indices(config.seed, number - warm, config.batch.prompts, len(prompts))
+  # Dynamic sampling replaces prompts whose completions all get the same reward.
   remark = ", and later ones once rewards were all equal" if config.algo.dynamic_sampling else ""
   if config.curriculum.chooses:
     remark += ", as without the curriculum, which chooses by pass rates"
@@ -115,13 +116,13 @@ def step_lines(found: StepPrompts, count: int, width: int) -> Iterator[str]:
   if any(names):
     counts = collections.Counter(names)
     yield "of " + ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
-    names = [f"{name}  " for name in ("task", *names)]  # the column of tasks, with its heading
+    column = [f"{name}  " for name in ("task", *names)]  # the heading, then a task in each row
   else:
-    names = ["", *names]  # a column of width 0
-  space = max(map(len, names))
-  yield f"{'index':>9} {'tokens':>7}  {names[0]:{space}}prompt"
+    column = ["", *names]  # of width 0
+  space = max(map(len, column))
+  yield f"{'index':>9} {'tokens':>7}  {column[0]:{space}}prompt"
   texts = without_common_parts([prompt.text for prompt in made])
-  for index, prompt, name, text in list(zip(found.indices, made, names[1:], texts))[:count]:
+  for index, prompt, name, text in list(zip(found.indices, made, column[1:], texts))[:count]:
     text = shorten(visible(text), width - 19 - space)  # 19: the columns of the index and tokens
     yield f"{index:>9} {len(prompt.ids):>7}  {name:{space}}{text}"
   if len(made) > count:
@@ -141,7 +142,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
     raise tasks.no_test_split(config.data.path)
   environment, found = make_environments(config, tokens), dict[str, Statistics]()
   for split, examples in (("training", task.train), ("test", task.test)):
-    shares: Mapping[str, float] = {}
+    shares: Mapping[str, float] = {}  # data.weights give sources shares of training only
     if isinstance(examples, Mixture) and split == "training":
       shares = {name: share for name, (_, share) in examples.shares().items()}
       examples = examples.each_row_once()  # rows that weights repeat are not duplicates
@@ -155,7 +156,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
     yield f"examples that have each column: {counts}"
     yield f"tokens of prompts ({longer:,} have more than data.max_prompt_tokens = {limit}):"
     yield from histogram(each.prompt_tokens)
-    solved = each.solution_tokens[each.solution_tokens > 0]
+    solved = each.solution_tokens[each.solution_tokens > 0]  # 0: the example has no solution
     if len(solved):
       limit = config.sampling.max_tokens
       longer = int((solved > limit).sum())
@@ -165,14 +166,14 @@ def statistics_lines(config: Config) -> Iterator[str]:
     yield f"duplicates: {different:,} prompts occur more than once, in {repeated:,} more examples"
     yield ""
   common = overlap(found["training"], found["test"])
-  such = ""
+  such_as = ""
   if len(common):
-    # Long prompts count as well, so this one may be longer than the limit.
+    # The overlap counts prompts of any length, and `PromptSet` would refuse one above the limit.
     example, data = task.test[int(common[0])], _any_length(config)
     prompts = PromptSet([example], tokens, data, environment=environment, processor=processor)
     (first,) = prompts.make([0])
-    such = f", such as number {common[0]}: {shorten(visible(first.text), 60)}"
-  yield f"overlap: {len(common):,} of {len(task.test):,} test prompts are also in training{such}"
+    such_as = f", such as number {common[0]}: {shorten(visible(first.text), 60)}"
+  yield f"overlap: {len(common):,} of {len(task.test):,} test prompts are also in training{such_as}"
 
 
 def _by_task(found: Statistics, shares: Mapping[str, float]) -> Iterator[str]:

@@ -69,12 +69,13 @@ def leaving_on_second_signal(request: StopRequest) -> Iterator[None]:
     return
   numbers = _not_ignored()
 
+  # Both the signal's handler and `_watch` call this. `ask` prints the reason once.
   def on_signal(number: int, frame: FrameType | None) -> None:
     del frame
     request.ask(signal.Signals(number).name)
 
   reader, writer = socket.socketpair()
-  writer.setblocking(False)
+  writer.setblocking(False)  # as `set_wakeup_fd` demands
   thread = threading.Thread(target=_watch, args=(reader, numbers, on_signal), daemon=True)
   wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
   thread.start()

@@ -152,6 +152,7 @@ class Terminal:
     table.add_column("length", justify="right", width=6)
     prompts = without_common_parts([row["prompt"] for row in rows])
     for prompt, row in list(zip(prompts, rows))[:_MAX_COMPLETIONS]:
+      # A cell has at most three lines.
       table.add_row(
         self._text(shorten(visible(prompt), 3 * prompt_width)),
         self._text(shorten(visible(_written(row)), 3 * completion_width)),
@@ -242,6 +243,7 @@ class _Clock:
       self._steps.clear()
       self._evaluations.clear()
     elif step > self._last:
+      # Since the last row, log.every steps may have passed, but at most one evaluation.
       evaluation = metrics.get("time/evaluate") or 0.0
       self._steps.append(max(0.0, now - self._now - evaluation) / (step - self._last))
       self._evaluations += [evaluation] if evaluation else []
@@ -275,7 +277,7 @@ def _phase(metrics: Mapping[str, Any]) -> str:
 
 def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[str]:
   """Formats the metrics of a step, such as ["reward 0.71", "left 2m10s"]."""
-  # The KL is NaN if no token is in the loss.
+  # The KL is NaN if no token is in the loss. Only NaN differs from itself.
   found = {name: x for name, x in metrics.items() if x == x or name != "kl"}
   parts = [form.format(found[name]) for name, form in _FORMATS if found.get(name) is not None]
   exams = [_EXAM.fullmatch(name) for name in metrics]

@@ -18,6 +18,8 @@ def shorten(text: str, length: int) -> str:
   """Shortens a text to `length` characters in the middle, because the end has the answer."""
   if len(text) <= length:
     return text
+  if length < 3:  # a narrow terminal may have no room, or less than none
+    return "…"[: max(0, length)]
   head = (length - 3) // 2
   tail = length - 3 - head
   return f"{text[:head].rstrip()} … {text[len(text) - tail :].lstrip()}"

@@ -14,7 +14,7 @@ from grpo_jax.data.images.batches import HostImages
 from grpo_jax.data.images.of_prompts import needed_sizes
 from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompt, PromptSet
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.settings import ConfigError, ConfigStopsRun, RunFailed
 
 _SORTED = 2**25  # the most examples whose order is computed by sorting, which takes seconds
 _ROUNDS = 6  # rounds of the Feistel network that orders a longer epoch
@@ -110,7 +110,7 @@ def indices_at(seed: int, positions: np.ndarray, size: int) -> np.ndarray:
     if size <= _SORTED:
       indices[in_epoch] = _permutation(seed, int(epoch), size)[places]
     else:
-      indices[in_epoch] = _scattered(seed, int(epoch), size, places)
+      indices[in_epoch] = _permutation_at(seed, int(epoch), size, places)
   return indices
 
 
@@ -119,7 +119,8 @@ def prompt_batch(
 ) -> PromptBatch:
   """Makes the batch of the prompts at `indices`, an integer array [P].
 
-  Each process tokenizes some of the rows. All processes receive all tokens. Raises RunFailed.
+  Each process tokenizes some of the rows. All processes receive all tokens. Threads decode the
+  images, for which `PromptBatch.images` waits. Raises RunFailed if a prompt cannot be made.
   """
   own = processes.own_rows(len(indices))
   made = processes.on_each(lambda: prompts.make(indices[own]))
@@ -146,6 +147,7 @@ def _images(
 
   `made` are the prompts of this process. All processes pad to the same sizes, to S = `max_tokens`.
   """
+  # The most pictures of a prompt and the most visual tokens of a picture, over all processes.
   needed = processes.join_rows(needed_sizes(made)).max(0)
   if not needed[0]:
     return None
@@ -181,7 +183,7 @@ def supervised_batch(
 
   Raises:
     ConfigError: The tokenizer has no stop id, or the examples have no field `solution`.
-    RunFailed: An example has no solution, or all solutions of the batch are too long.
+    ConfigStopsRun: An example has no solution, or all solutions of the batch are too long.
   """
   if not tokenizer.stop_ids:
     raise ConfigError(
@@ -199,9 +201,9 @@ def supervised_batch(
   def encode() -> list[list[int]]:  # in `on_each`, so that all processes raise
     solutions = batch.columns["solution"]
     if not all(isinstance(solution, str) and solution for solution in solutions):
-      raise _cannot_go_on(
+      raise ConfigStopsRun(
         "config key warm_start.steps: some examples have no text in the field solution, which the"
-        " warm start imitates; set 0"
+        " warm start imitates; set 0, in another --workdir"
       )
     return tokenizer.encode_batch_after(solutions)
 
@@ -212,20 +214,13 @@ def supervised_batch(
     (_pad(fitting, max_tokens, tokenizer.pad_id), np.array([*map(len, fitting)], np.int32))
   )
   if not lengths_P.any():
-    raise _cannot_go_on(
+    raise ConfigStopsRun(
       f"config key sampling.max_tokens is {max_tokens}: all {len(lengths_P)} solutions of a batch"
-      " of the warm start are longer, so it would learn nothing; raise it"
+      " of the warm start are longer, so it would learn nothing; raise it, in another --workdir"
     )
   mask_PT = (np.arange(max_tokens) < lengths_P[:, None]).astype(np.float32)
   dropped = int((lengths_P == 0).sum())
   return SupervisedBatch(batch, completions_PT, mask_PT, dropped)
-
-
-def _cannot_go_on(text: str) -> RunFailed:
-  """The error of a run that its own config stops, which another --workdir must change."""
-  error = RunFailed(f"{text}, in another --workdir")
-  error.goes_on = False
-  return error
 
 
 @functools.lru_cache(2)  # a step may end one epoch and begin the next
@@ -239,7 +234,7 @@ def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
   return order
 
 
-def _scattered(seed: int, epoch: int, size: int, places: np.ndarray) -> np.ndarray:
+def _permutation_at(seed: int, epoch: int, size: int, places: np.ndarray) -> np.ndarray:
   """The entries of a permutation of range(size) at `places`, without computing the others.
 
   A Feistel network permutes the numbers of 2 * `half` bits. A number that is not below `size` is
@@ -248,7 +243,7 @@ def _scattered(seed: int, epoch: int, size: int, places: np.ndarray) -> np.ndarr
   """
   key = np.array([seed % 2**64, epoch], np.uint64)
   words = np.random.Philox(key=key).random_raw(_ROUNDS)
-  half = np.uint64(-(-(size - 1).bit_length() // 2))
+  half = np.uint64(-(-(size - 1).bit_length() // 2))  # half the bits of the numbers, rounded up
   mask = (np.uint64(1) << half) - np.uint64(1)
   found = places.astype(np.uint64)
   outside = np.ones(len(found), bool)

@@ -62,7 +62,8 @@ def fill(template: str, example: Mapping[str, Any], key: str = "data.prompt") ->
     texts.append(literal)
     if field is None:
       continue
-    # A width is refused because it could fill memory. Attributes are meaningless in a prompt.
+    # A width, as in {question:9999999999}, could fill memory. A conversion, as in {question!r},
+    # makes no sense in a prompt.
     value = value_of(example, field, _ABSENT)
     if value is _ABSENT or width or conversion:
       raise ConfigError(

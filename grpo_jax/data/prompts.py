@@ -188,6 +188,7 @@ class PromptSet:
     if not fits.any():
       raise self._none_fits(places, lengths)
     kept = fits if count_all else fits | unopened
+    # The place in the split of each prompt. None: the split is left whole, with stand-ins.
     self._kept = None if self._counts_later else np.flatnonzero(kept)
     self.most_images: tuple[int, int] | None = None
     if not self._counts_later and (kept == fits).all():  # else prompts of unknown length remain
@@ -348,14 +349,16 @@ class PromptSet:
     """
     tokenizer = self._tokenizer
     tools = [self._tools(example, i) for example, i in zip(examples, indices)]
-    examples, images_of_rows = self._see(examples)
+    examples, images_of_rows = self._read_image_columns(examples)
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
     if self._data.chat:
       messages = [
         self._conversation(*of_example) for of_example in zip(examples, openings, strict=True)
       ]
       if self.images is not None:
-        messages = [self._place(turns, of_row) for turns, of_row in zip(messages, images_of_rows)]
+        messages = [
+          self._place_images(turns, of_row) for turns, of_row in zip(messages, images_of_rows)
+        ]
       else:
         _check_texts(messages, f"data.prompt={self._data.prompt!r}")
       texts = self._rendered(messages, tools)
@@ -423,7 +426,7 @@ class PromptSet:
       places: The places of the prompts in the split.
       lengths: The number of tokens of the prompts at these places.
     """
-    shortest = int(lengths.min(initial=_UNOPENED)) if len(lengths) else 0
+    shortest = int(lengths.min()) if len(lengths) else 0  # an empty split has no lengths
     if shortest <= self._far_too_long:
       return str(shortest)
     self._far_too_long = _UNOPENED  # so that `_encode` encodes the whole text
@@ -448,14 +451,14 @@ class PromptSet:
     for place, schemas in enumerate(tools):
       together.setdefault(json.dumps(schemas, default=str), []).append(place)
     for places in together.values():
-      schemas = tools[places[0]] or None
+      schemas = tools[places[0]] or None  # some templates write a header for an empty list
       for place, text in zip(
         places, self._tokenizer.render_batch([messages[i] for i in places], tools=schemas)
       ):
         texts[place] = text
     return texts
 
-  def _see(
+  def _read_image_columns(
     self, examples: list[Mapping[str, Any]]
   ) -> tuple[list[Mapping[str, Any]], list[tuple[list[AnyImage], str]]]:
     """Reads the image columns. Returns (examples, (images, name in error messages) of each)."""
@@ -464,7 +467,9 @@ class PromptSet:
     rows = [self.images.read(example) for example in examples]
     return [example for example, _, _ in rows], [(images, where) for _, images, where in rows]
 
-  def _place(self, messages: chat.Messages, of_row: tuple[list[AnyImage], str]) -> chat.Messages:
+  def _place_images(
+    self, messages: chat.Messages, of_row: tuple[list[AnyImage], str]
+  ) -> chat.Messages:
     """A conversation with its images assigned.
 
     `of_row` has the images of the row's columns, and the row's name in error messages. The list of
@@ -503,13 +508,13 @@ class PromptSet:
       messages = [{"role": "user", "content": text}] if text else []
     # "appended" marks an opening that continues the last message. A chat template must not see it.
     if messages and opening and opening[0].get("appended"):
-      chat.check_messages(messages, f"data.prompt={template!r}")
+      chat.check_messages(messages, f"data.prompt={template!r}")  # before reading the last one
       content, more = messages[-1].get("content") or "", opening[0]["content"]
       # The content may be a list of parts, such as texts and images.
-      of_both = (
+      joined = (
         content + more if isinstance(content, str) else [*content, {"type": "text", "text": more}]
       )
-      messages = [*messages[:-1], {**messages[-1], "content": of_both}]
+      messages = [*messages[:-1], {**messages[-1], "content": joined}]
     else:
       messages = [*messages, *({k: v for k, v in x.items() if k != "appended"} for x in opening)]
     chat.check_messages(messages, f"data.prompt={template!r}")

@@ -24,7 +24,7 @@ from grpo_jax.sampler.stop import end_at
 from grpo_jax.sampler.stream import Feed
 from grpo_jax.settings import ConfigError
 
-_TOKENS_COMPARED = 8
+_TOKENS_COMPARED = 8  # about how many tokens `check_tokenizer` compares
 
 
 class ExternalEngine:
@@ -94,7 +94,7 @@ class ExternalEngine:
     bring: Loads | Restarts | Adapters = Loads()
     if config.lora.rank:
       bring = Adapters()
-    elif rollout.engine_restart:
+    elif rollout.engine_restart:  # check_config refuses it with adapters
       bring = Restarts(folder, rollout.engine_timeout)
 
     def check(server: EngineServer) -> None:
@@ -109,9 +109,14 @@ class ExternalEngine:
   def weights(self, params: Any) -> Written | None:
     """Writes weights for the servers. The files stay valid when an update donates the arrays.
 
-    `params` are as `Parameters.for_sampling` or this method returns them. The first call also
-    proves that servers load weights: it first brings them changed ones. Returns None if no server
-    draws or `params` is None.
+    The first call also proves that servers load weights: it first brings them changed ones.
+
+    Args:
+      params: The weights as `Parameters.for_sampling` returns them. A batch that is drawn ahead
+        passes what an earlier call returned, and gets it back.
+
+    Returns:
+      The written weights. None if no server draws.
     """
     if self.servers is None or params is None or isinstance(params, Written):
       return params if isinstance(params, Written) else None

@@ -138,7 +138,10 @@ class DrawnFile:
     self._file.close()
 
   def _look_up(self, path: Path) -> int:
-    """Indexes a file's groups. Returns the bytes in its complete lines. Raises ConfigError."""
+    """Indexes a file's groups. Returns the bytes in its complete lines. Raises ConfigError.
+
+    A group that was drawn again has several lines, of which the last counts.
+    """
     offset = 0
     try:
       files.check_regular(path)
@@ -206,6 +209,7 @@ def _can_be(row: Sequence[RecordedTurn], limit: int, asked: GroupTerms) -> bool:
   replies = [turn.reply or [] for turn in row]
   ids = [token for turn, reply in zip(row, replies) for token in (*turn.tokens, *reply)]
   # The last reply is not counted: a reply that does not fit ends the row and is not added to it.
+  # Rounding may put a log-prob slightly above 0.
   return (
     bool(sizes)
     and 1 <= min(sizes)  # a turn has at least one token

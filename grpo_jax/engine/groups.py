@@ -165,9 +165,8 @@ class EngineGroups:
     if self._rows_of and not known:  # recorded turns need no wait for servers
       pauses = any(group.request.pauses for group in self._groups.values())
       for job, drawn in self._hub.servers.next(self._done, _MOMENT if pauses else _WHILE):
-        row = self._rows_of.pop(job, None)
-        if row is not None:
-          paused += self._add_turn(row, *self._cut(row, drawn))
+        row = self._rows_of.pop(job)
+        paused += self._add_turn(row, *self._cut(row, drawn))
     ended, self._ended = self._ended, 0
     finished, self._finished = self._finished, []
     return News(paused, [self._as_finished(finished)] if finished else [], ended)
@@ -236,11 +235,15 @@ class EngineGroups:
     # Several samplers may share the servers and use the same numbers, so `id(self)` is in the key.
     job = RowRequest(ask, (id(self), request.number), self._done)
     self._rows_of[job] = row
+    # For each turn, because all servers may be gone by now, or another sampler may have brought
+    # them other weights. Otherwise this returns at once.
     self._hub.servers.use(self._current)
     self._hub.servers.submit(job)
 
   def _cut(self, row: _Row, drawn: DrawnTokens) -> tuple[list[int], list[float]]:
-    """Cuts a turn after the first stop id or stop text. Returns its tokens and their log-probs.
+    """Cuts a turn after the first stop id or stop text, where the server may have gone on.
+
+    Returns the tokens that are left and their log-probs.
 
     Raises:
       RunFailed: A token is outside the vocabulary, or the engine stopped at a token that is no end.

@@ -77,6 +77,7 @@ def mismatch(
       f"its log-probs of a probe differ from this run's by {gap:.3g} on average, and rounding"
       f" explains {largest_gap:g}"
     )
+  # If the new weights leave even this run's numbers as they were, the server's may stay, too.
   if before is not None and theirs_BN == before[1] and not np.array_equal(ours_BN, before[0]):
     return "its log-probs of a probe are exactly those under the previous weights"
   return ""

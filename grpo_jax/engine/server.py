@@ -59,7 +59,8 @@ class Facts(NamedTuple):
   Attributes:
     dtype: The dtype in which the server computes, such as float32.
     longest: The token limit of a row, prompt included.
-    logprobs_mode: Which log-probs the server returns. The run needs "processed_logprobs".
+    logprobs_mode: Which log-probs the server returns. The run needs "processed_logprobs", those
+      under softmax(logits / temperature), because the learner computes the same.
     is_untied: Whether the server expects an output head in the weights although the model ties its
       head to the embedding.
     folder: The folder that the server was started with.
@@ -230,7 +231,7 @@ def checked(url: str, ask: Ask, tokens: Any, logprobs: Any, reason: Any) -> Draw
     reason: Why the turn ended: "stop", "length" or "abort".
 
   Raises:
-    ServerGone: The server aborted the request.
+    ServerGone: The server aborted the request. The caller then draws the row again.
     ServerRefused: Tokens, log-probs or the reason cannot be right for this request.
   """
   if reason == "abort":

@@ -114,11 +114,12 @@ class Servers:
     """
     self._bring, self._check, self._probe, self._should_stop = bring, check, probe, should_stop
     self._places = [_ServerState(server) for server in servers]
-    self._changed = threading.Condition()
+    self._changed = threading.Condition()  # guards all state, and is notified of its changes
     self._wanted: Written | None = None
     self._homes: dict[Any, _ServerState] = {}  # by `RowRequest.group`, the server of the group
     self._failure: RunFailed | None = None
-    self._is_closed, self._told_at = False, time.monotonic()
+    self._is_closed = False
+    self._told_at = time.monotonic()  # the last time when a server was there or a line was printed
     self._threads = [
       threading.Thread(target=self._keep, args=(state,), name=f"engine {state.server.url}")
       for state in self._places
@@ -135,7 +136,8 @@ class Servers:
   def use(self, weights: Written) -> None:
     """Sets the weights of all later rows. First waits for rows in flight with other weights.
 
-    Returns when at least one server is reachable and all reachable ones have the weights.
+    Returns when at least one server is reachable and all reachable ones have the weights. If they
+    were set before, one server that has them is enough.
 
     Raises:
       RunFailed: A server did not load the weights, whether it reported an error or success.
@@ -217,7 +219,10 @@ class Servers:
     self._look_around(what)
 
   def _look_around(self, what: str) -> None:
-    """Raises any error of a thread. If no server is reachable, prints that it waits for `what`."""
+    """Raises any error of a thread. If no server is reachable, prints that it waits for `what`.
+
+    Only then a request to stop ends the wait: with a server, the run completes the batch first.
+    """
     if self._is_closed:
       raise SamplingClosed("the run has ended")
     if self._failure is not None:
@@ -242,12 +247,12 @@ class Servers:
     looked_at = -math.inf
     while True:
       with self._changed:
-        self._changed.wait_for(lambda: self._is_closed or self._has_work(state), _CHECK_GONE)
+        self._changed.wait_for(lambda: self._is_closed or self._lacks_weights(state), _CHECK_GONE)
         if self._is_closed or self._failure:
           return
         # A server that draws is checked every _CHECK_READY seconds, and others each time.
         wanted, is_due = self._wanted, time.monotonic() - looked_at >= _CHECK_READY
-        if not (state.is_gone or not state.is_known or self._has_work(state) or is_due):
+        if not (state.is_gone or not state.is_known or self._lacks_weights(state) or is_due):
           continue
       looked_at = time.monotonic()
       try:
@@ -256,7 +261,7 @@ class Servers:
           self._check(state.server)
         if wanted is not None and (state.weights is not wanted or not state.is_known):
           self._prove(state, wanted)
-        self._is_back(state)
+        self._mark_back(state)
       except ServerGone as error:
         self._lose(state, str(error))
       except ServerRefused as error:
@@ -264,7 +269,7 @@ class Servers:
       except Exception as error:  # otherwise the thread would die silently and the run would hang
         self._fail(f"{state.server.url}: {type(error).__name__}: {error}")
 
-  def _has_work(self, state: _ServerState) -> bool:
+  def _lacks_weights(self, state: _ServerState) -> bool:
     return not state.is_gone and self._wanted is not None and state.weights is not self._wanted
 
   def _prove(self, state: _ServerState, wanted: Written) -> None:
@@ -283,7 +288,7 @@ class Servers:
     with self._changed:
       state.weights, state.scores, state.name = wanted, scores, name
 
-  def _is_back(self, state: _ServerState) -> None:
+  def _mark_back(self, state: _ServerState) -> None:
     with self._changed:
       if state.is_gone:
         _say(f"{state.server.url} is back")

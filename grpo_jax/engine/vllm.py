@@ -95,14 +95,14 @@ class VllmServer(EngineServer):
     body = dict(
       model=name,
       prompt=[list(row) for row in rows],
-      max_tokens=1,
+      max_tokens=1,  # vLLM always draws at least one
       temperature=1.0,
       prompt_logprobs=0,
     )
     answer, scores = self._client.call("/v1/completions", body, self._seconds), []
     for number, row in enumerate(rows):
       of_tokens = _choice(answer, self.url, number).get("prompt_logprobs")
-      try:
+      try:  # entry i maps token ids, among them that of token i, to log-probs
         logprobs = [of_tokens[i][str(row[i])]["logprob"] for i in range(1, len(row))]
       except (KeyError, IndexError, TypeError):
         logprobs = None
@@ -171,6 +171,7 @@ def command(
   # One more, because vLLM always draws at least one token, even after a prompt to score.
   length = longest_row(config) + 1
   found += ["--max-model-len", str(length), "--seed", str(config.seed)]
+  # `vllm` means that the folder's generation_config.json sets no defaults.
   found += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
   if config.data.tokenizer:
     found += ["--tokenizer", config.data.tokenizer]

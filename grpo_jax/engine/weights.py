@@ -168,7 +168,7 @@ def _remove_left(owner: Path) -> None:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # the run is alive, or the file system has no locks
       return
-    if file.read() != _OWNED:
+    if file.read() != _OWNED:  # another program's file, or a starting run has yet to write it
       return
     # Also matches folders that the run had not finished writing: .NAME.partial-NUMBER.
     name = re.compile(rf"\.?{owner.stem}-[0-9]+(\.partial-[0-9]+)?")
@@ -203,4 +203,5 @@ def _shaken(leaf: jax.Array, number: int) -> jax.Array:
   """Adds noise, seeded by `number`, that is about a third as large as the array's RMS value."""
   size = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
   noise = jax.random.normal(jax.random.key(number), leaf.shape)
+  # Arrays of zeros, such as those of new adapters, must change, too.
   return (leaf + 0.3 * jnp.where(size > 0, size, 0.1) * noise).astype(leaf.dtype)

@@ -71,7 +71,8 @@ class ToolsAndEnvironments(NamedTuple):
 
 def load(tools: tuple[str, ...], name: str) -> ToolsAndEnvironments:
   """Loads environment.tools and environment.name. Raises ConfigError if one cannot be found."""
-  environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
+  entries = names.by_task(name)
+  environments = {task: names.resolve_environment(entry) for task, entry in entries.items()}
   found: dict[str, Tool] = {}
   for one in (tool for entry in tools for tool in names.resolve_tools(entry)):
     if name_of(one) in found:
@@ -99,7 +100,7 @@ def callable_tools(
     Async functions that return a text for the model: the tool's result, or a line that begins with
     "error: ". They raise Unreachable if the tool's server is gone.
   """
-  parts = _loaded(tools, "")
+  parts = _loaded(tools, "")  # "": a harness has no environment
 
   def function_for(schema: Mapping[str, Any]) -> Callable[..., Awaitable[str]]:
     async def call(**arguments: Any) -> str:
@@ -107,8 +108,9 @@ def callable_tools(
       if problem := check_arguments(schema, arguments):
         return f"error: {problem}"
       request = {"tool": name, "arguments": arguments}
+      # In a thread, because the harnesses of other completions run in this event loop.
       answer = await _outcome(parts, request, as_thread=True)
-      if "error" in answer:
+      if "error" in answer:  # the server is gone. The error of a tool itself is `content`
         raise Unreachable(answer["error"])
       return answer["content"]
 
@@ -126,7 +128,10 @@ def act(
   parts: ToolsAndEnvironments | None = None,
   **columns: Any,
 ) -> list[float]:
-  """Answers requests as a reward function for workers: logs the outcomes, and returns only zeros.
+  """Answers requests in a worker, and logs the outcomes.
+
+  Workers call only reward functions, so this has their signature, and returns rewards of 0 that
+  nothing reads.
 
   Args:
     requests: The requests, as `_outcome` describes them.
@@ -203,6 +208,7 @@ async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: boo
   except Exception as error:
     if "tool" in request:
       return {"content": f"error: {_message(error)}", "failed": True}
+    # For a `Mistake`: of a conversation, only the values of these two methods are checked.
     method = "get_reward()" if "calls" in request else "step()"
     return {"error": problem_with(error, method, parts.of_task(request.get("task", "")))}
 
@@ -240,7 +246,7 @@ async def _call_methods(parts: ToolsAndEnvironments, request: Request, as_thread
         with as_exceptions():
           value = await _call(as_thread, getattr(environment, call["tool"]), **call["arguments"])
           contents.append({"content": _as_text(value), "failed": False})
-      except Exception as error:
+      except Exception as error:  # for the policy to read, as that of any tool
         contents.append({"content": f"error: {_message(error)}", "failed": True})
     if is_last and callable(get_reward := getattr(environment, "get_reward", None)):
       reward = reward_of(await _call(as_thread, get_reward))
@@ -262,11 +268,12 @@ async def _environment_of(
     return environment
   if request["state"]:
     return pickle.loads(base64.b64decode(request["state"]))
-  if not request["is_first"]:
+  if not request["is_first"]:  # neither kept nor pickled, so it was kept by another process
     raise RuntimeError("the worker process that had this conversation has ended")
   factory, example = parts.of_task(request["task"]), request["example"]
   environment = factory()
   async with closed_on_error(environment, as_thread):
+    # The messages that `reset` returns are in the prompt already, by `Environments.openings`.
     if methods_of(factory) is None:
       await _call(as_thread, environment.reset, example)
     else:

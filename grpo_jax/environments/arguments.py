@@ -10,7 +10,9 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-_DEEPEST = 64  # levels of nested lists and objects that are converted
+# Levels of nested lists and objects that are converted. Conversion is recursive, and Python limits
+# recursion.
+_DEEPEST = 64
 _TYPES: dict[str, tuple[type, ...]] = {
   "integer": (int,),
   "number": (int, float),
@@ -104,16 +106,17 @@ def _read(schemas: Sequence[Schema], text: UnquotedText) -> Any:
   """Converts an unquoted text to the value of another type that `schemas` allow, or to a str."""
   choices = [choice for one in schemas for choice in _choices(one)]
   names = _names(schemas)
-  if text in [
-    choice for choice in choices if isinstance(choice, str)
-  ]:  # so "5" in an enum stays a text
+  texts = [choice for choice in choices if isinstance(choice, str)]
+  if text in texts:  # so "5" in an enum stays a text
     return str(text)
   word = text.strip()
+  # `_WORDS` lacks spellings such as TRUE, which are texts unless the schema allows a boolean.
   if "boolean" in names and word.lower() in ("true", "false"):
     return word.lower() == "true"
   found, rest, problem = (_WORDS[word], "", "") if word in _WORDS else first_json(word)
   if problem or rest:
     return str(text)
+  # A schema that names no types allows all.
   if not names or any(choice == found and _is_same_kind(choice, found) for choice in choices):
     return found
   # Without str: a text that contains quotes keeps them, because this format does not quote texts.
@@ -125,7 +128,7 @@ def _read(schemas: Sequence[Schema], text: UnquotedText) -> Any:
 def _alternatives(schema: Any, root: Schema) -> Iterator[Schema]:
   """Yields a schema and the options in anyOf, oneOf and allOf. Resolves each reference once."""
   queue, seen = [schema], set[str]()  # `seen`: references, which may form a cycle
-  for one in queue:
+  for one in queue:  # also those that the loop appends
     if not isinstance(one, Mapping):
       continue
     reference = one.get("$ref")

@@ -10,8 +10,9 @@ from grpo_jax.rewards import Reward, resolve
 from grpo_jax.rewards.call import is_async
 from grpo_jax.settings import ConfigError
 
+# Limits of the calculator, so that no expression of a policy takes long to compute.
 _MOST_CHARACTERS = 200
-_LARGEST = 1e300
+_LARGEST = 1e300  # floats end at 1.8e308
 _LARGEST_EXPONENT = 64
 _RETRY = "environment.name: retry"  # begins error messages
 _OPERATORS: dict[type, Callable[..., Any]] = {

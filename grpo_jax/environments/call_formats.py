@@ -32,7 +32,7 @@ _GEMMA4_WORD = re.compile(r"[^,{}\[\]]*")
 _HARMONY_MESSAGE = "<|message|>"
 _HARMONY_END = re.compile(r"<\|(?:end|call|return|start|message)\|>")
 _HARMONY_NAMED = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
-_DEEPEST = 64  # levels of lists and objects in a call of Gemma 4
+_DEEPEST = 64  # levels of lists and objects in a call of Gemma 4. Python limits recursion
 
 
 class Read(NamedTuple):
@@ -131,6 +131,7 @@ def gpt_oss(text: str, names: Names) -> Read:
     body_to, message_to = (end.start(), end.end()) if end else (len(text), len(text))
     function = _HARMONY_NAMED.search(header)
     if function is not None:
+      # A call without arguments may have an empty body.
       arguments, rest, problem = first_json(text[body_from:body_to].strip() or "{}")
       problem = problem or ("there is more behind its JSON" if rest else "")
       if problem:
@@ -165,7 +166,7 @@ def mistral(text: str, names: Names) -> Read:
   """Parses, after [TOOL_CALLS], either a JSON list or names that each precede JSON arguments."""
   del names
   content, mark, body = text.partition("[TOOL_CALLS]")
-  if not mark:
+  if not mark:  # it is a special token, which a decoder may have dropped
     content, body = "", text
   named = _MISTRAL_NAMED.match(body)
   if named is not None and (mark or named[2]):  # without the mark, [ARGS] must follow the name
@@ -225,7 +226,8 @@ def _tagged(
   while (start := text.find(opens, place)) >= 0:
     end = text.find(closes, start)
     if end < 0:
-      if not calls and not malformed:  # otherwise the policy gets answers to other calls
+      # Without this line, no tool would answer the turn. Other calls get their answers anyway.
+      if not calls and not malformed:
         malformed.append(f"the call has no end: {closes} is missing")
       break
     found, problems = read(text[start + len(opens) : end].strip())
@@ -344,7 +346,7 @@ def _gemma4_value(text: str, place: int, depth: int) -> tuple[Any, int]:
       values.append(value)
       place = _next(text, place, "]")
     return values, place + 1
-  if text.startswith('"', place):
+  if text.startswith('"', place):  # a text as in JSON, instead of `QUOTE`
     try:
       return json.JSONDecoder().raw_decode(text, place)
     except ValueError:

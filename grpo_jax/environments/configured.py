@@ -58,14 +58,15 @@ class Environments:
       for task, factory in self.parts.environments.items()
       if (methods := methods_of(factory)) is not None
     }
-    # Methods of two environments may have the same name, because a conversation has only one.
-    names_of = [schema["function"]["name"] for schema in self.schemas]
-    for schema in (one for own in self.of_tasks.values() for one in own):
-      if schema["function"]["name"] in names_of:
-        raise ConfigError(
-          f"environment.tools: a tool and a method of {settings.name} are both called"
-          f" {schema['function']['name']}; rename one"
-        )
+    # Methods of two environments may share a name, because a conversation has one environment.
+    tool_names = [schema["function"]["name"] for schema in self.schemas]
+    for methods_of_task in self.of_tasks.values():
+      for method in methods_of_task:
+        if method["function"]["name"] in tool_names:
+          raise ConfigError(
+            f"environment.tools: a tool and a method of {settings.name} are both called"
+            f" {method['function']['name']}; rename one"
+          )
     self.format = format_for(template, settings.calls, self.all_schemas)
     self._stops_on_error, self._has_warned = stops_on_error, False
     self._known: dict[str, Opening] = {}  # the cache: openings by example
@@ -93,7 +94,7 @@ class Environments:
   @property
   def all_schemas(self) -> list[dict[str, Any]]:
     """The schemas of all tools and of the methods of all environments."""
-    return self.schemas + [schema for own in self.of_tasks.values() for schema in own]
+    return self.schemas + [one for methods in self.of_tasks.values() for one in methods]
 
   @property
   def has_steps(self) -> bool:
@@ -137,7 +138,10 @@ class Environments:
     }
 
   async def _opening(self, factory: names.Factory, example: Mapping[str, Any]) -> Opening:
-    """Makes an environment for an example, gets its first messages and closes it."""
+    """Makes an environment for an example, gets its first messages and closes it.
+
+    Each completion makes its own object later, in a worker (`acting._environment_of`).
+    """
     method = "__init__()"  # the method that runs, for the error line
     try:
       with as_exceptions():

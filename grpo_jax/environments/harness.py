@@ -135,6 +135,7 @@ class Players:
     """
     resolve(harness)  # only to raise its errors here
     of_verifiers = harness.startswith("verifiers:")
+    # The servers of verifiers need an event loop that lasts, and `__call__` makes one per batch.
     if pool is None and of_verifiers:
       raise ConfigError(f"config key reward.workers is 0: {harness} needs a worker; set 1 or more")
     self._harness, self._pool, self._tools = harness, pool, tools

@@ -20,6 +20,7 @@ Tool = Callable[..., Any]
 
 _KEY = "environment.name"
 _ADAPTERS: dict[str, Callable[..., Any]] = {"textarena": TextArena, "openenv": OpenEnv}
+# TASK=NAME. It does not match an = within parentheses, as in retry(tries=2).
 _OF_TASK = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
 
 

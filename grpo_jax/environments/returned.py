@@ -59,7 +59,7 @@ def reward_of(value: Any) -> float | None:
   """
   if value is None:
     return None
-  try:
+  try:  # texts are refused, although float("1") would work
     number = math.nan if isinstance(value, (str, bytes)) else float(value)
   except Exception:  # an object of a user or of a package may raise anything
     number = math.nan

@@ -58,26 +58,27 @@ def schema_of(function: Callable[..., Any]) -> Schema:
   where = f"environment.tools: {name}"
   if not inspect.getdoc(function):
     raise ConfigError(f"{where} has no docstring: a model reads there what the tool does")
-  described, sections = _sections(inspect.getdoc(function) or "")
-  texts = _arguments(sections.get("Args", ""))
+  description, sections = _sections(inspect.getdoc(function) or "")
+  descriptions = _arguments(sections.get("Args", ""))
   hints, parameters = _hints(function, where)
   properties: dict[str, Schema] = {}
-  for argument in parameters:  # `texts` has the description of each
-    if argument not in texts:
+  for argument in parameters:
+    if argument not in descriptions:
       raise ConfigError(f"{where}: its docstring does not describe the argument {argument}")
-    properties[argument] = _described(_schema(hints[argument], where), texts[argument], where)
+    type_schema = _schema(hints[argument], where)
+    properties[argument] = _described(type_schema, descriptions[argument], where)
   required = [key for key, one in parameters.items() if one.default is inspect.Parameter.empty]
-  made: Schema = {"type": "object", "properties": properties}
-  made |= {"required": required} if required else {}
-  found: Schema = {"name": name, "description": described, "parameters": made}
+  arguments: Schema = {"type": "object", "properties": properties}
+  arguments |= {"required": required} if required else {}
+  tool: Schema = {"name": name, "description": description, "parameters": arguments}
   if "return" in hints:
     try:
       returned = _schema(hints["return"], where)
     except ConfigError:  # leave "return" out: the model never writes this value
-      return {"type": "function", "function": found}
+      return {"type": "function", "function": tool}
     text = sections.get("Returns", "").strip()
-    found["return"] = returned | ({"description": text} if text else {})
-  return {"type": "function", "function": found}
+    tool["return"] = returned | ({"description": text} if text else {})
+  return {"type": "function", "function": tool}
 
 
 def _hints(
@@ -90,6 +91,7 @@ def _hints(
   except Exception as error:  # a hint in quotes can be any expression
     raise ConfigError(f"{where}: its type hints cannot be read: {error}") from None
   first = next(iter(parameters), "")
+  # Methods of environments are looked up in the class, so that `self` is not bound.
   if first in ("self", "cls") and first not in hints:
     del parameters[first]
   for argument, parameter in parameters.items():
@@ -156,9 +158,10 @@ def _schema(hint: Any, where: str) -> Schema:
     return _one_of(list(arguments), where)
   if origin is list:
     return {"type": "array", "items": _schema(arguments[0], where)}
+  # As in transformers, tuple[int] and tuple[int, ...] are refused: list[int] says what they mean.
   if origin is tuple and len(arguments) > 1 and ... not in arguments:
     return {"type": "array", "prefixItems": [_schema(one, where) for one in arguments]}
-  if origin is dict:
+  if origin is dict:  # arguments: (type of keys, type of values). Keys in JSON are always texts
     return {"type": "object", "additionalProperties": _schema(arguments[1], where)}
   raise ConfigError(f"{where}: the type hint {shown(hint)} has no JSON schema; take list or dict")
 

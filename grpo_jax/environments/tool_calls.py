@@ -208,7 +208,8 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
       value, _, problem = first_json(written)
       if problem or not isinstance(value, dict):
         # Not a JSON object, so the text is the value of the tool's first parameter.
-        value = {next(iter(names.get(name, ())), "text"): UnquotedText(written)}
+        parameter = next(iter(names.get(name, ())), "text")
+        value = {parameter: UnquotedText(written)}
       calls += call_formats.checked({"name": name or "", "arguments": value}, problems)
     content = (compiled.sub("", searched) + rest).strip() if calls else text
     return Read(content, calls, problems)

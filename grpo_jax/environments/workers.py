@@ -80,7 +80,7 @@ class Runner:
       columns={},
       is_async=self._parts.are_async,
       one_worker=self._parts.stay,
-      again=False,  # a tool may have side effects
+      again=False,  # no second try after a failure, because a tool may have side effects
     )
     if pool is None and self._parts.stay:
       raise ConfigError(
@@ -89,6 +89,7 @@ class Runner:
       )
     if pool is None:
       return
+    # A worker loads portable parts by the names in the key. It gets others pickled in `bound`.
     bound = functools.partial(function, parts=self._parts)
     try:
       pool.add(self._call.key, bound, environments.is_portable)

@@ -73,7 +73,7 @@ class Evaluator:
     Raises:
       ConfigError: The evaluation is impossible with this config.
     """
-    key = "eval.function"
+    key = "eval.function"  # the config key that errors name
     if exam is None:
       self.name, self.prompts = "", run.prompts("test")
       self._score = scorers.evaluation
@@ -89,7 +89,7 @@ class Evaluator:
     if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
     samples, at_once = self.config.samples, self.config.batch
-    # Without tasks, the task is "", which only functions for all tasks score.
+    # Where no task is recorded, it is "", which only functions for all tasks score.
     self._has_votes = samples > 0 and self._score.has_votes({*self._tasks} or {""})
     if samples and not self._has_votes and run.hosts.is_first:
       print(
@@ -98,7 +98,8 @@ class Evaluator:
         file=sys.stderr,
         flush=True,
       )
-    talkers = scorers.talkers if run.environments else None  # exams have no environments
+    # The tools and environments that answer the policy. Exams have none.
+    talkers = scorers.talkers if run.environments else None
     make = functools.partial(make_rollout, run, at_once=at_once, talkers=talkers, remote=remote)
     self._greedy = make(1, greedy=True)
     self._sampled = make(samples) if samples else None
@@ -126,11 +127,12 @@ class Evaluator:
   def _outcomes(self, rollout: Completer, samples: int, given: _Given) -> Outcomes:
     """Completes every problem `samples` times. Workers score finished problems meanwhile.
 
-    The mesh needs a multiple of its row shards, so the first problems may come twice. The copies
-    are dropped at the end.
+    The mesh needs a multiple of its row shards, so the first problems may come twice: with 5
+    problems and 4 shards, `indices` is 0 1 2 3 4 0 1 2. The copies are dropped at the end.
     """
     total, shards = len(self.prompts), self._run.hosts.row_shards
     indices = np.arange(-(-total // shards) * shards) % total
+    # The places in `indices` of the problems in `pending`, in the order in which problems end.
     numbers, pending = list[int](), list[Pending[Outcomes]]()
     prompts = prompt_batch(self.prompts, indices, self._run.hosts)
     arguments = given.params, prompts, given.key, self.config.temperature
@@ -141,10 +143,10 @@ class Evaluator:
         batch = prompt_batch(self.prompts, indices[ended_numbers], self._run.hosts)
         pending.append(self._start(rollouts, batch, given.step))
         numbers.extend(ended_numbers)
-      fields = zip(*(dataclasses.astuple(one.result()) for one in pending))
+      outcomes = [dataclasses.astuple(one.result()) for one in pending]
     # Back into the order of the problems, without the copies, which have the last numbers.
     order = np.argsort(numbers)[:total]
-    return Outcomes(*(np.concatenate(arrays)[order] for arrays in fields))
+    return Outcomes(*(np.concatenate(arrays)[order] for arrays in zip(*outcomes)))
 
   def _start(self, rollouts: Rollouts, prompts: PromptBatch, step: int) -> Pending[Outcomes]:
     """Lets the workers score some problems, and vote if each has several completions."""
@@ -160,20 +162,25 @@ class Evaluator:
   def _outcomes_of(
     self, rollouts: Rollouts, prompts: PromptBatch, scores: Scores, votes_PGJ: np.ndarray | None
   ) -> Outcomes:
-    """Builds outcomes. `scores` cover the problems of all processes, `votes_PGJ` of this one."""
+    """Builds the outcomes of the problems of all processes.
+
+    `scores` cover all of these, `votes_PGJ` only the problems `prompts.own` of this process. So
+    each process computes the majorities of its problems, and `join_rows` collects them.
+    """
     scores_PGJ = scores.rewards.scores_PGJ
     right_PG = first_scores(scores_PGJ) == 1
-    own_right_PG = right_PG[prompts.own]
-    own_majority = own_right_PG.mean(1, dtype=np.float32)  # without votes there is one completion
+    right_here = right_PG[prompts.own]
+    majority_here = right_here.mean(1, dtype=np.float32)  # for groups of one completion
     if votes_PGJ is not None:
-      own_majority = majority_right(first_scores(scores_PGJ[prompts.own], votes_PGJ), own_right_PG)
+      votes = first_scores(scores_PGJ[prompts.own], votes_PGJ)
+      majority_here = majority_right(votes, right_here)
     if not self._has_votes:  # NaN leaves maj@k out of the metrics
-      own_majority = np.full_like(own_majority, np.nan)
+      majority_here = np.full_like(majority_here, np.nan)
     return Outcomes(
       right_NG=right_PG,
       lengths_NG=rollouts.completions.sampled_PGT.sum(-1, dtype=np.int32),
       cut_off_NG=rollouts.completions.stopped_by_PG < 0,
-      majority_N=self._run.hosts.join_rows(own_majority),
+      majority_N=self._run.hosts.join_rows(majority_here),
     )
 
 
@@ -294,8 +301,8 @@ class Evaluators:
 
 def table(metrics: dict[str, float], config: Eval, max_tokens: int, exam: str = "") -> list[str]:
   """Formats an evaluation's metrics as lines of text. `exam` names an exam, "" the test split."""
-  measured = [name for name in metrics if f"{name}_low" in metrics]
-  width = max(14, *(len(name) + 1 for name in measured))
+  measured = [name for name in metrics if f"{name}_low" in metrics]  # those with an interval
+  width = max(14, *(len(name) + 1 for name in measured))  # 14: eval/accuracy and a space
   greedy, draws = list[str](), list[str]()
   for name in measured:  # accuracies, also of tasks, are of the greedy completions
     low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]

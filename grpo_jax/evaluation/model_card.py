@@ -20,7 +20,7 @@ FILE = "README.md"
 BASE_FILE = "README_base.md"  # the card of the model that the run began with
 Row = Mapping[str, Any]
 # The training metrics that the card shows.
-_OF_STEP = re.compile(
+_SHOWN_METRICS = re.compile(
   r"reward|reward_std|rewards/.*/mean|kl|entropy|completions/mean_length|completions/clipped_ratio"
 )
 
@@ -74,7 +74,7 @@ def model_card(
     base: The model that the run began with.
     kind: "model", "images" for a model with image inputs, "adapter" for only the adapters.
   """
-  evaluation = next((row for row in reversed(rows) if _of_evaluation(row)), {})
+  evaluation = next((row for row in reversed(rows) if _evaluation_cells(row)), {})
   parts = [
     f"---\n{_metadata(title, config, step, evaluation, base, kind)}\n---",
     f"# {title}",
@@ -85,14 +85,14 @@ def model_card(
   if evaluation:
     header = ("metric", "value", "95% interval")
     parts.append(f"## Evaluation after step {evaluation['step']}")
-    parts.append(_table(header, _of_evaluation(evaluation)))
+    parts.append(_table(header, _evaluation_cells(evaluation)))
   last = rows[-1] if rows else {}
-  measured = [(name, _number(last[name])) for name in last if _OF_STEP.fullmatch(name)]
+  measured = [(name, _number(last[name])) for name in last if _SHOWN_METRICS.fullmatch(name)]
   if measured:
     parts.append(f"## Metrics of step {last['step']}")
     parts.append(_table(("metric", "value"), measured))
   parts.append(f"## Use\n\n```python\n{_USE[kind]}```")
-  if config.model.path:
+  if config.model.path:  # random weights have no licence
     parts.append(f"## Licence\n\n{_licence(base)}")
   if base.card:
     parts.append(f"[{BASE_FILE}]({BASE_FILE}) is the card of the model that it was trained from.")
@@ -124,11 +124,12 @@ def _metadata(title: str, config: Config, step: int, evaluation: Row, base: Base
       )
   is_on_hub = hub.is_name(config.model.path)
   return ModelCardData(
-    base_model=hub.parts(config.model.path)[0] if is_on_hub else None,
+    base_model=hub.parts(config.model.path)[0] if is_on_hub else None,  # not a local folder
     library_name="peft" if kind == "adapter" else "transformers",
     pipeline_tag="image-text-to-text" if kind == "images" else "text-generation",
     tags=["grpo_jax", *_tags(config, step)],
-    model_name=title if results else None,  # results need it; alone it would be a key
+    # `ModelCardData` demands a name beside results, and would write a name alone as a key.
+    model_name=title if results else None,
     eval_results=results or None,
     **base.license,
   ).to_yaml()
@@ -187,7 +188,7 @@ def _algorithm(algo: Algo) -> str:
   return method + (f" ([arXiv:{number}](https://arxiv.org/abs/{number}))" if number else "")
 
 
-def _of_evaluation(row: Row) -> list[tuple[str, str, str]]:
+def _evaluation_cells(row: Row) -> list[tuple[str, str, str]]:
   """Returns (name, value, interval) of each evaluation metric in a row of metrics.jsonl."""
   found = []
   for name, value in row.items():  # only estimates have the two ends of an interval

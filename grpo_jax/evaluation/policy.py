@@ -116,7 +116,7 @@ class Policy:
     numbers = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     check_numbers(numbers, "sample(): ")
     questions = _questions(question)  # the same object if it is a list of questions
-    image_lists = images if questions is question else [images]
+    image_lists = images if questions is question else [images]  # one list for each question
     if len(image_lists) not in (0, len(questions)):  # 0: no question has images
       raise ConfigError(
         f"sample(): there are {len(image_lists)} lists of images for {len(questions)} questions"
@@ -126,8 +126,8 @@ class Policy:
       # All prompts up to this length are padded to it, and so share one compiled program.
       shortest = self.run.config.data.max_prompt_tokens
       prompts = [
-        self.prompt(text, shortest=shortest, images=its)
-        for text, its in zip(questions, image_lists)
+        self.prompt(text, shortest=shortest, images=image_list)
+        for text, image_list in zip(questions, image_lists)
       ]
       found = [self.complete(prompt, n, temperature, max_tokens, seed) for prompt in prompts]
     return found if questions is question else found[0]
@@ -153,8 +153,8 @@ class Policy:
     Raises:
       ConfigError: The evaluation is impossible with these settings.
     """
-    given = {"eval.samples": samples, "eval.examples": examples, "eval.tasks": tasks}
-    changes = {key: value for key, value in given.items() if value is not None}
+    settings = {"eval.samples": samples, "eval.examples": examples, "eval.tasks": tasks}
+    changes = {key: value for key, value in settings.items() if value is not None}
     with self._settings(), doing("evaluation"):
       run = self.run.with_eval(self.run.config.replace(changes).eval)
       evaluate = Evaluators(run, self.scorers, only_exams=bool(tasks))
@@ -258,11 +258,12 @@ class Policy:
       [example],
       self.run.tokenizer,
       data,
+      # A whole prompt gets no first messages of an environment.
       environment=self.run.environments if framed else None,
       processor=self.run.processor,
     )
     (prompt,) = prompts.make([0])
-    prompts.max_tokens = max(shortest, len(prompt.ids))
+    prompts.max_tokens = max(shortest, len(prompt.ids))  # `prompt_batch` pads to this length
     copies = np.zeros(self.run.hosts.row_shards, int)  # the index 0, once per row shard
     return prompt_batch(prompts, copies, self.run.hosts)
 
@@ -278,9 +279,9 @@ class Policy:
       )
     greedy = temperature == 0
     count = 1 if greedy else n  # greedy completions would all be the same
-    options = (count, greedy, max_tokens)
+    options = (count, greedy, max_tokens)  # each combination needs its own compiled programs
     if options not in self._rollouts:
-      # A harness needs a whole example, not only a question.
+      # A harness plays a whole example, not only a question, so the policy completes alone.
       has_harness = bool(self.run.config.environment.harness)
       talkers = None if has_harness else self.scorers.talkers
       self._rollouts[options] = make_rollout(self.run, *options, talkers=talkers)
@@ -351,7 +352,7 @@ def load_policy(source: Config | str | Path, step: int | None = None) -> Policy:
     ConfigError: The folder has no such checkpoint, or the config cannot be used.
   """
   with leaving_nothing_behind():
-    if isinstance(source, Config):
+    if isinstance(source, Config):  # `replace` checks the types of its values
       return policy_of_config(with_absolute_paths(source.replace({})))
     check_numbers({"step": step}, "load_policy(): ")
     return policy_of_run(folder(source), step)
@@ -378,19 +379,19 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
 
 
 def _on_this_machine(config: Config) -> Config:
-  """Adapts a config to this machine, where all devices both sample and compute the model.
+  """Adapts a run's config to the devices of this machine, which all sample and compute the model.
 
-  A mesh that does not fit becomes data parallelism. If it or sampling.tensor does not fit,
-  sampling.tensor becomes 0. mesh.sampler becomes 0, and with it rollout.weights and rollout.replay
-  are reset, which may need it. eval.engine is reset, because this machine evaluates. rollout.engine
-  and rollout.listen stay: only training draws with them.
+  A mesh that does not fit becomes data parallelism. If the mesh or sampling.tensor does not fit,
+  sampling.tensor becomes 0. No devices are set aside for sampling (mesh.sampler), so the settings
+  rollout.weights and rollout.replay, which may need them, are reset. eval.engine is reset, because
+  this machine evaluates. rollout.engine and rollout.listen stay: only training draws with them.
   """
   mesh = dataclasses.replace(config.mesh, sampler=0)
   rollout = dataclasses.replace(config.rollout, weights="fixed", replay="")
   evaluation = dataclasses.replace(config.eval, engine=False)
   config = dataclasses.replace(config, mesh=mesh, rollout=rollout, eval=evaluation)
   sizes = mesh.data, mesh.fsdp, mesh.expert, mesh.tensor, mesh.context
-  product = math.prod(size for size in sizes if size != -1)
+  product = math.prod(size for size in sizes if size != -1)  # -1 takes the remaining devices
   devices = jax.device_count()
   fits = devices % product == 0 if -1 in sizes else devices == product
   if fits and (not config.sampling.tensor or devices % config.sampling.tensor == 0):

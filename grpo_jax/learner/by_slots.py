@@ -83,10 +83,11 @@ class MicroBatchPass:
     places = places or SlotPlaces()
     self._function, self._micro_batch, self._platform = function, micro_batch, platform
     self.whole = Jitted(self._plain, out_shardings=places.rows)
-    self._of_parts = Parts(places.parts, places.everywhere, places.everywhere)
+    # The shardings of a `Parts`: of its batch, of order_P and of needed_M.
+    self._parts_places = Parts(places.parts, places.everywhere, places.everywhere)
     # batch -> its micro-batches
     split = functools.partial(in_parts, micro_batch=micro_batch)
-    self._split = Jitted(split, out_shardings=None if places.rows is None else self._of_parts)
+    self._split = Jitted(split, out_shardings=None if places.rows is None else self._parts_places)
     # (parameters, micro-batches) -> zeros with the shapes of the results
     self._zeros = Jitted(self._zero_results, out_shardings=places.parts)
     # (parameters, micro-batches, results so far, first, end) -> the results, with those of the
@@ -124,9 +125,9 @@ class MicroBatchPass:
       self.whole.compile_ahead(compiler, params, batch)
       return
     self._split.compile_ahead(compiler, batch)
-    parts = with_places(self._split.eval_shape(batch), self._of_parts)
+    parts = with_places(self._split.eval_shape(batch), self._parts_places)
     self._zeros.compile_ahead(compiler, params, parts)
-    found = with_places(self._zeros.eval_shape(params, parts), self._of_parts.batch)
+    found = with_places(self._zeros.eval_shape(params, parts), self._parts_places.batch)
     for slots in _sizes_compiled_ahead(sizes, self._platform):  # each for any first and end
       self._fill.compile_ahead(compiler, params, parts, found, 0, 1, slots=slots)
     self._in_batch_order.compile_ahead(compiler, found, parts.order_P)
@@ -187,12 +188,13 @@ class Update:
     """
     places = places or SlotPlaces()
     self._rule, self._platform = rule, platform
-    # The shardings of the programs' outputs. None leaves them to XLA.
+    # The shardings of the programs' outputs, as structs like the outputs. None leaves them to XLA.
     updated = begun = sums = None
     if places.state is not None:
       updated = places.state, places.everywhere
-      of_parts = Parts(places.parts, places.everywhere, places.everywhere)
-      begun = Begun(of_parts, places.everywhere, places.everywhere)
+      parts = Parts(places.parts, places.everywhere, places.everywhere)
+      begun = Begun(parts, places.everywhere, places.everywhere)
+      # Gradients lie where their parameters lie.
       sums = Sums(places.state.params, places.everywhere, places.everywhere)
     self._begun_places, self._sums_places = begun, sums
     self.whole = Jitted(self._train_step, donate_argnums=0, out_shardings=updated)
@@ -211,6 +213,7 @@ class Update:
     self._look: MicroBatchPass | None = None
     if rule.objective.look is not None:
       look = rule.objective.look
+      # A `MicroBatchPass` takes one tree of parameters: here (frozen, trained).
       self._look = MicroBatchPass(
         lambda parameters, part: look(model.join(*parameters), part),
         rule.micro_batch,
@@ -233,15 +236,15 @@ class Update:
     begun = self._begin(state.coefs, batch, stats)
     given = Given(state.params, base, reference, begun)
     sums = None if m == P else self._zeros(given)  # one micro-batch needs no sums
-    found = segments(np.asarray(begun.parts.needed_M), sizes)
-    if sums is None and not found:
+    chosen = segments(np.asarray(begun.parts.needed_M), sizes)
+    if sums is None and not chosen:
       # No group is left in the only micro-batch. Its gradient of 0 still moves the momentum.
-      found = [PackedSegment(sizes[0], 0, 1)]
+      chosen = [PackedSegment(sizes[0], 0, 1)]
     computed = 0  # tokens, padding included
-    for slots, first, end in found:
+    for slots, first, end in chosen:
       sums = self._add(given, sums, first, end, slots=slots)
-      rows = G * row_slots(T, self._platform)
-      computed += (end - first) * m * (batch.prompts_PS.shape[1] + (slots or rows))
+      in_group = slots or G * row_slots(T, self._platform)  # 0 slots means rows of T
+      computed += (end - first) * m * (batch.prompts_PS.shape[1] + in_group)
     return self._finish(state, begun, sums, float(computed))
 
   def compile_ahead(

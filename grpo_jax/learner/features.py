@@ -58,7 +58,7 @@ def completion_features(
   hidden_PND, routing = model.group_features(
     params, config, tokens_PN, groups, routes, remat, visual=visual
   )
-  if config.context > 1:  # hidden states stay on their devices
+  if config.context > 1:  # devices share a group's tokens, and hidden states stay where they are
     return _first_in_place(hidden_PND, batch.prompt_lengths_P, G), routing
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
@@ -66,6 +66,7 @@ def completion_features(
     return _shifted(hidden_PND[:, S:], last_P1D, inputs, targets, (in_row, T)), routing
   D = hidden_PND.shape[-1]
   first_PG1D = jnp.broadcast_to(last_P1D[:, None], (P, G, 1, D))
+  # The last token of a row predicts nothing.
   rest = hidden_PND[:, S:].reshape(P, G, in_row, D)[:, :, : T - 1]
   return jnp.concatenate([first_PG1D, rest], axis=2).reshape(P, G * T, D), routing
 
@@ -110,10 +111,12 @@ def _routes(batch: Batch, in_row: int, inputs: model.Packing | None, replays: bo
     counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
   if batch.experts_PGTY is None:
     return model.Routes(counted_PN)
-  given = _prompts_then_completions(batch.prompt_experts_PSY, batch.experts_PGTY, in_row, inputs)
+  experts_PNY = _prompts_then_completions(
+    batch.prompt_experts_PSY, batch.experts_PGTY, in_row, inputs
+  )
   # Statistics compare only the experts of completions, though the sampler keeps a prompt's, too.
-  of_completions_PN = counted_PN.at[:, :S].set(False)
-  return model.Routes(counted_PN, given, of_completions_PN, replays)
+  compared_PN = counted_PN.at[:, :S].set(False)
+  return model.Routes(counted_PN, experts_PNY, compared_PN, replays)
 
 
 def input_packing(batch: Batch, in_row: int) -> model.Packing:
@@ -156,7 +159,9 @@ def _shifted(
     sizes: The slots of a row of inputs, and those of a row of targets.
   """
   of_inputs, of_targets = sizes
+  # Free slots (-1) stand for token 0 here, because nobody reads their results.
   row_PW, time_PW = jnp.divmod(jnp.maximum(targets.token_PN, 0), of_targets)
+  # The input before each target. For target 0, the last line takes the prompt's state instead.
   before_PW = row_PW * of_inputs + jnp.maximum(time_PW - 1, 0)
   source_PW = jnp.take_along_axis(inputs.slot_PC, before_PW, 1)
   # The inverse of `source_PW`, for the gradient: the target that each input predicts, if any. As a
@@ -221,10 +226,11 @@ def _targets_in_place(batch: Batch, in_row: int) -> model.Packing:
   first_PG1 = jnp.broadcast_to(jnp.arange(G)[:, None], (P, G, 1))
   rest = S + before.reshape(P, G, in_row)[:, :, : T - 1]
   slot_PC = jnp.concatenate([first_PG1, rest], 2).reshape(P, G * T)
-  row_PN, time_PN = jnp.divmod(token_PN, max(1, in_row))
+  row_PN, time_PN = jnp.divmod(token_PN, max(1, in_row))  # with T = 1, rows have no inputs
   # The target of each slot: the token after its input, unless that is the last of its row.
   is_target_PN = (token_PN >= 0) & (time_PN + 1 < T)
   after_PN = jnp.where(is_target_PN, row_PN * T + time_PN + 1, -1)
+  # Slot g < G of the prompt predicts the first token of completion g.
   of_prompt_S = jnp.where(jnp.arange(S) < G, jnp.arange(S) * T, -1)
   of_prompt_PS = jnp.broadcast_to(of_prompt_S, (P, S))
   return model.Packing(slot_PC, jnp.concatenate([of_prompt_PS, after_PN], 1))

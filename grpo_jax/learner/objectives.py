@@ -68,10 +68,10 @@ class Objective:
 def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
   """The objective that `algo` describes, plus the routers' balance loss (`with_balance_loss`)."""
   options = StatsOptions(config, learner, algo.has_entropy_bonus, algo.needs_full_kl)
-  plain = StatsOptions(config, learner)
+  options_of_look = StatsOptions(config, learner)  # without gradients or a full KL
 
   def look(params: model.Params, part: Batch) -> TokenStats:
-    return batch_stats(params, None, part, plain)
+    return batch_stats(params, None, part, options_of_look)
 
   def prepare(batch: Batch, stats: TokenStats | None) -> Batch:
     """Selects tokens by statistics of the whole batch, if the algorithm selects tokens."""
@@ -158,12 +158,14 @@ def with_balance_loss(
   def part_loss(
     params: model.Params, reference: Any, part: Batch, of_batch: tuple[Any, Routing | None]
   ) -> tuple[jax.Array, PartReport]:
-    inner_totals, of_all = of_batch
+    inner_totals, batch_routing = of_batch
     loss, report = objective.part_loss(params, reference, part, inner_totals)
-    of_part = sum_rows(report.routing)
-    of_all = of_part if of_all is None else of_all  # a single part is the whole batch
-    assigned_X, probs_X = of_all.assigned_BLX.sum((0, 1)), of_part.probs_BLX.sum((0, 1))
-    balance = balance_loss(assigned_X, probs_X, of_all.tokens_BL.sum())
+    part_routing = sum_rows(report.routing)
+    if batch_routing is None:  # a single part is the whole batch
+      batch_routing = part_routing
+    assigned_X = batch_routing.assigned_BLX.sum((0, 1))
+    probs_X = part_routing.probs_BLX.sum((0, 1))
+    balance = balance_loss(assigned_X, probs_X, batch_routing.tokens_BL.sum())
     return loss + learner.router_aux_coef * balance, report
 
   # Otherwise the objective's `prepare` already stores the routing. A single part needs no look,

@@ -54,7 +54,7 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
   After a linear warmup, the rate is constant, or decays linearly or as a cosine to 0 at update
   `steps`. The warmup does not start at 0, because an update with a rate of 0 would change nothing.
   """
-  decay_steps = max(1, steps - config.warmup_steps)
+  decay_steps = max(1, steps - config.warmup_steps)  # optax refuses 0 for a cosine
   after_warmup = LEARNING_RATES[config.schedule](config.learning_rate, decay_steps)
   if not config.warmup_steps:
     return after_warmup
@@ -215,7 +215,10 @@ def decayed(params: Any) -> Any:
 
 
 def _matrix_axes(params: Any) -> Any:
-  """Each parameter's input and output axes as a matrix, or None where AdamW updates it."""
+  """Each parameter's input and output axes as a matrix, or None where AdamW updates it.
+
+  The axes count from the end, because a stack of layers has one more axis in front.
+  """
 
   def axes(path: tuple[Any, ...], leaf: jax.Array) -> Any:
     keys = [part.key for part in path if hasattr(part, "key")]

@@ -119,7 +119,8 @@ def token_stats(
   B, T = inputs.tokens_BT.shape
   shape = options.model
   chunk = options.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
-  shards = shape.context
+  shards = shape.context  # the devices that share the tokens of a row
+  # All devices together compute chunk * row_shards * shards tokens at once, in B rows.
   positions_per_chunk = max(1, chunk * shape.row_shards * shards // B)
   chunks = -(-T // positions_per_chunk)
   width = -(-T // chunks)
@@ -134,7 +135,7 @@ def token_stats(
     return jnp.moveaxis(jnp.pad(x, padding).reshape(B, chunks, width, *x.shape[2:]), 1, 0)
 
   def join(x: jax.Array) -> jax.Array:
-    """[chunks, B, width] -> [B, T]"""
+    """[chunks, B, width] -> [B, T], the inverse of `split`."""
     if shards > 1:
       by_device = jnp.moveaxis(x.reshape(chunks, B, shards, -1), 0, 2)
       return by_device.reshape(B, shards, -1)[:, :, : T // shards].reshape(B, T)

@@ -86,8 +86,10 @@ def train_step(
   M, m, G, T = begun.parts.batch.completions_PGT.shape
   sums = no_gradients(given, rule) if M > 1 else None
   sums = add_gradients(given, sums, PackedSegment(0, 0, M), rule)  # in rows of T
-  in_part = m * (batch.prompts_PS.shape[1] + G * (T - 1))  # the tokens computed, with padding
-  return finish(state, begun, sums, in_part * (begun.parts.needed_M >= 0).sum(), rule)
+  # The tokens computed in a part, with padding. A TPU or GPU computes T tokens of a row, not T - 1.
+  in_part = m * (batch.prompts_PS.shape[1] + G * (T - 1))
+  computed_parts = (begun.parts.needed_M >= 0).sum()  # not those without loss tokens
+  return finish(state, begun, sums, in_part * computed_parts, rule)
 
 
 class Begun(struct.PyTreeNode):
@@ -187,7 +189,8 @@ def add_gradients(
 
   def goes_on(loop: tuple[jax.Array, Sums]) -> jax.Array:
     i, _ = loop
-    # The first bound follows from the second. It is a constant also where `end` is an array.
+    # The first bound follows from the second, which may be an array. `grpo_jax.plan` finds the
+    # most rounds of this loop as a constant in its condition.
     return (i < len(has_tokens)) & (i < segment.end) & has_tokens[i]
 
   def add(loop: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
@@ -216,8 +219,8 @@ def finish(
   next_state = _apply_gradient(state, sums, batch, rule)
   # Without tokens, or with a gradient that is not finite, only the number of the step and the
   # position in the schedule of the learning rate change.
-  kept = state.replace(opt_state=_with_schedules_of(state.opt_state, next_state.opt_state))
-  next_state = _select(is_finite & (tokens > 0), next_state, kept).replace(step=state.step + 1)
+  skipped = state.replace(opt_state=_with_schedules_of(state.opt_state, next_state.opt_state))
+  next_state = _select(is_finite & (tokens > 0), next_state, skipped).replace(step=state.step + 1)
   measured = _metrics(sums, grad_norm, is_finite, tokens)
   # `begin` dropped groups that have no gradient: `kept` counts the loss tokens that remain.
   kept, real = masked.count(batch.mask_PGT), jax.vmap(real_tokens)(batch).sum()

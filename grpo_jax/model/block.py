@@ -169,10 +169,11 @@ def apply_layer(
   seen = Seen(rope, attend, recur, bool(shared.cache), kind.keys)
   routes = shared.routes.replace(given=layer.experts_BTU)
   block = Block(config, kind)
-  x_BTD = named_input(x_BTD)
+  x_BTD = named_input(x_BTD)  # for learner.remat_policy=offload
   out: Any = block.apply({"params": layer.params}, x_BTD, routes, seen, layer.embeddings_BTN)
   x_BTD, kept, routed = out
   if layer.number is not None:
+    # Pictures are in prompts, which come first.
     level_BSD = _level(shared.levels_KBSD, layer.number)
     x_BTD = x_BTD.at[:, : level_BSD.shape[1]].add(level_BSD)
   return constrain(x_BTD, config.rows), kept, routed

@@ -115,8 +115,9 @@ def apply_layers(
     of_routers = [outputs[name][1] for name in segment.names if outputs[name][1] is not None]
     if of_routers:
       routed.append(jax.tree.map(_alternating, *of_routers))
-  together = jax.tree.map(lambda *xs: jnp.concatenate(xs, 1), *routed) if routed else None
-  return Outputs(state.x_BTD, state.cache, kept, together)
+  # The segments' sparse layers follow each other on axis 1.
+  of_model = jax.tree.map(lambda *xs: jnp.concatenate(xs, 1), *routed) if routed else None
+  return Outputs(state.x_BTD, state.cache, kept, of_model)
 
 
 def _apply_segment(
@@ -140,6 +141,7 @@ def _apply_segment(
     # XLA must not replace recomputed values by the original ones, or those would stay in memory.
     # A loop prevents that. Without a loop, `prevent_cse` must.
     is_loop = segment.count > 1 and not unrolls
+    # The first argument, the kind of the layer, is no array.
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=not is_loop, static_argnums=0)
 
   def apply_pattern(

@@ -232,6 +232,7 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   def joined(shared: jax.Array, of_rows: jax.Array) -> jax.Array:
     """Appends the rows' slots to those of the shared prompt, [L, 1, K, S, E], in each row."""
     of_rows = with_axes(of_rows, cache.axes)
+    # The stack of a single layer lacks the axis L. The cache has one prompt, hence the 0.
     rows_LKPCE = (of_rows if of_rows.ndim == 6 else of_rows[None])[:, 0]
     rows_LPKCE = rows_LKPCE.transpose(0, 2, 1, 3, 4)
     shape = (*rows_LPKCE.shape[:3], *shared.shape[-2:])
@@ -245,6 +246,9 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 
 def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Prefix:
   """Appends the tokens of each prompt's row to the prompt. The number of slots S stays.
+
+  The endpoint so completes a prompt whose beginning it had computed before, and keeps the text of a
+  row that ended, in case that a later request begins with it (sampler/prefixes.py).
 
   A stack with fewer slots than the longer prompt has tokens keeps the last tokens, as in
   `within_windows`.
@@ -261,6 +265,7 @@ def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Pref
   def joined(prompt_LPKSE: jax.Array, row: jax.Array) -> jax.Array:
     """Joins a stack of the prompts and that of the rows to [L, P, K, S, E]."""
     row = with_axes(row, cache.axes)
+    # The stack of a single layer lacks the axis L. Each prompt has one row, hence the 0.
     row_LPKCE = (row if row.ndim == 6 else row[None])[:, :, :, 0]
     S, C = prompt_LPKSE.shape[3], row_LPKCE.shape[3]
     # Slot s of the result has token number token_PS[p, s] of the longer prompt: one of its last S.
@@ -325,7 +330,8 @@ def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: 
 
   def taken(stack: jax.Array) -> jax.Array:
     # P and G become neighbours, and then one axis, whose indices are the numbers of rows.
-    *L, _, K, _, C, E = (whole := with_axes(stack, cache.axes)).shape
+    whole = with_axes(stack, cache.axes)
+    *L, _, K, _, C, E = whole.shape  # `L` is an empty list where the stack has no axis L
     x = jnp.moveaxis(whole, -3, -4).reshape(*L, -1, K, C, E)
     x = jnp.take(x, rows_N, axis=len(L)).reshape(*L, P, G, K, C, E)
     return without_axes(jnp.moveaxis(x, -4, -3), axes)

@@ -230,9 +230,10 @@ def _slots_last(stack: jax.Array, config: ModelConfig, axes: str) -> jax.Array:
   spec = PartitionSpec()
   if not config.on_one_device:
     of_axis = {"P": config.rows.spec[0], "K": None, "G": None}
+    first = stack.ndim - 2 - len(axes)  # the number of the first of `axes`, which precede C and E
     if "K" in axes:
-      of_axis["K"] = config.axis_of(stack.shape[axes.index("K") - len(axes) - 2])
-    spec = PartitionSpec(*[None] * (stack.ndim - len(axes) - 2), *(of_axis[axis] for axis in axes))
+      of_axis["K"] = config.axis_of(stack.shape[first + axes.index("K")])
+    spec = PartitionSpec(*[None] * first, *(of_axis[axis] for axis in axes))
   return in_order(stack, (*outer, element, slots), config.rows, spec)
 
 

@@ -359,9 +359,9 @@ class ModelConfig:
     """The kind of the layer of this number: how it mixes tokens, and with which sizes."""
     window = self.windows[layer] if self.windows else 0
     borrows = layer >= self.num_layers - self.borrowing_layers
-    heads = self.num_kv_heads, self.head_dim  # K and E
+    K, E = self.num_kv_heads, self.head_dim
     if not window:
-      heads = self.global_kv_heads or heads[0], self.global_head_dim or heads[1]
+      K, E = self.global_kv_heads or K, self.global_head_dim or E
     return LayerKind(
       mixer=self.mixers[layer] if self.mixers else "attention",
       window=window,
@@ -369,8 +369,8 @@ class ModelConfig:
       mlp="experts" if layer in self.sparse_layers else "mlp",
       keys="borrowed" if borrows else "lent" if self._lends(layer) else "own",
       keys_as_values=self.keys_as_values and not window,
-      num_kv_heads=heads[0],
-      head_dim=heads[1],
+      num_kv_heads=K,
+      head_dim=E,
       mlp_dim=2 * self.mlp_dim if borrows and self.wide_borrowers else self.mlp_dim,
     )
 

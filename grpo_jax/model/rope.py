@@ -98,6 +98,7 @@ def yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: in
   first, last = index_with(scaling.high), index_with(scaling.low)
   if scaling.truncate:
     first, last = math.floor(first), math.ceil(last)
+  # E - 1 is the bound in the code of the paper, although there are only E / 2 frequencies.
   first, last = max(first, 0), min(last, E - 1)
   # The share that is divided. The bound of 0.001 keeps the slope finite if the range is empty.
   divided = np.clip((np.arange(len(frequencies)) - first) / max(last - first, 0.001), 0, 1)
@@ -160,6 +161,7 @@ def angles(
     angles_BTE = positions_BT[..., None].astype(jnp.float32) * frequencies
     return Rotation(attention_factor * jnp.cos(angles_BTE), attention_factor * jnp.sin(angles_BTE))
 
+  # numpy computes the tables once, while the program is traced.
   table_angles = np.arange(length, dtype=np.float32)[:, None] * frequencies
   cos_table = (attention_factor * np.cos(table_angles)).astype(np.float32)
   sin_table = (attention_factor * np.sin(table_angles)).astype(np.float32)

@@ -205,7 +205,7 @@ def group_features(
   attend = in_groups(c, groups, vision.pictures(c, visual, groups.prompt_slots))
   shared = Shared(*angles, attend, recur_in_groups(c, groups), routes)
   out = _hidden(params, c, tokens_PN, shared, remat, visual=visual)
-  return out.x_BTD, out.routed and out.routed.sums
+  return out.x_BTD, None if out.routed is None else out.routed.sums
 
 
 def _hidden(

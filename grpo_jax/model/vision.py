@@ -124,6 +124,7 @@ def _layer(
 
   if not remat:
     return layer
+  # The loop over layers already keeps XLA from replacing recomputed values by the original ones.
   return jax.checkpoint(layer, policy=policy_of(remat), prevent_cse=False)
 
 

@@ -1,4 +1,4 @@
 """The mesh, the table of shardings, chip data, and moving arrays between processes and the mesh.
 
-It may import settings and timing.
+It may import model/, config and the modules below them.
 """

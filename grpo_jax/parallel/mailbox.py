@@ -39,8 +39,8 @@ class Mailbox:
     found = [
       mine if process == here else self._of(process) for process in range(jax.process_count())
     ]
-    # Now all processes have begun this round, so they have read the pieces of the round before,
-    # which are below this key.
+    # Now all processes have begun this round, so they have read the pieces of the round before.
+    # Deleting this key also deletes these pieces, which are below it as files are in a folder.
     if self._round:
       client.key_value_delete(self._key(self._round - 1, here))
     self._round += 1

@@ -40,7 +40,7 @@ def split(config: Mesh, devices: Sequence[jax.Device]) -> tuple[list[jax.Device]
       f"config key mesh.sampler is {config.sampler}: there are {least} devices{where}, and at least"
       " one must learn"
     )
-  learn = [device for own in by_process.values() for device in own[: -config.sampler]]
+  learn = [device for in_process in by_process.values() for device in in_process[: -config.sampler]]
   # If programs are only compiled for `devices`, this process may have none of them.
   local = by_process.get(jax.process_index(), next(iter(by_process.values())))
   return learn, local[-config.sampler :]
@@ -62,6 +62,7 @@ def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sh
       f"config key mesh.sampler is {len(devices)}: it must be a multiple of mesh.expert x"
       f" mesh.tensor = {expert * tensor}"
     )
+  # The rest is `fsdp`: where it is 1, `fitting.sampling_tensor` does not choose a wider `tensor`.
   sizes = (1, len(devices) // (expert * tensor), expert, tensor)
   return jax.make_mesh(sizes, AXES, axis_types=_auto(AXES), devices=devices)
 

@@ -36,7 +36,7 @@ def initialize_distributed() -> None:
       num_processes=_number_from_environment("JAX_NUM_PROCESSES"),
       process_id=_number_from_environment("JAX_PROCESS_ID"),
     )
-  elif _has_several_processes(os.environ):  # which JAX finds without arguments
+  elif _has_several_processes(os.environ):  # JAX finds these processes without arguments
     _join()
 
 

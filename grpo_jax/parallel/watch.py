@@ -44,7 +44,7 @@ class Watch:
     listener, offer = None, np.zeros(2, np.int32)  # (port, secret). Port 0: nobody listens
     if self._index == 0:
       with contextlib.suppress(OSError):
-        dual = socket.has_dualstack_ipv6()
+        dual = socket.has_dualstack_ipv6()  # then one socket listens for IPv4 and IPv6
         family = socket.AF_INET6 if dual else socket.AF_INET
         listener = socket.create_server(
           ("", 0), family=family, dualstack_ipv6=dual, backlog=self._count
@@ -100,7 +100,7 @@ class Watch:
 
   def _listen(self, index: int, connection: socket.socket) -> None:
     """Reads messages of process `index`. If its connection ends early, ends this process."""
-    message = b"?"
+    message = b"?"  # any but b"", which means that the connection has ended
     while message:
       try:
         message = connection.recv(1)

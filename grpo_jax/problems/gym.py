@@ -125,7 +125,7 @@ def open_dataset(task: GymTask, seed: int, size: int, key: str = "data.path") ->
   try:
     with same_everywhere(seed):
       dataset = reasoning_gym.create_dataset(task.name, seed=seed, size=size, **task.knobs)
-  except Exception as error:  # an AssertionError, or what the package fails with
+  except Exception as error:  # an AssertionError, or another error that the knobs cause
     raise ConfigError(f"{key}: {task.call}: reasoning_gym refuses it: {_reason(error)}") from None
   _put_in_order(dataset, task.name)
   return dataset

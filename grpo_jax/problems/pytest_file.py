@@ -77,7 +77,8 @@ def _calls(file: PytestFile) -> list[str]:
   """Returns the code that calls each test of a file, except tests that do not use the program.
 
   A test is a function test_... or a method test_... of a class, also an inherited one. A function
-  with arguments that other code in the file uses is a helper and no test, unless it is decorated.
+  with arguments that other code in the file uses is a helper and no test, unless it is decorated,
+  because parametrize passes the arguments by itself.
 
   Raises:
     Unreadable: There are no tests.

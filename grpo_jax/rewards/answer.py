@@ -133,7 +133,7 @@ def answer_of(name: str, values: Any, completions: Sequence[str], log: CallLog) 
       raise TypeError
     values = list(values)  # its length is checked below
     steps = [_as_steps(value, text) for value, text in zip(values, completions)]
-  except Exception:
+  except Exception:  # the entries are objects of the user, which may raise anything
     raise ContractError(
       f"reward function {name} must return a list of numbers, None or lists of steps"
       f" (end, number), got {text_of(values, repr):.80}"
@@ -176,7 +176,7 @@ def joined(count: int, parts: Iterable[tuple[Sequence[int], Answer]]) -> Answer:
       column_values = whole.extras.setdefault(column, [None] * count)
       for row, value in zip(rows, values, strict=True):
         column_values[row] = value
-  whole.failures.sort(key=lambda one: one.row)
+  whole.failures.sort(key=lambda one: one.row)  # messages describe the first one
   return whole
 
 

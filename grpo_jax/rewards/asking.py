@@ -66,7 +66,8 @@ class _Noticing(dict[str, Any]):
 def asking(function: Callable[..., Any], seconds: float | None = None) -> Callable[..., Any]:
   """Returns a reward function that scores each completion 1 if `function` reads messages, else 0.
 
-  The result calls `function` with made-up messages, and ignores what it returns or raises. If
+  The result is a reward function itself, so workers can call it in place of `function`, with the
+  same limits. It calls `function` with made-up messages, and ignores what it returns or raises. If
   `function` returns without having read a message, another process may have read it. So `function`
   is called again, with texts. If it then raises an error for the wrong type, it reads messages.
 
@@ -123,7 +124,7 @@ def _outcome_in_fork(act: Callable[[Tell], None], seconds: float | None) -> byte
     act: Makes a trial call. Its argument is the function that reports an outcome.
     seconds: How long to wait for the fork. None means no limit.
   """
-  outcome = _first_of_fork(act, seconds) if hasattr(os, "fork") else b""
+  outcome = _first_of_fork(act, seconds) if hasattr(os, "fork") else b""  # Windows has no fork
   if not outcome:
     reports: list[bytes] = []
     act(reports.append)
@@ -134,6 +135,7 @@ def _outcome_in_fork(act: Callable[[Tell], None], seconds: float | None) -> byte
 def _first_of_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
   """The first byte that a fork writes. Empty if it writes none in time, or cannot start."""
   reading, writing = os.pipe()
+  # The fork copies the text that the buffers hold, and could print it again.
   sys.stdout.flush()
   sys.stderr.flush()
   with warnings.catch_warnings():
@@ -152,14 +154,15 @@ def _first_of_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
         signal.signal(number, signal.SIG_DFL)  # instead of a handler of the run
       act(lambda one: _tell(writing, one))
     finally:
-      os._exit(0)
+      os._exit(0)  # the fork must not go on with the code of the run
   try:
     os.close(writing)
-    is_there, _, _ = select.select([reading], [], [], seconds)
-    return os.read(reading, 1) if is_there else b""
+    has_reported, _, _ = select.select([reading], [], [], seconds)
+    return os.read(reading, 1) if has_reported else b""
   finally:
     os.close(reading)
-    # The group also has the processes that the function started, but may not exist yet.
+    # The group also has the processes that the function started. It does not exist yet if the fork
+    # has not reached setpgid, and then the second call kills the fork.
     for kill in (os.killpg, os.kill):
       with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(process, signal.SIGKILL)

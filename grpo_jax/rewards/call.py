@@ -71,7 +71,8 @@ def call_in_parts(
   """As `call_here`, but retries a call that raises an exception, with fewer completions per call.
 
   It retries each group of `group_size` completions, and then each completion of a group that fails.
-  If the function raises for a single completion, that completion has no reward.
+  If the function raises for a single completion, that completion has no reward. A function with the
+  mark `whole_groups` gets no part of a group: if it raises for a group, the group has no reward.
   """
   count = len(columns["completions"])
   try:
@@ -117,7 +118,7 @@ async def call_async(
     # asyncio.wait_for is no use: the function itself may raise a TimeoutError, which looks alike.
     done, _ = await asyncio.wait([waiting], timeout=timeout)
     values = waiting.result() if done else None
-  if not done:
+  if not done:  # outside of the block above, which would make this TimeoutError a RewardError
     waiting.cancel()
     raise TimeoutError
   return answer_of(name, values, texts_of(columns["completions"]), log)
@@ -197,6 +198,7 @@ def check_arguments(
   """
   if inspect.isasyncgenfunction(function):
     raise ConfigError(f"{key}: {name} yields in an async function: return a list instead")
+  # Each name once: a column may have the name of one of EXTRA_ARGUMENTS, which then hides it.
   names = [name for name in dict.fromkeys([*columns, *EXTRA_ARGUMENTS]) if name != HIDDEN]
   try:
     signature = inspect.signature(function)
@@ -242,7 +244,8 @@ async def _result_of(waiting: Awaitable[T]) -> T:
 def in_thread(make: Callable[[], T]) -> "Future[T]":
   """Calls `make` in a new thread, because a notebook already runs an event loop in this one.
 
-  The thread is a daemon, so that Python can exit after Ctrl-C. It would wait for an executor.
+  The thread is a daemon, so that Python can exit after Ctrl-C: before it exits, Python waits for
+  other threads, also for those of an executor.
   """
   future: Future[T] = Future()
 

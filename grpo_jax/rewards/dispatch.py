@@ -97,13 +97,14 @@ class Caller:
     if known or not conversation.is_asked(function):
       return ""
     with doing(f"calling reward function {name_of(function)} for the first time"):
-      answers = (self._asked(function, columns) for columns in trials)  # made one by one
       problem, has_read = "", False
-      while not has_read and (answer := next(answers, None)):
+      for columns in trials:
+        answer = self._asked(function, columns)
         # `_asked` gives a reward of 1 if the function reads messages.
         has_read = any(reward > 0 for steps in answer.steps for _, reward in steps)
         problem = answer.failures[0].text if answer.failures else problem
-        if any(one.kind in ("timeout", "crash") for one in answer.failures):
+        # Another trial of a function that hangs would take as long again.
+        if has_read or any(one.kind in ("timeout", "crash") for one in answer.failures):
           break
     self._conversational.append((function, has_read))
     return "" if has_read else problem
@@ -117,6 +118,7 @@ class Caller:
     """Makes a trial call. The answer has rewards of 1 if the function reads messages, else of 0."""
     if self.uses_workers(function):
       call = self._call(function, columns, 0)
+      # `asking` makes a sync function. A failed trial may have had side effects: no retry.
       call = dataclasses.replace(call, asks=True, again=False, is_async=False)
       return self.pool.start([call]).result()[0]
     ask = asking(function, _SECONDS_TO_ASK)
@@ -154,8 +156,8 @@ class Caller:
     groups = [range(start, min(start + group_size, count)) for start in range(0, count, group_size)]
     calls = list[WorkerCall]()  # by function, then by group
     for function in filter(self.uses_workers, functions):
-      read = self._columns_of(function, columns)
-      calls += [self._call(function, rows_of(read, rows), step, votes) for rows in groups]
+      read_columns = self._columns_of(function, columns)
+      calls += [self._call(function, rows_of(read_columns, rows), step, votes) for rows in groups]
     # All calls are one job of the pool, so `futures` has one entry, or none without calls.
     futures = [self.pool.start(calls, self.stops_on_error)] if calls else []
 
@@ -164,19 +166,19 @@ class Caller:
       first = place * len(groups)
       return joined(count, zip(groups, answers[first : first + len(groups)]))
 
-    def of_this_process(function: Reward) -> Answer:  # workers call `voting` themselves
-      called = voting(function, group_size) if votes else function
-      return self._call_here(called, self._columns_of(function, columns), step, group_size)
+    def of_this_process(function: Reward) -> Answer:  # workers apply `voting` themselves
+      scorer = voting(function, group_size) if votes else function
+      return self._call_here(scorer, self._columns_of(function, columns), step, group_size)
 
-    found, place = list[Pending[Answer]](), 0
+    pending_answers, place = list[Pending[Answer]](), 0
     for function in functions:
       if self.uses_workers(function):
         pending = Pending(functools.partial(of_workers, place), futures)
         place += 1
       else:
         pending = Pending(functools.partial(of_this_process, function))
-      found.append(pending.then(self._checked))
-    return found
+      pending_answers.append(pending.then(self._checked))
+    return pending_answers
 
   def _checked(self, answer: Answer) -> Answer:
     errors = [failure for failure in answer.failures if failure.kind == "error"]
@@ -190,10 +192,10 @@ class Caller:
       name=name_of(function),
       columns=columns,
       step=step,
-      is_async=is_async(function) and not votes,
+      is_async=is_async(function) and not votes,  # `voting` makes a function that is not async
       whole_groups=has_mark(function, "whole_groups") or votes,
       one_worker=has_mark(function, "one_worker"),
-      at_once=getattr(function, "keywords", {}).get("at_once", 0),
+      at_once=getattr(function, "keywords", {}).get("at_once", 0),  # see `options.bind`
       votes=votes,
     )
 
@@ -215,7 +217,9 @@ def tasks_in(entry: str) -> list[str]:
 def check_tasks(
   tasks: Sequence[str], functions: Sequence[str], sources: Sequence[str], eval_function: str
 ) -> None:
-  """Checks reward.tasks. Without data.mixture, `check_names` checks the names with the data.
+  """Checks reward.tasks against other settings.
+
+  Without data.mixture only the data tells which tasks there are: see `check_names`.
 
   Args:
     tasks: The value of reward.tasks.
@@ -291,17 +295,18 @@ def start_for_tasks(
     votes: As for `Caller.start`.
   """
   start = functools.partial(caller.start, step=step, group_size=group_size, votes=votes)
-  # Functions for all tasks are started together, so that their calls are one job of the pool.
+  # Functions for all tasks are started together, so that their calls are one job of the pool: an
+  # error that stops the run then ends the calls of all of them.
   for_all_tasks = [function for function, entry in functions if not tasks_in(entry)]
   answers_for_all = iter(start(for_all_tasks, columns))
-  found = []
+  pending_answers = []
   for function, entry in functions:
     if tasks_in(entry):
       rows = [row for row, task in enumerate(columns["task"]) if task in tasks_in(entry)]
-      found.append(_start_for(start, function, columns, rows))
+      pending_answers.append(_start_for(start, function, columns, rows))
     else:
-      found.append(next(answers_for_all))
-  return found
+      pending_answers.append(next(answers_for_all))
+  return pending_answers
 
 
 def _start_for(

@@ -102,11 +102,11 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   Raises:
     ConfigError: `name` is a model, or there is no such function.
   """
-  plain_name, given = calls.parse(name, key)
+  plain_name, parameters = calls.parse(name, key)
   if plain_name in REWARDS:
-    return options.bind(REWARDS[plain_name], plain_name, given, key)
-  if plain_name != name:  # with parameters
-    return options.bind(resolve(plain_name, key, is_model), plain_name, given, key)
+    return options.bind(REWARDS[plain_name], plain_name, parameters, key)
+  if plain_name != name:  # it has parameters, which the rest of this function does not know
+    return options.bind(resolve(plain_name, key, is_model), plain_name, parameters, key)
   if is_model(name):
     raise ConfigError(f"{key}: {name!r} is a model, which only reward.functions may name")
   or_model = " or a reward model's folder" if key == "reward.functions" else ""
@@ -156,8 +156,8 @@ def resolve_all(
   """
   functions = []
   for name in names:
-    plain_name, _ = calls.split(name)
-    if plain_name == name not in REWARDS and is_model(name):  # a model takes no parameters
+    _, parameters = calls.split(name)
+    if not parameters and name not in REWARDS and is_model(name):  # a model takes no parameters
       functions.append(load_model(name))
     else:
       functions.append(resolve(name, "reward.functions", is_model))
@@ -200,6 +200,7 @@ def import_module(module_name: str, key: str) -> ModuleType:
 
 def load_module(path: pathlib.Path, key: str) -> ModuleType:
   """Executes a file as a module. Raises ConfigError if it raises anything, SystemExit included."""
+  # Files of the same name in two folders are two modules.
   path_hash = hashlib.sha1(str(path).encode()).hexdigest()[:12]
   module_name = f"reward_file_{path_hash}"
   spec = importlib.util.spec_from_file_location(module_name, path)

@@ -55,25 +55,27 @@ def bind(
     ConfigError: The function has no such parameter, or a value has the wrong type or is out of
       range.
   """
-  given, where = dict(options), f"{key}: {name}"
+  values, where = dict(options), f"{key}: {name}"
   is_ours = getattr(function, "__module__", "").startswith("grpo_jax.rewards.")
-  new_name = given.pop("name", "")  # a parameter that every function has
+  new_name = values.pop("name", "")  # a parameter that every function has
   if not isinstance(new_name, str) or (new_name and not re.fullmatch(r"[\w.-]+", new_name)):
     raise ConfigError(f"{where}(name={shown(new_name)}): name must be letters, digits and _.-")
   parameters = _parameters(function, is_ours)
-  for option, value in given.items():
+  for option, value in values.items():
     if option not in parameters:
       raise ConfigError(f"{where}({option}=...): {_unknown(option, list(parameters))}")
     problem = _problem(value, parameters[option])
     if problem:
       raise ConfigError(f"{where}({option}={shown(value)}): {option} {problem}")
-  if is_ours:  # defaults are bound, too, so that a column of the data cannot replace them
-    given = {parameter.name: parameter.default for parameter in parameters.values()} | given
+  # Defaults are bound, too, so that a column of the data cannot replace them. A default of a user's
+  # function may also be meant for a column that the data can lack, so it stays unbound.
+  if is_ours:
+    values = {parameter.name: parameter.default for parameter in parameters.values()} | values
     if hasattr(function, "check_options"):
-      function.check_options(where, given)
-  if not given and not new_name:
+      function.check_options(where, values)
+  if not values and not new_name:
     return function
-  bound = _Bound(function, **given)
+  bound = _Bound(function, **values)
   bound.__name__ = new_name or getattr(function, "__name__", type(function).__name__)
   return bound
 
@@ -132,9 +134,10 @@ def _problem(value: Any, parameter: inspect.Parameter) -> str:
   metadata: list[Any] = []
   if typing.get_origin(kind) is typing.Annotated:
     kind, *metadata = typing.get_args(kind)
-  kind = typing.get_origin(kind) or kind
+  kind = typing.get_origin(kind) or kind  # list[str] is list
   if kind not in _KINDS:  # an annotation such as Any, or none
     kind = type(parameter.default)
+  # By type and not by isinstance, for which True is an int.
   fits = type(value) is kind or (kind is float and type(value) is int)
   fits = fits or (kind in (list, tuple) and type(value) in (list, tuple))
   # The default may be of another type, such as None.

@@ -34,8 +34,8 @@ def voting(function: Callable[..., Any], group_size: int = 0) -> Callable[..., A
 
   @whole_groups
   def votes(**columns: Any) -> list[int | None]:
-    given = columns | getattr(function, "keywords", {})  # the parameters in the config
-    answers = finished(answer_of(**taken_by(answer_of, given)))
+    arguments = columns | getattr(function, "keywords", {})  # with the parameters in the config
+    answers = finished(answer_of(**taken_by(answer_of, arguments)))
     count = len(columns["completions"])
     if not isinstance(answers, (list, tuple)) or len(answers) != count:
       raise ValueError(f"answer_of must return a list of {count} answers")
@@ -43,7 +43,8 @@ def voting(function: Callable[..., Any], group_size: int = 0) -> Callable[..., A
     scores: list[int | None] = []
     for start in range(0, count, group_size or max(1, count)):  # the step of a range is not 0
       group = answers[start : start + (group_size or count)]
-      scores += [None if one is None else start + one for one in _first_equals(group, same)]
+      firsts = _first_equals(group, same)  # indices within the group
+      scores += [None if first is None else start + first for first in firsts]
     return scores
 
   votes.__name__ = f"{name_of(function)}.answer_of"

@@ -62,8 +62,8 @@ class Branch(NamedTuple):
 def branches_of(traces: Sequence[Trace], count: int) -> tuple[list[Branch], int]:
   """Selects up to `count` branches of a rollout, greedily by how many new tokens each adds.
 
-  The first branch must begin with the prompt of the first call. A new token is one that the policy
-  wrote and no earlier branch has.
+  The first branch becomes the completion of the rollout, so it must begin with the prompt of the
+  first call. A new token is one that the policy wrote and no earlier branch has.
 
   Args:
     traces: The calls in the order in which the program made them.
@@ -147,5 +147,6 @@ def as_completions(
     found.logprobs_PGT[index][:length] = np.where(row.sampled, row.logprobs, 0)
     found.lengths_PG[index] = length
     if length and not row.is_cut:
-      found.stopped_by_PG[index] = row.tokens[-1]
+      found.stopped_by_PG[index] = row.tokens[-1]  # a row includes the token that ended it
+  # A run with a harness has no filters (`traced.Harness`), so both log-probs are the same.
   return found.replace(behavior_logprobs_PGT=found.logprobs_PGT.copy())

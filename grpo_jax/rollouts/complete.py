@@ -91,7 +91,12 @@ class Completer:
     left = len(prompts.prompt_lengths_P)
     # The weights do not change, so their version is always 0.
     player = self.player(lambda: (params, 0), min(self._at_once or left, left))
-    player.submit([Opened(p, prompts, p, key, p, temperature) for p in range(left)])
+    player.submit(
+      [
+        Opened(number=p, prompts=prompts, place=p, key=key, row=p, temperature=temperature)
+        for p in range(left)
+      ]
+    )
     while left:
       groups = player.advance()
       on_ended(player.ended)
@@ -172,7 +177,8 @@ def make_rollout(
     if remote is not None:
       draws = remote(feed, group_size, keeps_experts)
     else:
-      options = dict(keeps_versions=changes, in_order=changes)  # `changes`: an endless stream
+      # If weights change, tokens of a row have several versions, and groups follow without end.
+      options = dict(keeps_versions=changes, in_order=changes)
       draws = sampler.stream(feed, prompts, group_size, end, **options)
     shared = group_size, decode, run.hosts
     return PolicyPlayer(draws, prompts_of, settings_at, *shared, talkers=talkers)

@@ -99,7 +99,7 @@ def last_turns(
   texts_PG = np.full(turns_PG.shape, None, object) if otherwise_PG is None else otherwise_PG.copy()
   for index in np.ndindex(turns_PG[rows].shape):
     if turns_PG[rows][index] is not None:
-      texts_PG[rows][index] = turns_PG[rows][index].last
+      texts_PG[rows][index] = turns_PG[rows][index].last  # `rows` is a slice, which makes a view
   return texts_PG
 
 

@@ -244,9 +244,9 @@ class Talk:
     conversation = self._conversation(row)
     tokens = row.tokens[conversation.tokens :]
     text = self._talkers.decode_text(tokens)
-    index, number = (row.prompt, row.member), len(conversation.own)
+    index, earlier_turns = (row.prompt, row.member), len(conversation.own)
     # Another turn needs room for at least one token of the reply and one of the policy.
-    is_last = row.room < 2 or number + 1 >= self._settings.max_turns
+    is_last = row.room < 2 or earlier_turns + 1 >= self._settings.max_turns
     example = self._example(row.prompt)
     content, calls = self._calls(tokens, self._schemas(example), conversation.calls)
     task = str(example.get("task", ""))
@@ -264,7 +264,7 @@ class Talk:
         to_methods = [one for one in valid if one["tool"] in methods]
         requests.append(self._request_of_methods(row, to_methods, is_last or not calls))
       return _Asked(row, text, content if calls else text, calls, requests, is_last, methods)
-    is_first = index not in self._states
+    is_first = index not in self._states  # `_answer` stores a state after each turn
     if self._talkers.environments.parts.of_task(task) is None:  # nothing answers: the row ends
       return _Asked(row, text, text, [], [], is_last)
     request = {
@@ -287,7 +287,7 @@ class Talk:
       is_last: Whether this is the policy's last turn.
     """
     index, example = (row.prompt, row.member), self._example(row.prompt)
-    is_first = index not in self._states
+    is_first = index not in self._states  # `_answer_of_methods` stores a state after each turn
     return {
       "task": str(example.get("task", "")),
       "example": example if is_first else None,  # later, the environment has it
@@ -381,20 +381,22 @@ class Talk:
     ]
     return _answer_of_tools(asked.calls, iter(ordered))
 
-  def _turns_and_reply(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
+  def _turns_and_reply(
+    self, asked: _Asked, answer: _Answer
+  ) -> tuple[Conversation, list[int] | None]:
     """Returns (the turn and its reply, the reply's token ids). The ids are None if the row ends."""
-    row, end = one.row, len(one.row.tokens)
-    start, fields = self._conversation(row).tokens, _as_fields(one)
-    turns = [Turn(POLICY, one.text, start, end, answer.reward, fields)]
+    row, end = asked.row, len(asked.row.tokens)
+    start, fields = self._conversation(row).tokens, _as_fields(asked)
+    turns = [Turn(POLICY, asked.text, start, end, answer.reward, fields)]
     ids: list[int] | None = None
-    if answer.messages and not one.is_last:
+    if answer.messages and not asked.is_last:
       ids = self._ids(answer.messages, row)
       if len(ids) >= row.room:  # no room for another token of the policy
         ids = None
     if ids is not None:
       after = end + len(ids)
       turns += [turn_of(message, end, after) for message in answer.messages]
-    calls, failures = len(one.calls), answer.failures
+    calls, failures = len(asked.calls), answer.failures
     news = Conversation(tuple(turns), calls, failures, answer.problem, answer.kind)
     if answer.environment:  # pickled: its class is named by the task's entry, or that of all tasks
       by_task = names.by_task(self._settings.name)
@@ -432,13 +434,13 @@ class Talk:
       self._has_warned = True
 
 
-def _as_fields(one: _Asked) -> dict[str, Any] | None:
+def _as_fields(asked: _Asked) -> dict[str, Any] | None:
   """Returns the fields `content` and `tool_calls` of a turn. None for a turn without calls."""
-  calls = [call for call in one.calls if call.id]
+  calls = [call for call in asked.calls if call.id]
   if not calls:
     return None
   entries = [(call.id, call.name, call.arguments) for call in calls]
-  return {"content": one.content, "tool_calls": tool_calls(entries)}
+  return {"content": asked.content, "tool_calls": tool_calls(entries)}
 
 
 def _checked_arguments(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, turn_of
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.filters import has_filters
 from grpo_jax.sampler.sampling import decoding_of, settings_of
-from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.endpoint import MODEL, Endpoint
 from grpo_jax.serving.engine import Engine
 from grpo_jax.serving.tools import with_names
@@ -91,6 +91,7 @@ class Harness:
     """
     settings, key = how
     endpoint = self._serving(params)
+    # A text. With a conversation's name, the recorder hashes it to the seed of each call.
     seed = "/".join(map(str, np.asarray(jax.random.key_data(key)).tolist()))
     endpoint.recorder.begin(settings, seed)
     shape = (len(prompts.prompt_lengths_P), members)
@@ -372,14 +373,14 @@ def _messages_between(traces: Sequence[Trace], before: int, after: int) -> list[
   messages = traces[after].messages if after >= 0 else None
   if messages is None:
     return []
-  answered = 0
+  start = 0  # the index of the first message after the earlier call and its answer
   calls: list[dict[str, Any]] = []
   if before >= 0:
     earlier = traces[before].messages
     if earlier is None or list(messages[: len(earlier)]) != list(earlier):
       return []
-    answered = len(earlier) + 1
-    calls = messages[answered - 1].get("tool_calls") or []
-  found = with_names(calls, messages[answered:])
+    start = len(earlier) + 1
+    calls = messages[start - 1].get("tool_calls") or []
+  found = with_names(calls, messages[start:])
   # With the role of the policy, a message that the program wrote would count as a policy turn.
   return [] if any(one["role"] == POLICY for one in found) else found

@@ -44,8 +44,8 @@ def leaving_nothing_behind() -> Iterator[None]:
       jax.config.update(name, value)
     from grpo_jax.run import compilation_cache  # here, because it imports jax
 
-    compilation_cache.forget_folder()
-    warnings.showwarning = show_warning
+    compilation_cache.forget_folder()  # so that JAX reads the restored setting of the folder
+    warnings.showwarning = show_warning  # `compilation_cache.use` replaces it
     gc.collect()  # the objects of a run refer to each other
 
 

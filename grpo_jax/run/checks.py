@@ -76,9 +76,11 @@ def check_config(config: Config) -> None:
 
 
 def corrected(config: Config) -> Config:
-  """The config with a correction of the difference between an engine's log-probs and the learner's.
+  """The config of a run with an engine, with algo.correction switched on.
 
-  The config does not change without an engine, or if the user has chosen a correction.
+  It corrects the difference between the engine's log-probs and the learner's, with the bound
+  rollout.engine_correction. The config does not change without an engine, with a bound of 0, or if
+  the user has chosen a correction.
   """
   algo, high = config.algo, config.rollout.engine_correction
   if not config.rollout.engine or algo.has_correction or not high:
@@ -160,18 +162,18 @@ def _check_rollout(config: Config) -> None:
     rollout.weights,
     "it needs rollout.max_staleness above 0; set 'fixed'",
   )
-  for name, is_off in (
-    ("weights", rollout.weights != "newest"),
+  # (key, whether its value needs no sampling ahead, a value that never does).
+  for name, is_allowed, off in (
+    ("weights", rollout.weights != "newest", "fixed"),
     # With an engine, a replay learns from the completions of the file, whatever weights drew them.
-    ("replay", not rollout.replay or bool(rollout.engine)),
+    ("replay", not rollout.replay or bool(rollout.engine), ""),
   ):
     _require(
-      is_off or (rollout.max_staleness and not config.samples_in_turn),
+      is_allowed or (rollout.max_staleness and not config.samples_in_turn),
       f"rollout.{name}",
       getattr(rollout, name),
       "it needs mesh.sampler above 0, rollout.listen or rollout.engine, and rollout.max_staleness"
-      " above 0; set"
-      f" {'fixed' if name == 'weights' else ''!r}",
+      f" above 0; set {off!r}",
     )
   _require(
     not rollout.replay or rollout.weights != "fixed" or rollout.engine,
@@ -297,14 +299,14 @@ def _check_batch(config: Config) -> None:
   """Raises ConfigError for settings of batches, data and rewards that conflict with each other."""
   batch, reward, data = config.batch, config.reward, config.data
   minibatches = max(1, config.algo.minibatches)
-  part = batch.prompts // minibatches
+  prompts_of_update = batch.prompts // minibatches
   if batch.micro_batch:
     divided_by = " / algo.minibatches" if minibatches > 1 else ""
     _require(
-      part % batch.micro_batch == 0,
+      prompts_of_update % batch.micro_batch == 0,
       "batch.micro_batch",
       batch.micro_batch,
-      f"it must divide batch.prompts{divided_by} = {part}",
+      f"it must divide batch.prompts{divided_by} = {prompts_of_update}",
     )
   _require(
     all(config.sampling.stop),

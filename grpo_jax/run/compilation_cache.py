@@ -82,7 +82,7 @@ def bound(folder: Path, most_bytes: int) -> None:
   for _, size, entry in sorted(entries):
     if excess <= 0:
       break
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # as above, and then its bytes are free, too
       entry.unlink()
     excess -= size
 

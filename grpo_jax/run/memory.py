@@ -227,6 +227,7 @@ def visual_of(
   images = images_of(config, shape, prompts, most)
   if images is None:
     return None
+  # The shapes do not depend on the mesh, whose row shards need not divide `prompts`.
   shape = dataclasses.replace(shape, rows=None)
   return jax.eval_shape(lambda params, images: model.encode(params, shape, images), params, images)
 
@@ -279,8 +280,8 @@ def activation_bytes(
   if config.learner.remat:
     saved = config.learner.saved_activations
     kept = _kept_bytes(config, shape, params, split, saved, most)
-  # The backward pass recomputes one layer at a time, with arrays that are not kept, such as scores,
-  # and with gradients.
+  # The backward pass recomputes one layer at a time, which counts three times: its arrays, arrays
+  # that are never kept, such as scores, and gradients, each assumed to be as large.
   per_prompt = kept + 3 * everything / shape.num_layers
   chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
   copies = _CHUNK_COPIES_ON_CPU if shape.platform == "cpu" else _CHUNK_COPIES

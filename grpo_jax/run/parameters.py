@@ -225,7 +225,7 @@ class Parameters:
   def _held(self, mesh: Mesh) -> Held:
     """The arrays that the run holds, with the chosen sharding of the sampler's weights."""
 
-    def on(there: Mesh) -> Held:
+    def held_on(there: Mesh) -> Held:
       """The arrays, if the sampler's mesh is `there`."""
       return Held(
         config=self._config,
@@ -241,12 +241,12 @@ class Parameters:
     tensor = fitting.sampling_tensor(
       self._config,
       self.model,
-      lambda there: on(there).in_sampling,
+      lambda there: held_on(there).in_sampling,
       mesh,
       memory_of(device),
       chip_of(device),
     )
-    return on(sampling_mesh(mesh, tensor))
+    return held_on(sampling_mesh(mesh, tensor))
 
   def _check_tower_adapters(self, whole: Any) -> None:
     """Raises ConfigError if the vision tower should be trained but gets no adapter."""
@@ -345,5 +345,5 @@ def load_frozen(
   """
   abstract = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
   places = flatten_dict(sharding.param_specs(abstract, mesh), sep="/")
-  convert = functools.partial(model.quantised, dtype=config.dtype)
+  convert = functools.partial(model.quantised, dtype=config.dtype)  # which only casts matrices
   return model.load(folder, places, convert, labels)[1]

@@ -83,6 +83,7 @@ class Run:
     compilations.tell()
     if devices is None:  # for given devices of a topology, programs are only compiled, never run
       compilation_cache.use(config.compilation_cache)
+    # `local` is the config with folders of this machine instead of names of models.
     with doing("looking for models on huggingface.co"):
       local = self._local = hub.local(config)
     self.base_folder = _folder(local.model.path)
@@ -137,7 +138,7 @@ class Run:
         self.tokenizer,
         self.config.data,
         self.hosts,
-        count_all=split == "test",
+        count_all=split == "test",  # an evaluation uses each prompt once
         environment=self.environments,
         processor=self.processor,
       )
@@ -265,6 +266,7 @@ def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions
       f"a completion may have {max_tokens} tokens, and sampling.min_tokens is"
       f" {config.sampling.min_tokens}, so none could end by itself; set max_tokens"
     )
+  # Settings for the run's own data must not change the exam's prompts.
   data = dataclasses.replace(
     config.data,
     task="columns",

@@ -27,7 +27,7 @@ def with_images(run: Run, batch: Batch, prompts: PromptBatch) -> Batch:
     return batch.replace(visual=prompts.visual)
   if prompts.images is None:
     return batch
-  if run.parameters.model.has_frozen_tower:  # which is then not a part of the update
+  if run.parameters.model.has_frozen_tower:  # an update does not compute a frozen tower
     return batch.replace(visual=_encoded(run, prompts.images))
   return batch.replace(images=run.hosts.put(Images(*prompts.images)))
 

@@ -125,13 +125,13 @@ def register_filter(compute: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     value_B1, largest_B1 = value_B[:, None], logits_BV.max(-1, keepdims=True)
 
     def drop() -> jax.Array:
-      found_BV = jnp.asarray(compute(logits_BV, value_B1))
-      if found_BV.dtype != bool or found_BV.shape != logits_BV.shape:
+      may_draw_BV = jnp.asarray(compute(logits_BV, value_B1))
+      if may_draw_BV.dtype != bool or may_draw_BV.shape != logits_BV.shape:
         raise ConfigError(
-          f"the filter {name} returned {found_BV.dtype} {found_BV.shape}: it must return bool"
+          f"the filter {name} returned {may_draw_BV.dtype} {may_draw_BV.shape}: it must return bool"
           f" {logits_BV.shape}, True for the tokens that may be drawn"
         )
-      is_kept_BV = found_BV | (logits_BV == largest_B1) | (value_B1 == 0)
+      is_kept_BV = may_draw_BV | (logits_BV == largest_B1) | (value_B1 == 0)
       return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
 
     # A program with this filter also decodes batches in which no row uses it, and skips it then.
@@ -202,12 +202,15 @@ def _likeliest(logits_BV: jax.Array, weights_BV: jax.Array, most_B: jax.Array) -
     is_kept_B = jnp.where(is_larger_BV, weights_BV, 0).sum(-1) < most_B
     return jnp.where(is_kept_B, low_B, middle_B), jnp.where(is_kept_B, middle_B, high_B)
 
-  def drop() -> jax.Array:  # the largest logit is always kept, and -inf never
+  def drop() -> jax.Array:
+    # The largest logit is always kept and -inf never, so the smallest kept one lies between them.
     high_B = _to_order(logits_BV.max(-1))
     low_B = jnp.full_like(high_B, _to_order(jnp.float32(-jnp.inf)))
+    # 32 halvings leave one of the 2**32 integers.
     least_B = _from_order(jax.lax.fori_loop(0, 32, halve, (low_B, high_B))[1])
     return jnp.where(logits_BV < least_B[:, None], -jnp.inf, logits_BV)
 
+  # A program with this filter also decodes batches in which it is off for all rows.
   return jax.lax.cond(jnp.isfinite(most_B).any(), drop, lambda: logits_BV)
 
 

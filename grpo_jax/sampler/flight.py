@@ -118,7 +118,8 @@ def on_each_shard(
 ) -> Flight:
   """Runs function(flight, *arrays) -> Flight on each shard of the mesh, with that shard's rows.
 
-  The first axis of each array is split over the shards.
+  The first axis of each array is split over the shards. Without `shard_map`, XLA could not know
+  that the indices by which `function` takes rows and places stay within a shard.
   """
   rows = config.rows
   if config.row_shards == 1:
@@ -132,7 +133,7 @@ def on_each_shard(
 
 def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
   """The PartitionSpecs of a Flight: rows and places split over the shards, heads over `tensor`."""
-  if config.on_one_device:
+  if config.on_one_device:  # where keys and values may lack the axes that the code below splits
     return jax.tree.map(lambda _: PartitionSpec(), flight)
   axes = config.rows.spec[0]
 

@@ -89,7 +89,8 @@ def guides_of(
     raise ConfigError(f"{where}: {error}") from None
   from llguidance import LLMatcher
 
-  # A regular expression must match the whole completion, so no special token may interrupt it.
+  # A regular expression must match the whole completion, so no special token may interrupt it. Stop
+  # ids end the text instead: llguidance allows them itself (`eos_token` in `lexicon`).
   special = [] if sampling.regex else [*tokenizer.special_texts]
   special = [i for i in special if i not in tokenizer.stop_ids and i < vocabulary]
   grammar = _grammar(sampling.regex, sampling.banned, special)
@@ -106,12 +107,15 @@ def _copy(matcher: Any) -> Guide:
 def _grammar(regex: str, banned: Sequence[str], special: Sequence[int]) -> str:
   """Returns a Lark grammar of the texts that match `regex` and contain no text of `banned`.
 
+  For `regex` "[0-9]+" and the banned text "42", it has the line
+  TEXT: /[0-9]+/ & ~/(?s:.*)(42)(?s:.*)/
+
   Args:
     regex: A regular expression for the whole text. "" matches anything.
     banned: The texts that must not occur.
     special: The ids of special tokens that may occur between texts.
   """
-  anything = "(?s:.*)"
+  anything = "(?s:.*)"  # (?s) lets the dot match newlines, too
   terms = [f"/{_in_lark(regex) or anything}/"]
   if banned:
     terms.append(f"~/{anything}({'|'.join(map(_literal, banned))}){anything}/")

@@ -120,6 +120,7 @@ def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> tuple[jax.Array, jax.A
     levels.append(_sums(levels[-1]))
   log_total_B = largest_B + jnp.log(levels[-1].sum(-1))
   node_B = _invert(levels.pop(), uniforms_BN[:, 0])
+  # `zip` leaves out the last uniform number, which chooses among the tokens below the last node.
   for level, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
     children = node_B[:, None] * BRANCH + jnp.arange(BRANCH)
     node_B = node_B * BRANCH + _invert(jnp.take_along_axis(level, children, axis=1), uniform_B)
@@ -177,6 +178,7 @@ def _with_rows_varying_fastest(x_BV: jax.Array, sharding: NamedSharding | None) 
     spec = PartitionSpec()
     if sharding is not None:
       size = sharding.mesh.shape["tensor"]
+      # As in the head, `tensor` splits the vocabulary only if it divides it.
       spec = PartitionSpec(sharding.spec[0], None if x_BV.shape[1] % size else "tensor")
     return in_order(x_BV, (1, 0), sharding, spec)
 
@@ -241,6 +243,7 @@ def sample_token(
   drawn_B, log_total_B = draw(kept_BV, uniforms_BN)
 
   def with_likeliest() -> jax.Array:  # no filter drops the likeliest token
+    # XLA chooses layouts within a branch of `cond` anew.
     return jnp.where(is_greedy_B, _with_rows_varying_fastest(kept_BV, sharding).argmax(-1), drawn_B)
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)

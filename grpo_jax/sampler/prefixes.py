@@ -113,8 +113,8 @@ class PrefixPrograms(FlightPrograms):
     prefix = flight.cache.prefix
     keys, values, states = jax.tree.map(empty, (prefix.keys, prefix.values, prefix.states))
     lengths_P = jnp.zeros(texts, jnp.int32)
-    kept = prefix.replace(keys=keys, values=values, states=states, lengths_P=lengths_P)
-    return self._as_prompts_lie(flight, kept)
+    cached = prefix.replace(keys=keys, values=values, states=states, lengths_P=lengths_P)
+    return self._as_prompts_lie(flight, cached)
 
   def _see(
     self, params: Any, patches_NC: jax.Array, places_N2: jax.Array, seen_S: jax.Array
@@ -138,7 +138,8 @@ class PrefixPrograms(FlightPrograms):
   def _scores(self, params: Any, made: Prefilled, prompts: Prompts, count: int) -> ScoredPrompts:
     """Computes log-probs of prompts, a few token positions at a time: all logits need much memory.
 
-    `count` is A, the number of alternatives to each token.
+    The endpoint sets no `Prompts.shared`, so `made` has the features of all S tokens. `count` is A,
+    the number of alternatives to each token.
     """
     n, S = prompts.tokens_nS.shape
     temperature_n = jnp.ones(n)
@@ -156,7 +157,7 @@ class PrefixPrograms(FlightPrograms):
     by_position = jax.lax.map(of_position, (hidden_SnD, next_token_Sn), batch_size=at_once)
     return jax.tree.map(lambda x: x.swapaxes(0, 1), by_position)
 
-  def _go_on(self, flight: Flight, kept: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
+  def _go_on(self, flight: Flight, cached: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
     """Computes suffixes after their known beginnings, and puts the whole prompts into places."""
     tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
     (n, U), of_flight = tokens_nU.shape, flight.cache.prefix
@@ -170,15 +171,16 @@ class PrefixPrograms(FlightPrograms):
 
     # Indices out of range are clamped: `either` takes no beginning from there.
     of_places = model.take_prompts(of_flight, jnp.minimum(from_n, N - 1)).replace(lengths_P=known_n)
-    of_texts = model.take_prompts(kept, jnp.maximum(from_n - N, 0)).replace(lengths_P=known_n)
+    of_texts = model.take_prompts(cached, jnp.maximum(from_n - N, 0)).replace(lengths_P=known_n)
     # Arrays with one axis are `lengths_P`, which both have alike.
     beginnings = jax.tree.map(lambda x, y: x if x.ndim == 1 else either(x, y), of_places, of_texts)
-    cache = model.empty_cache(config, beginnings, 1, U)
+    cache = model.empty_cache(config, beginnings, 1, U)  # a suffix is the one row of its beginning
     positions_nU = (known_n + shift_n)[:, None] + jnp.arange(U)
     hidden_nUD, cache, _ = model.routed_features(
       params, config, tokens_nU, positions_nU, cache, lengths_n
     )
-    prompts = model.rows_as_prompts(cache, lengths_n, U - lengths_n)
+    padding_n = U - lengths_n  # slots that were written after a suffix
+    prompts = model.rows_as_prompts(cache, lengths_n, padding_n)
     last_nD = jnp.take_along_axis(hidden_nUD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
     next_N = flight.next_N
     if next_N is not None:
@@ -190,7 +192,7 @@ class PrefixPrograms(FlightPrograms):
     )
     return constrain_flight(self._config, flight)
 
-  def _keep(self, flight: Flight, kept: model.Prefix, ended: EndedRows) -> model.Prefix:
+  def _keep(self, flight: Flight, cached: model.Prefix, ended: EndedRows) -> model.Prefix:
     rows_n, own_n, texts_n = map(jnp.asarray, ended)
     if self._config.cache_dtype:  # the rows' tokens are rounded, so only the prompts are cached
       texts = model.take_prompts(flight.cache.prefix, rows_n)  # each place has one seat
@@ -199,9 +201,9 @@ class PrefixPrograms(FlightPrograms):
       # How many slots were written after the last token that is cached.
       passes_n = flight.rows.idle_R[rows_n] + flight.rows.drawn_R[rows_n] - 1 - own_n
       texts = model.rows_as_prompts(cache, own_n, passes_n)
-    return self._as_prompts_lie(flight, model.put_prompts(kept, texts_n, texts))
+    return self._as_prompts_lie(flight, model.put_prompts(cached, texts_n, texts))
 
-  def _as_prompts_lie(self, flight: Flight, kept: model.Prefix) -> model.Prefix:
+  def _as_prompts_lie(self, flight: Flight, cached: model.Prefix) -> model.Prefix:
     """Gives cached texts the shardings that the flight's prompts have."""
-    flight = flight.replace(cache=flight.cache.replace(prefix=kept))
+    flight = flight.replace(cache=flight.cache.replace(prefix=cached))
     return constrain_flight(self._config, flight).cache.prefix

@@ -164,7 +164,7 @@ class FlightPrograms:
   def abstract(
     self, grid: Grid, slots: int, params: Any, prompt_slots: int, settings: RowSettings
   ) -> Flight:
-    """The shapes, dtypes and shardings of a Flight, without arrays.
+    """The shapes, dtypes and shardings of a Flight without arrays, to compile programs for it.
 
     Args:
       grid: The places and seats.
@@ -206,8 +206,8 @@ class FlightPrograms:
     tokens_nT, cache, shared_experts = prompts.tokens_nS[:, shared:], None, None
     if shared:  # one row computes the beginning, and all n prompts continue it
       config = dataclasses.replace(config, cache_dtype="")  # prompts are never rounded
-      first = prompts.tokens_nS[:1, :shared], jnp.arange(shared)[None]
-      _, cache, shared_experts = model.routed_features(params, config, *first)
+      beginning = prompts.tokens_nS[:1, :shared], jnp.arange(shared)[None]  # tokens, positions
+      _, cache, shared_experts = model.routed_features(params, config, *beginning)
       prefix = model.as_prefix(cache, jnp.full(1, shared))
       cache = model.empty_cache(config, prefix, n, S - shared)
     counts_n = prompts.lengths_n - shared
@@ -220,18 +220,19 @@ class FlightPrograms:
       experts = jnp.concatenate([shared_experts, experts], 1)
     last_n11 = (counts_n - 1)[:, None, None]
     last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
-    make = model.rows_as_prefix if shared else model.as_prefix
+    # With a shared beginning, each row of the cache has only the tokens after it.
+    as_prefix = model.rows_as_prefix if shared else model.as_prefix
     next_n = None
     if self._config.has_axes:  # an image's tokens may take fewer positions than their number
       next_n = jnp.asarray(prompts.lengths_n if visual is None else visual.next_P)
-    prefix = model.within_windows(config, make(cache, prompts.lengths_n))
+    prefix = model.within_windows(config, as_prefix(cache, prompts.lengths_n))
     return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts), hidden_nTD)
 
   def _encode(self, params: Any, images: Images | Visual | None) -> Visual | None:
     """Encodes the images of prompts, if any. Each device encodes the images of its prompts."""
     if images is None:
       return None
-    if isinstance(images, Visual):
+    if isinstance(images, Visual):  # encoded earlier
       return jax.tree.map(functools.partial(constrain_rows, self._config), images)
     n, I, N, _ = images.patches_PINC.shape
     # The tower encodes the prompts in batches of equal size, so that its activations fit in memory.
@@ -266,7 +267,7 @@ class FlightPrograms:
     prefix, last_nD, next_n = made.prefix, made.last_nD, made.next_n
     if prompt_N is not None:
       prefix, last_nD = model.take_prompts(prefix, prompt_N), last_nD[prompt_N]
-      next_n = jax.tree.map(lambda x: x[prompt_N], next_n)
+      next_n = jax.tree.map(lambda x: x[prompt_N], next_n)  # None stays None
     R, T, levels = grid.rows, self.decoding.max_tokens, draws_per_token(self._config.vocab_size)
     rows = Rows(
       token_R=jnp.zeros(R, jnp.int32),
@@ -335,7 +336,7 @@ class FlightPrograms:
       by_R = jnp.where(is_resumed_R, rows.idle_R + rows.drawn_R - kept_R, 0)
       cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid))
       settings = rows.settings
-      if settings.max_tokens is not None:
+      if settings.max_tokens is not None:  # otherwise all rows end at T, and so does `limit_R`
         most_R = jnp.where(is_resumed_R, limit_R, settings.max_tokens)
         settings = settings.replace(max_tokens=most_R)
       rows = rows.replace(

@@ -183,12 +183,15 @@ def _draw(
   decoding: Decoding,
 ) -> tuple[Rows, Drawn]:
   """Draws a token for each row in `draws_R` (bool), and writes it into a column of `drawn`."""
+  # The next token of a row has the index drawn_R in these arrays.
   uniforms_RU = jnp.take_along_axis(rows.uniforms_RTU, rows.drawn_R[:, None, None], 1)[:, 0]
   given_R = jnp.take_along_axis(rows.given_RT, rows.drawn_R[:, None], 1)[:, 0]
-  is_given_R, stop_ids = given_R >= 0, jnp.asarray(decoding.stop_ids, jnp.int32)
-  limit, is_barred_RV, extras = decoding.max_tokens, None, rows.extras or Extras()
+  is_given_R = given_R >= 0  # the row takes the token of a reply instead of drawing
+  stop_ids, extras = jnp.asarray(decoding.stop_ids, jnp.int32), rows.extras or Extras()
+  limit = decoding.max_tokens
   if rows.settings.max_tokens is not None:
     limit = jnp.minimum(limit, rows.settings.max_tokens)
+  is_barred_RV = None  # if no row is kept from drawing a token
   if rows.settings.min_tokens is not None:  # too short rows draw no stop id
     is_stop_V = jnp.zeros(logits_RV.shape[1], bool).at[stop_ids].set(True)
     is_barred_RV = (rows.drawn_R < rows.settings.min_tokens)[:, None] & is_stop_V

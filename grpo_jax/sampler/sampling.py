@@ -103,7 +103,7 @@ class Sampler:
       guide: Makes the `Guided` of a new row, which restricts its tokens. None: no restrictions.
     """
     self._config, self._weights, self._guide = config, weights, guide
-    # A function is called once for each (prompts, members). A number holds for all of them.
+    # A function, which estimates memory, is called once for each (prompts, members).
     self._rows = functools.cache(rows) if callable(rows) else lambda *call: rows
     self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
 
@@ -113,7 +113,7 @@ class Sampler:
     Args:
       prompts: How many groups should fit, a multiple of the mesh's row shards.
       members: G, the completions of each group.
-      in_order: Whether free seats go to the oldest groups first, because others will follow.
+      in_order: Whether free seats go to the oldest groups first, for an endless stream of groups.
     """
     shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
     grid = seats_lib.first_grid(prompts, members, self._rows(prompts, members), shards)
@@ -122,11 +122,13 @@ class Sampler:
     smaller: list[Grid] = []
     if 2.0 * self._weights * grid.rows * tokens >= _SHRINKS_FROM:  # a weight costs 2 per token
       sizes = [grid.rows // shards // share for share in _SMALLER]
+      # With one seat per place, it does not matter to which prompts the last rows belong.
       smaller = [Grid(size * shards, 1) for size in sizes if size >= _FEWEST_ROWS]
     groups = grid.places // members if in_order else grid.places  # that are in flight at once
+    # Later prompts are computed in batches of this size. Free places wait for a whole batch, or a
+    # smaller one is padded, so a batch is small: an eighth of the groups, a size not measured.
     prompts_at_once = max(1, groups // shards // 8) * shards
-    sizes_of_cache = sizes_up_to(tokens, model.slots_step(self._config))
-    slots = tuple(sizes_of_cache)
+    slots = tuple(sizes_up_to(tokens, model.slots_step(self._config)))
     return Pace(grid, tuple(smaller), slots, prompts_at_once, shards, in_order)
 
   def stream(
@@ -147,7 +149,7 @@ class Sampler:
       members: G, the completions of each group.
       end: Cuts rows at stop texts, or None.
       keeps_versions: Whether completions record the version of the weights that drew each token.
-      in_order: Whether free seats go to the oldest groups first, because others will follow.
+      in_order: Whether free seats go to the oldest groups first, for an endless stream of groups.
     """
     pace = self.pace(prompts, members, in_order)
     return Stream(self.programs, feed, pace, members, end, keeps_versions, self._guide)
@@ -167,6 +169,7 @@ class Sampler:
     """
     tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
     shared = 0
+    # A shared beginning is computed as a single row, which a mesh cannot split over its row shards.
     # The model refuses pictures after cached tokens if tokens of a picture see its later ones.
     if self._config.on_one_device and not (images and self._config.vision.both_ways):
       shared = shared_tokens(tokens_PS, lengths_P, images)

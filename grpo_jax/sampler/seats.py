@@ -158,10 +158,11 @@ def fill_places(seats: Seats, batch: int = 1) -> list[Arrival]:
 
   Args:
     seats: The seats, which are updated.
-    batch: Queued prompts get places only if this many of them fit, or all that are left. If not,
-      the result is empty.
+    batch: Queued prompts get places only if this many of them fit, or all that are left, because
+      a program computes so many together. If not, the result is empty.
   """
   has_row_N = (seats.row_NQ != NOBODY).any(1)
+  # Where prompt_N is NOBODY, -1, the index reads some prompt, which the first term masks.
   has_more_N = (seats.prompt_N != NOBODY) & (seats.waiting_P[seats.prompt_N] < seats.members)
   seats.prompt_N[~has_row_N & ~has_more_N] = NOBODY
   free = np.flatnonzero(seats.prompt_N == NOBODY).tolist()
@@ -194,7 +195,9 @@ def fill_places_in_order(seats: Seats, batch: int = 1) -> list[Arrival]:
   del batch
   free_N = (seats.row_NQ == NOBODY).sum(1)
   has_row_N = free_N < seats.grid.seats
-  wanting_P = seats.members - seats.waiting_P  # reduced by the seats that are reserved for them
+  # For each prompt, the waiting members that lack a reserved seat. A place with rows keeps its
+  # prompt, which reserves its free seats. Several places may have one prompt, hence `subtract.at`.
+  wanting_P = seats.members - seats.waiting_P
   np.subtract.at(wanting_P, seats.prompt_N[has_row_N], free_N[has_row_N])
   # Places without rows keep their prompt if its members still need their seats.
   for place in np.flatnonzero(~has_row_N & (seats.prompt_N != NOBODY)).tolist():
@@ -271,6 +274,8 @@ def can_sit(seats: Seats, fill: Callable[[Seats, int], Sequence[Arrival]], batch
 
 def move_together(seats: Seats, grids: Sequence[Grid]) -> Move | None:
   """Moves all rows into the smallest grid of `grids` that holds them, if no row waits.
+
+  A round of decoding costs as much as the grid has seats, whether they are taken or not.
 
   Returns:
     The move, or None if a row waits or no grid is both smaller and large enough.

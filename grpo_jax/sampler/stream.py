@@ -44,8 +44,8 @@ class Pace(NamedTuple):
     slots: The sizes of the cache, in slots per row, through which it grows.
     prompts_at_once: How many queued prompts are computed together.
     shards: How many shards of the mesh hold different rows.
-    in_order: Whether free seats go to the oldest groups first, because others will follow. If not,
-      the members of a group follow each other at one place, so that its prompt is stored once.
+    in_order: Whether free seats go to the oldest groups first, for an endless stream of groups. If
+      not, a group's members follow each other at one place, so that its prompt is stored once.
   """
 
   grid: Grid
@@ -182,18 +182,19 @@ class Stream:
         self._add_groups(max(len(requests), 2 * len(self._going_X)), request)
       x = self._free.pop(0)
       self._requests[x], self._place_of[request.number] = request, x
+      # `_limits_XG` is for whole rows. The limits in `_settings` end at the first turn.
       T, limits = self._programs.decoding.max_tokens, request.settings.max_tokens
       self._limits_XG[x] = T if limits is None else np.minimum(limits, T)
       new_settings = by_row(self._row_settings(request), 1, self._members)
       rows = slice(x * self._members, (x + 1) * self._members)
-      for all_rows, new in zip(*map(jax.tree.leaves, (self._settings, new_settings)), strict=True):
+      leaves, new_leaves = jax.tree.leaves(self._settings), jax.tree.leaves(new_settings)
+      for all_rows, new in zip(leaves, new_leaves, strict=True):
         all_rows[rows] = new
       self._keys_X2[x], self._first_X[x] = request.key, request.first_row
       self._going_X[x], self._turn_XG[x] = self._members, 0
-      for array, empty in zip(
-        *map(jax.tree.leaves, (self._drawn, self._empty_completions(1, request)))
-      ):
-        array[x] = empty[0]  # overwrites the tokens of an earlier group x
+      empty = self._empty_completions(1, request)
+      for array, empty_array in zip(jax.tree.leaves(self._drawn), jax.tree.leaves(empty)):
+        array[x] = empty_array[0]  # overwrites the tokens of an earlier group x
       self._is_given[x] = False
       seats_lib.wait(self._seats, x)
 
@@ -215,8 +216,8 @@ class Stream:
       paused = [self._stopped_row(row) for row in pausing]
       self._count_ended([row for row in stopped if not self._requests[row // G].pauses])
     ready, groups = self._ready, len(self._requests)
-    # Finished groups are returned several at a time, because the caller spends time on each call.
-    # With free seats, they are returned at once, so that the caller can submit other groups. The
+    # At least a quarter of the groups is returned at a time, because the caller spends time on each
+    # call. With free seats, groups are returned at once, so that the caller can submit others. The
     # same holds if no row draws: the caller's next step depends on what it gets now.
     is_few = 4 * len(ready) < min(groups, self._pace.grid.places) and not self._has_room
     ended_rows, self._ended_rows = self._ended_rows, 0
@@ -311,7 +312,7 @@ class Stream:
       settings=jax.tree.map(lambda x: x[row_R], self._settings),
     )
     arguments: tuple[Any, ...] = params, self._flight, new, going_R, chunk
-    if extras is not None:
+    if extras is not None:  # for jax.jit, None would be another program than the one without it
       arguments = *arguments, extras
     self._flight, *arrays = self._programs.chunk(*arguments)
     drawn, goes_on_R = jax.device_get(arrays)
@@ -405,7 +406,7 @@ class Stream:
     if self._flight is None:
       first = self._first_of_same_set(new)
       self._begin_with_prompts(first, params)
-      begun = {arrival.prompt for arrival in first}
+      begun = {arrival.prompt for arrival in first}  # also in the places of their copies
       new = new[len(first) :]
       copies = [arrival for arrival in copies if arrival.prompt not in begun]
     while new:
@@ -431,7 +432,7 @@ class Stream:
     xs = [arrivals[i % len(arrivals)].prompt for i in range(n)]  # repeats some, to fill all shards
     of_places = self._seats.prompt_N.tolist()
     prompt_N = None  # each place has the prompt with its index
-    if xs != of_places:  # places of other prompts get prompt 0 for now
+    if xs != of_places:  # places of other prompts get prompt 0 until theirs is computed or copied
       prompt_N = np.array([xs.index(x) if x in xs else 0 for x in of_places])
     any_R = np.zeros(pace.grid.rows, int)  # the values of the settings are not read
     settings = jax.tree.map(lambda x: x[any_R], self._settings)
@@ -478,7 +479,8 @@ class Stream:
     slots = self._flight.cache.slots
     # `grow` lets the cache count its rounds from 0 again, so it is also called before the int32
     # overflows.
-    if (slots == written and slots < T) or self._rounds > _MOST_ROUNDS:
+    is_full = slots == written and slots < T
+    if is_full or self._rounds > _MOST_ROUNDS:
       slots = next(size for size in self._pace.slots if size > written)
       self._flight, self._rounds = self._programs.grow(self._flight, slots), 0
     # A chunk's first column is for the tokens that new rows draw without a round.
@@ -551,7 +553,7 @@ class Stream:
     kept = end(turn, max(0, length - new - start)) if turn else None
     if kept is None:
       return False
-    kept += start
+    kept += start  # `end` counts from the start of the turn
     for x_PGT in (out.tokens_PGT, out.logprobs_PGT, out.behavior_logprobs_PGT, out.sampled_PGT):
       x_PGT[x, g, kept:] = 0
     if out.experts_PGTY is not None:  # as if no round had read the last kept token
@@ -593,6 +595,7 @@ class Stream:
       joined = jax.tree.map(lambda *x: np.concatenate(x), self._drawn, empty)
       self._drawn = joined
       self._settings = jax.tree.map(lambda *x: np.concatenate(x), self._settings, settings)
+      # Repeats old keys, which `submit` overwrites.
       self._keys_X2 = np.resize(self._keys_X2, (old + more, len(like.key)))
       self._is_given = np.concatenate([self._is_given, np.zeros((more, G, T), bool)])
     self._settings = jax.tree.map(np.array, self._settings)  # copies: broadcast views are read-only

@@ -107,7 +107,7 @@ class RewardModel:
     # Sorted by length, so that batches need little padding.
     fitting = fitting[np.argsort(lengths_N[fitting], kind="stable")]
     for start in range(0, len(fitting), self._batch):
-      chosen = fitting[start : start + self._batch]
+      chosen = fitting[start : start + self._batch]  # its last row is the longest
       tokens = self._hosts.put(self._batch_of(tokens_NT[chosen], lengths_N[chosen[-1]]))
       scores = self._hosts.fetch(self._scores(self._params, tokens))
       for i, score_T in zip(chosen, scores):

@@ -194,7 +194,7 @@ class Scorer:
           file=sys.stderr,
           flush=True,
         )
-    names: dict[bool, list[str]] = {True: [], False: []}
+    names: dict[bool, list[str]] = {True: [], False: []}  # by whether they get messages
     for function, name in zip(self._functions, self.names, strict=True):
       if conversation.is_of_user(function):
         names[self._caller.reads_messages(function)].append(name)
@@ -212,7 +212,8 @@ class Scorer:
 
   def _tell_unreadable(self, prompts: PromptSet, key: str) -> None:
     """Warns of rows that built-in functions cannot score, because a column is missing or wrong."""
-    # Names of functions by (entry of reward.tasks, *items of the columns and types that they read).
+    # Functions that read the same share a warning. The key is (entry of reward.tasks, *items of the
+    # columns and types that they read), and the value has their names.
     groups: dict[tuple[Any, ...], list[str]] = {}
     for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
       if not conversation.is_of_user(function) and hasattr(function, "reads"):
@@ -226,13 +227,15 @@ class Scorer:
       ", whose completions count as wrong" if key == "eval.function" else ""
     )
     for (entry, *items), names in groups.items():
-      chosen = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))
-      found = [(place, why) for place, row in chosen if (why := _unreadable(dict(items), row))]
-      if found:
-        named = "; ".join(f"{place} {problem}" for place, problem in found[:_MOST_NAMED])
-        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+      kinds = dict(items)
+      to_score = _rows_of_tasks(rows, kinds, dispatch.tasks_in(entry))
+      problems = [f"{place} {why}" for place, row in to_score if (why := _unreadable(kinds, row))]
+      if problems:
+        named = "; ".join(problems[:_MOST_NAMED])
+        more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        of_all = f"{len(problems)} of {len(to_score)}"
         print(
-          f"warning: {key}: no reward of {', '.join(names)} for {len(found)} of {len(chosen)} rows"
+          f"warning: {key}: no reward of {', '.join(names)} for {of_all} rows"
           f"{which}: {named}{more}",
           file=sys.stderr,
           flush=True,
@@ -249,21 +252,21 @@ class Scorer:
       Pending scores. `result` calls the functions that run in this process, and exchanges the
       scores, so all processes must call it together.
     """
-    own = take(rollouts, prompts.own)
-    columns = completion_columns(own, prompts)
-    place = _Place(step, prompts.own.start, own.texts_PG.shape[1], columns)
+    own_rollouts = take(rollouts, prompts.own)  # those of this process's prompts
+    columns = completion_columns(own_rollouts, prompts)
+    place = _Place(step, prompts.own.start, own_rollouts.texts_PG.shape[1], columns)
     functions = list(zip(self._functions, self._tasks, strict=True))
-    asked = dispatch.start_for_tasks(self._caller, functions, columns, step, place.group_size)
+    pending = dispatch.start_for_tasks(self._caller, functions, columns, step, place.group_size)
 
     def finish() -> Scores:
       answers = {}
       # First call the functions that run in this process, because the workers compute meanwhile.
-      order = sorted(zip(self._functions, self.names, asked), key=self._comes_last)
+      order = sorted(zip(self._functions, self.names, pending), key=self._comes_last)
       for _, name, answer in order:
         answers[name] = self._hosts.on_each(answer.result)
-      return self._scored(own, {name: answers[name] for name in self.names}, place)
+      return self._scored(own_rollouts, {name: answers[name] for name in self.names}, place)
 
-    return Pending(finish, together(asked).futures)
+    return Pending(finish, together(pending).futures)
 
   def has_votes(self, tasks: Collection[str]) -> bool:
     """Returns whether the first function of each of these tasks can vote: it reports answers."""
@@ -285,29 +288,29 @@ class Scorer:
       have the same number for function j if it reads equal answers in them. NaN means no answer.
       All processes must call `result` together.
     """
-    own = take(rollouts, prompts.own)
-    columns = completion_columns(own, prompts)
+    own_rollouts = take(rollouts, prompts.own)  # those of this process's prompts
+    columns = completion_columns(own_rollouts, prompts)
     voters = [j for j, function in enumerate(self._functions) if has_votes(function)]
     functions = [(self._functions[j], self._tasks[j]) for j in voters]
-    G = own.texts_PG.shape[1]
-    asked = dispatch.start_for_tasks(self._caller, functions, columns, step, G, votes=True)
+    P, G = own_rollouts.texts_PG.shape
+    pending = dispatch.start_for_tasks(self._caller, functions, columns, step, G, votes=True)
 
     def finish() -> np.ndarray:
-      votes_PGJ = np.full((*own.texts_PG.shape, len(self._functions)), np.nan)
-      for j, answer in zip(voters, asked, strict=True):
+      votes_PGJ = np.full((P, G, len(self._functions)), np.nan)
+      for j, answer in zip(voters, pending, strict=True):
         voted = self._hosts.on_each(answer.result)
         if voted.failures:
           print(f"warning: no vote of maj@k: {voted.failures[0].text}", file=sys.stderr, flush=True)
         # A vote comes as a score: as the reward of the completion's only step.
         votes = [steps[0][1] if steps else np.nan for steps in voted.steps]
-        votes_PGJ[..., j] = np.reshape(votes, own.texts_PG.shape)
+        votes_PGJ[..., j] = np.reshape(votes, (P, G))
       return votes_PGJ
 
-    return Pending(finish, together(asked).futures)
+    return Pending(finish, together(pending).futures)
 
-  def _comes_last(self, asked: tuple[rewards_lib.Reward, str, Any]) -> bool:
+  def _comes_last(self, started: tuple[rewards_lib.Reward, str, Any]) -> bool:
     """Returns whether workers call a function. It is the key by which `start` sorts."""
-    return self._caller.uses_workers(asked[0])
+    return self._caller.uses_workers(started[0])
 
   def _scored(
     self, own: Rollouts, answers: Mapping[str, rewards_lib.Answer], place: _Place
@@ -352,9 +355,12 @@ class Scorer:
     logged: dict[str, tuple[float, int]] = {}
     unscored: dict[str, str] = {}
     for i, (function, (name, answer)) in enumerate(zip(self._functions, answers.items())):
-      # Outside of workers a function can only raise an error, and that may end the run.
-      kinds = list(_KINDS) if self._caller.uses_workers(function) else []
-      kinds += [] if self._caller.stops_on_error or kinds else ["error"]
+      # The failures that may be counted, so that the metric is there at 0, too. In this process a
+      # function has no time limit and a crash ends the run, as an error does if `stops_on_error`.
+      if self._caller.uses_workers(function):
+        kinds = list(_KINDS)
+      else:
+        kinds = [] if self._caller.stops_on_error else ["error"]
       for kind in kinds:
         failed = sum(failure.kind == kind for failure in answer.failures)
         counts[f"rewards/{name}/{_KINDS[kind]}"] = failed
@@ -455,15 +461,17 @@ def _trials(prompts: PromptSet, tasks: Sequence[str]) -> Iterator[dict[str, list
   In a mixture, columns of other tasks are None, and a function may then return early and read
   nothing. So there is one trial for each of several tasks, with a row with the fewest None.
   """
-  # By task, (number of filled columns, -index) of its best row: the first one of equal rows.
+  # By task, (number of filled columns, -index) of its best row. The maximum of such pairs is the
+  # first of several equally good rows.
   best: dict[str, tuple[int, int]] = {}
   rows = ((index, prompts.example(index)) for index in _some_places(prompts))
   candidates = (one for one in rows if not tasks or str(one[1].get("task")) in tasks)
   for index, example in itertools.islice(candidates, _MOST_COMPARED):
     task, filled = str(example.get("task")), sum(value is not None for value in example.values())
     best[task] = max(best.get(task, (-1, 0)), (filled, -index))
-  for _, negative in sorted(best.values() or [(0, 0)], reverse=True)[:_MOST_TRIALS]:  # or row 0
-    yield _made_up_columns(prompts, -negative)
+  best_rows = sorted(best.values(), reverse=True) or [(0, 0)]  # row 0 if no row is of these tasks
+  for _, negative_index in best_rows[:_MOST_TRIALS]:
+    yield _made_up_columns(prompts, -negative_index)
 
 
 def _made_up_columns(prompts: PromptSet, place: int) -> dict[str, list[Any]]:
@@ -504,7 +512,7 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
     talks = rollouts.turns_PG.ravel()  # the conversations
     columns["turns"] = [[turn.message for turn in one.turns] for one in talks]
     columns["turn_rewards"] = [one.rewards for one in talks]
-    if any(one.environment for one in talks):
+    if any(one.environment for one in talks):  # unpickled where a function is called: `own_copy`
       columns["environments"] = [
         PickledEnvironment(*one.environment) if one.environment else None for one in talks
       ]

@@ -102,7 +102,8 @@ class Scorers:
       )
     stops = self._caller.stops_on_error
     decode = run.tokenizer.decode
-    shown = run.tokenizer.skipped(environments.format.marks)  # special tokens in calls, by id
+    # Special tokens that mark calls, by id. `decode` drops them, and then no call would be found.
+    shown = run.tokenizer.skipped(environments.format.marks)
     decode_calls = functools.partial(decode, shown=shown)
     marks = [*shown.values()]
     return Talkers(environments, runner, replies, decode, decode_calls, marks, run.hosts, stops)

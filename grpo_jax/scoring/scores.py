@@ -9,7 +9,7 @@ import numpy as np
 from grpo_jax import rewards as rewards_lib
 from grpo_jax.rewards.functions.lengths import overlong
 from grpo_jax.rollouts.rollout import Rollouts
-from grpo_jax.settings import RunFailed
+from grpo_jax.settings import ConfigStopsRun
 from grpo_jax.types import Completions, Rewards
 
 OVERLONG = "overlong"  # the name of the length penalty in metrics
@@ -35,16 +35,14 @@ def groups_that_differ(rewards: Rewards) -> np.ndarray:
 
 
 def check_not_negative(rewards: Rewards) -> None:
-  """Raises RunFailed if a completion has a reward below 0."""
+  """Raises ConfigStopsRun if a completion has a reward below 0."""
   smallest = np.nanmin(host_scores(rewards), initial=0)
   if smallest < 0:
-    error = RunFailed(
+    raise ConfigStopsRun(
       f"a completion has the reward {smallest:g}: the advantage of algo.advantage takes none below"
       " 0. Change reward.functions or reward.weights, or choose another advantage, in another"
       " --workdir"
     )
-    error.goes_on = False
-    raise error
 
 
 def with_overlong(
@@ -58,6 +56,7 @@ def with_overlong(
   """
   penalty_PG = overlong(completions.lengths_PG, max_tokens, round(fraction * max_tokens))
   scored_PG = ~np.isnan(rewards.scores_PGJ).all(-1)
+  # The penalty alone would make a completion count as scored.
   penalty_PG = np.where(scored_PG, penalty_PG, np.float32(np.nan))
   shaped = rewards.replace(
     scores_PGJ=np.concatenate([rewards.scores_PGJ, penalty_PG[..., None]], -1),
@@ -112,6 +111,7 @@ def steps_on_tokens(
         continue
       if not steps_of_rows[p * G + g]:  # such as a row of a task that the function is not for
         continue
+      # Pairs (token, reward). A turn or a step ends at its last token.
       if rewards_turns:
         on_tokens = [
           (turn.end - 1, turn.reward)
@@ -138,7 +138,7 @@ def _token_of_character(
   if rollouts.turns_PG is not None:  # the text is only the policy's last turn
     places = places[places >= rollouts.turns_PG[p, g].own[-1].start]
   ids = completions.tokens_PGT[p, g, places].tolist()
-  if end >= len(text):
+  if end >= len(text):  # the token that ended the completion, which may write no character
     return int(places[-1])
 
   def characters_written(count: int) -> int:

@@ -52,7 +52,7 @@ class Teacher:
     # The teacher computes as the policy does: with its dtype, attention and split of tokens.
     shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh, splits_tokens=True)
     policy = config.model
-    shardings["completion_tokens"] = config.sampling.max_tokens
+    shardings["completion_tokens"] = config.sampling.max_tokens  # for rotary scalings by length
     shape = dataclasses.replace(shape, dtype=policy.dtype, attention=policy.attention, **shardings)
     options = learner.StatsOptions(shape, config.learner)
     with _naming_the_key():

@@ -76,20 +76,21 @@ class AnswerChoice:
     self.finish, self.computed, self.number = "", 0, 0
     self._is_cut = False  # whether the token limit ended the choice
     self._decode, self._stop = decode, request.stop
+    # While the choice goes on, an end of the text that may become one of these is held back.
     self._held = (*request.stop, *calls.opens) if request.tools else request.stop
     self._calls, self._tools = calls if request.tools else None, request.tools
     self._marks, self._ends = marks, ends
     self._echo = ""
     if request.echo is not None:
-      given = request.echo[index // request.n]
-      self._echo = decode([*self.prompt]) if given is None else given
+      prompt_text = request.echo[index // request.n]
+      self._echo = decode([*self.prompt]) if prompt_text is None else prompt_text
     self._has_alternatives, self._alternatives = bool(request.alternatives), list[Likely]()
     self._scores: PromptScores | None = None
     self._said, self._called = "", list[Call]()  # text and calls that the client has received
     self._calls_before, self._most_calls = request.calls_before, request.most_calls
     self._text = ""  # of the first `_decoded` tokens
     self._decoded = 0
-    self._texts = 0  # how many characters `take_text` has processed
+    self._processed = 0  # how many characters `take_text` has processed
     self._taken = 0  # how many tokens `take_tokens` has returned
     self._offset = 0  # how many characters the tokens in earlier log-probs have
 
@@ -111,20 +112,21 @@ class AnswerChoice:
     While the choice goes on, an end that may become a stop text, a tool call or a character of
     several tokens is held back. Tool calls are only parsed at the end of the choice.
     """
-    hides_last = self.finish == "stop" and self.tokens[-1:] and self.tokens[-1] in self._ends
-    new_tokens = self.tokens[self._decoded : len(self.tokens) - bool(hides_last)]
+    hides_last = self.finish == "stop" and any(token in self._ends for token in self.tokens[-1:])
+    new_tokens = self.tokens[self._decoded : len(self.tokens) - hides_last]
     text = self._text + self._decode(new_tokens)
     if not text.endswith("\ufffd"):  # the replacement character stands for an incomplete one
       self._text, self._decoded = text, len(self.tokens)
-    ends = [text.index(stop) for stop in self._stop if stop in text]
-    text = text[: min(ends)] if ends else text
+    stops = [text.index(stop) for stop in self._stop if stop in text]
+    text = text[: min(stops, default=len(text))]
     if not self.finish:
       text = _sure(text.rstrip("\ufffd"), self._held)
       opens = self._calls.opens if self._calls is not None else ()
       # From the beginning of a call on, the text is held back until the choice ends.
-      text = text[: min((text.index(one) for one in opens if one in text), default=len(text))]
-    new = text[self._texts :]
-    self._texts = max(self._texts, len(text))  # `text` is shorter if more is held back now
+      calls_from = [text.index(one) for one in opens if one in text]
+      text = text[: min(calls_from, default=len(text))]
+    new = text[self._processed :]
+    self._processed = max(self._processed, len(text))  # `text` is shorter if more is held back now
     calls: list[Call] = []
     if self._calls is not None and self.finish:
       new, calls, _ = self._calls.parse(new, self._tools)
@@ -180,6 +182,7 @@ class AnswerChoice:
       ]
       return {"content": content, "refusal": None}
     lengths = (len(one.text) for one in entries)
+    # How many characters come before each token and, as the last number, before the next slice.
     *offsets, self._offset = itertools.accumulate(lengths, initial=self._offset)
     return {
       "tokens": [one.text for one in entries],

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_jax.serving import tools as tools_lib
-from grpo_jax.serving.decoder import MOST_ALTERNATIVES
+from grpo_jax.serving.device_flight import MOST_ALTERNATIVES
 from grpo_jax.serving.images import last_text, taken_out
 from grpo_jax.serving.requests import (
   GOES_ON,

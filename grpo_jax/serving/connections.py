@@ -40,6 +40,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
   not_here: OSError | None = None  # raised only if no address can be used
   try:
     for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+      # For port 0, the system chooses the port of the first listener. The others take the same.
       port = listeners[0].getsockname()[1] if listeners else port
       place = (address[0], port, *address[2:])
       try:

@@ -31,9 +31,9 @@ from grpo_jax.serving.decoder import (
   Likely,
   NewRow,
   PromptScores,
-  Sizes,
   likely_tokens,
 )
+from grpo_jax.serving.device_flight import Sizes
 from grpo_jax.serving.images import SeenImages
 
 MOST_BIASED = 300  # the most tokens of a row with a bias
@@ -145,7 +145,7 @@ class Engine:
     self._next_weights: tuple[model.Params, int] | None = None
     self._waiting: deque[Row] = deque()
     self._seats: list[Row | None] = [None] * sizes.rows
-    self._untold: list[tuple[Row, AnswerPart]] = []
+    self._untold: list[tuple[Row, AnswerPart]] = []  # parts that listeners do not have yet
     self._is_closed = False
     self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -252,7 +252,7 @@ class Engine:
 
   def _between_chunks(self) -> bool:
     """Takes new weights, and waits until there is a row. Returns False if the engine is closed."""
-    if not self.in_flight:
+    if not self.in_flight:  # otherwise the next chunk reports the parts while devices decode
       self._tell()
     with self._changed:
       while True:
@@ -277,8 +277,8 @@ class Engine:
       leaves_early = bool(self._waiting)
     seats = [*enumerate(self._seats)]
     draws = any(row is not None and row.is_seated for _, row in seats)
-    asked = {place: _new_row(row.job) for place, row in new.items()}
-    computed, failed = self._decoder.seat(asked, self._params, in_pieces=draws)
+    new_rows = {place: _new_row(row.job) for place, row in new.items()}
+    computed, failed = self._decoder.seat(new_rows, self._params, in_pieces=draws)
     for place in computed:
       self._seats[place].is_seated = True
     going = {place: row for place, row in seats if row is not None and row.is_seated}
@@ -295,7 +295,7 @@ class Engine:
     for place, row in seats:
       if row is None:
         continue
-      if place not in going and place not in failed:  # its prompt is computed in pieces
+      if place not in going and place not in failed:  # its prompt is not complete yet
         if row.is_cancelled:
           self._decoder.drop(place)
           self._seats[place] = None
@@ -313,7 +313,7 @@ class Engine:
       )
       if part.tokens or part.finish:
         self._untold.append((row, part))
-      if part.finish and row.tokens:
+      if part.finish and row.tokens:  # without tokens, there is no text but the prompt
         ended[place] = EndedRow(row.tokens, is_cut=len(part.tokens) < len(tokens))
       if part.finish or row.is_cancelled:
         self._seats[place] = None
@@ -358,8 +358,9 @@ class Engine:
     if kept is not None:
       del row.tokens[kept:], logprobs[kept - before :]
       finish = "stop"
-    elif guide and (finish == "stop" or not finish and not guide.take(tokens)):
-      # No token may follow: the form is complete, or its grammar has become too large.
+    elif guide and (finish == "stop" or (not finish and not guide.take(tokens))):
+      # No token may follow: the form is complete, or its grammar has become too large. Such a
+      # grammar allows only a stop id or takes no token, so the answer is incomplete as at a limit.
       finish = "stop" if guide.is_whole else "length"
     self.counts.tokens += len(row.tokens) - before
     self.counts.rows += bool(finish)

@@ -176,7 +176,7 @@ class UnreadImages(NamedTuple):
       ConfigError: The images have more tokens, or the placeholders do not match the images.
     """
     count = sum(rows * columns for layout in self.layouts for rows, columns in layout.tokens)
-    if count > most:
+    if count > most:  # refused before a text with a placeholder for each token is made
       raise ConfigError(
         f"messages: the images have {count} tokens and a prompt may have {most}; make them smaller"
       )
@@ -200,7 +200,8 @@ class UnreadImages(NamedTuple):
     is_seen_S = placed.seen_S2[:, 0] >= 0
     known_S = np.array(ids, np.int64)
     counts = [sum(rows * columns for rows, columns in layout.tokens) for layout in layouts]
-    known_S[is_seen_S] = np.concatenate([_names(*pair) for pair in zip(self.images, counts)])
+    hashes = [_token_hashes(*pair) for pair in zip(self.images, counts)]
+    known_S[is_seen_S] = np.concatenate(hashes)
     end, shift = int(np.flatnonzero(is_seen_S)[-1]) + 1, placed.next - len(ids)
     return SeenImages(padded, places, tuple(ids), tuple(known_S.tolist()), end, shift)
 
@@ -212,7 +213,7 @@ def _padded(picture: Picture, size: int) -> Picture:
   return Picture(patches_NC, np.pad(picture.places_N2, more, constant_values=-1))
 
 
-def _names(image: AnyImage, count: int) -> np.ndarray:
+def _token_hashes(image: AnyImage, count: int) -> np.ndarray:
   """Hashes an image to `count` negative int32 numbers, one for each token. None of them is -1."""
   content = image.data if isinstance(image, ImageSource) else repr(image).encode()
   words = np.frombuffer(hashlib.shake_128(content).digest(4 * count), "<u4")

@@ -79,7 +79,8 @@ class PrefixCache:
   ) -> Beginning:
     """Finds the entry that shares the longest beginning with a prompt.
 
-    At least one token of the prompt must be left to compute, except for entries in `among`.
+    At least one token of the prompt must be left to compute. Only the same prompt in `among` counts
+    with all its tokens, because it is copied when it is complete.
 
     Args:
       prompt: Token ids.
@@ -98,14 +99,13 @@ class PrefixCache:
     used_N, is_equal_N = np.minimum(same_N, len(prompt) - 1), ~differs_NS.any(1)
     fits_N = (self._lengths_N <= whole_from) | (used_N == self._lengths_N)
     used_N = np.where(fits_N & (used_N >= least), used_N, 0)
-    later = [*among]  # `of_later_N` has their numbers of tokens, and `used_N` those of the others
-    of_later_N = np.zeros_like(used_N)
-    of_later_N[later] = np.where(is_equal_N, len(prompt), used_N)[later]
-    used_N[later] = 0
-    number = int(used_N.argmax())
-    if later and (of_later_N.max() == len(prompt) or of_later_N.max() >= used_N[number] + least):
-      number = int(of_later_N.argmax())
-      return Beginning(number, int(of_later_N[number]))
+    # From here on, `pending_N` counts tokens of entries in `among`, and `used_N` of the others.
+    pending, pending_N = [*among], np.zeros_like(used_N)
+    pending_N[pending] = np.where(is_equal_N, len(prompt), used_N)[pending]
+    used_N[pending] = 0
+    number, most_pending = int(used_N.argmax()), int(pending_N.max())
+    if pending and (most_pending == len(prompt) or most_pending >= used_N[number] + least):
+      return Beginning(int(pending_N.argmax()), most_pending)
     if used_N[number]:
       self._use(number)
     return Beginning(number, int(used_N[number]))

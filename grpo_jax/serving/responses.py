@@ -146,7 +146,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     elif kind == "function_call":
       function = {"name": item.get("name"), "arguments": item.get("arguments")}
       call = {"id": item.get("call_id"), "type": "function", "function": function}
-      if last.get("role") != "assistant":  # a message of the assistant has its calls
+      if last.get("role") != "assistant":  # in a chat, calls belong to a message of the assistant
         messages.append(last := {"role": "assistant", "content": None})
       last["tool_calls"] = [*last.get("tool_calls", ()), call]
     elif kind == "function_call_output":

@@ -210,6 +210,7 @@ class Server:
     Raises:
       ConfigError: The address or the port cannot be used.
     """
+    # `handler_cancellation`: if a client leaves, its handler ends, and so do its rows.
     runner = web.AppRunner(
       self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_LOGGER
     )
@@ -231,7 +232,7 @@ class Server:
         for task in taking:
           if task.done():  # it has failed: raises its error instead of accepting no connections
             task.result()
-      self._is_stopping = True
+      self._is_stopping = True  # new requests for completions get status 503 now
       with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(self._settings.grace):
           while self.metrics.active and self._engine.is_open:
@@ -252,6 +253,7 @@ class Server:
     start = time.monotonic()
     status = _CLIENT_LEFT  # unless there is an answer
     resource = request.match_info.route.resource
+    # One name for all unknown paths, because clients could invent any number of them.
     path = resource.canonical if resource is not None else "other"
     try:
       try:
@@ -331,7 +333,7 @@ class Server:
       with contextlib.ExitStack() as held:  # the memory of the body, until it is parsed
         hold = held.enter_context(self._bodies.holding())
         body = await _body_of(request, self._settings.body_bytes, hold)
-        if self._is_stopping:
+        if self._is_stopping:  # checked last, because the body may take seconds to arrive
           raise stopping()
         stack.enter_context(self._answering(request))
         threads = self._small if len(body) <= _SMALL_BODY else self._large
@@ -339,7 +341,8 @@ class Server:
         del body
       held_images = stack.enter_context(contextlib.ExitStack())  # memory, until the answer ends
       if asked.unread is not None:
-        held_images.enter_context(self._images.holding())(asked.unread.nbytes)
+        hold = held_images.enter_context(self._images.holding())
+        hold(asked.unread.nbytes)
         try:
           asked = await _in_thread(self._decoding, held_images, self._writer.with_images, asked)
         except RequestError as error:  # a request of /v1/responses has other names of parameters
@@ -363,7 +366,7 @@ class Server:
     if asked.stream:
       return await self._stream(request, head, name)
     async with self._choices(asked, request, name) as (choices, parts):
-      async for _ in parts:
+      async for _ in parts:  # collects all tokens in `choices`
         pass
       made = head.whole(choices)
       self._writer.record(name, choices)  # after `whole`, which takes the texts to record
@@ -471,7 +474,10 @@ async def _body_of(request: web.Request, most: int, hold: Callable[[int], None])
 async def _in_thread(
   threads: ThreadPoolExecutor, held: contextlib.ExitStack, work: Callable[..., T], *given: Any
 ) -> T:
-  """Runs work(*given) in a thread. If cancelled, keeps `held` (its memory) open until work ends."""
+  """Runs work(*given) in a thread. If cancelled, keeps `held` (its memory) open until work ends.
+
+  A thread cannot be interrupted, so its work uses this memory until then.
+  """
   running = threads.submit(work, *given)
   try:
     return await asyncio.wrap_future(running)

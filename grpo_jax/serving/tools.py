@@ -34,7 +34,7 @@ def messages_for_template(messages: Any, sees_images: bool = False) -> list[dict
   """
   if not isinstance(messages, list) or not messages:
     raise ValueError("messages must be a list of messages, at least one")
-  numbers = itertools.count(1)
+  numbers = itertools.count(1)  # of images, for errors
   return [_for_template(message, sees_images, numbers) for message in messages]
 
 
@@ -114,7 +114,7 @@ def _with_object(call: Any) -> dict[str, Any]:
       arguments = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
       raise ValueError("messages: the arguments of a call must be JSON") from None
-    if is_too_deep(arguments):
+    if is_too_deep(arguments):  # `read_json` could not see into this text
       raise ValueError(
         f"messages: the arguments of a call are nested deeper than {DEEPEST} levels; send flatter"
         " ones"

@@ -119,8 +119,8 @@ class Recorder:
     """
     with self._lock:
       for trace in reversed(self._traces[name]):
-        before, shown = self._asked_with.get((name, tuple(trace.prompt)), (None, None))
-        if before is None or shown != tools or list(messages[: len(before)]) != list(before):
+        before, tools_before = self._asked_with.get((name, tuple(trace.prompt)), (None, None))
+        if before is None or tools_before != tools or list(messages[: len(before)]) != list(before):
           continue
         answer, after = messages[len(before) :][:1], messages[len(before) + 1 :]
         if answer and after and _is_answer(answer[0], trace):

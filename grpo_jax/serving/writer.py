@@ -63,7 +63,8 @@ class AnswerWriter:
     self._engine, self._tokenizer = engine, tokenizer
     self._seconds, self._recorder = seconds, recorder
     self._calls, self._longest = _calls_of(tokenizer, calls), longest
-    self._names_calls, self._images = calls != "auto", images  # a named format is not tested
+    self._images = images
+    self._names_calls = calls != "auto"  # a format that the config names is not tested
     self._guides = Guides(tokenizer, vocabulary or tokenizer.vocab_size)
     self._shown = tokenizer.skipped(self._calls.marks)  # id -> text of special tokens in calls
     # A longer text surely has too many tokens, and need not be tokenised to count them.

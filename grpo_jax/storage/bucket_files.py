@@ -55,7 +55,7 @@ class DiskFiles:
   def __init__(self, workdir: Path, warn: Callable[[str], None]) -> None:
     self._workdir, self._warn = workdir, warn
 
-  def held(self) -> contextlib.AbstractContextManager[None]:
+  def held(self) -> contextlib.AbstractContextManager[object]:
     """Keeps other runs out of the folder, as `lock.held` does."""
     return lock.held(self._workdir, self._warn)
 
@@ -96,11 +96,9 @@ class BucketFiles:
       ConfigError: Another run holds the folder, or the bucket cannot be used.
     """
     path = self._copy / LOCK_FILE
-    # If we get the kernel's lock on the copy, the run that left this file is dead. Then a restart
-    # on the same machine need not wait until that run's lock in the bucket expires. `lock.held`
-    # replaces the file's text by the name of this run.
-    dead = path.read_text() if path.exists() else ""
-    with lock.held(self._copy, self._warn, self._workdir):
+    # A restart on the same machine need not wait until the dead run's lock in the bucket expires.
+    with lock.held(self._copy, self._warn, self._workdir) as dead:
+      # The file on this machine has this run's name now.
       self._lock = bucket_lock.BucketLock(self._workdir, path.read_text(), self._times)
       with bucket_lock.held(self._lock, self._workdir, dead, self._warn, self._stop):
         try:
@@ -136,7 +134,7 @@ class BucketFiles:
     if self._uploaded is None:  # the copy may still hold files of an earlier run
       return
     with reaching(self._workdir):
-      self._lock.check()
+      self._lock.check()  # the files of a run that has taken over must not be overwritten
       states = self._states()
       changed = [name for name, state in states.items() if self._uploaded.get(name) != state]
       removed = [name for name in self._uploaded if name not in states]

@@ -73,6 +73,7 @@ class BucketLock:
     if other is not None and other.holder != dead:
       self._wait_for_its_end(other, warn)
     self._write()
+    # Another run may have found the folder free at the same time. The later write wins.
     time.sleep(self._times.settles)
     self._refuse_if_other(self._read())
 
@@ -118,7 +119,7 @@ class BucketLock:
       found = self._read()
       if found is None:  # the other run has ended and released the lock
         return
-      if found != other:
+      if found != other:  # its holder renewed the lock, or another run took it
         self._refuse_if_other(found)
     warn(f"{self._workdir} was left by {other.holder}, which counts as dead: going on")
 

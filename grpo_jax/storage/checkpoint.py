@@ -129,7 +129,7 @@ class Checkpoints:
           f"checkpoint {path} is damaged ({reason}): moved to {_set_aside(path)}, "
           f"going on from step {step}"
         )
-    if jax.process_count() > 1:
+    if jax.process_count() > 1:  # the others wait until the folders are renamed
       multihost_utils.sync_global_devices("damaged checkpoints set aside")
     return step, state
 

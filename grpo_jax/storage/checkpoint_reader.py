@@ -55,13 +55,15 @@ def read(
   wanted = {name: leaf for name, leaf in named_leaves if fmt.group_of(name) not in optional}
   reader, manifest = _make_reader(), read_manifest(path)
   groups_to_check = subtrees.keys() | (fmt.by_group(manifest).keys() if whole else set())
-  strict_entries = _entries_of(manifest, groups_to_check - set(optional))
+  entries_to_check = _entries_of(manifest, groups_to_check - set(optional))
   # Where a checkpoint of an earlier version has single layers, these are read, and stacked below.
-  apart = fmt.in_layers(strict_entries, wanted, layers_of)
-  stacks = {name: wanted.pop(name) for name in apart}
-  wanted |= {name: fmt.one_layer(stacks[stack]) for stack, names in apart.items() for name in names}
-  fmt.check_same_leaves(path, strict_entries, wanted)
-  saved = strict_entries | _entries_of(manifest, subtrees.keys() & set(optional))
+  layers_of_stack = fmt.in_layers(entries_to_check, wanted, layers_of)
+  stacks = {name: wanted.pop(name) for name in layers_of_stack}
+  for stack, layers in layers_of_stack.items():
+    wanted |= dict.fromkeys(layers, fmt.one_layer(stacks[stack]))
+  fmt.check_same_leaves(path, entries_to_check, wanted)
+  # Optional groups are read as they were saved, so their leaves are not compared.
+  saved = entries_to_check | _entries_of(manifest, subtrees.keys() & set(optional))
 
   arrays = _attempt(lambda: _read_arrays(reader, path, saved, wanted))
   # `_read_arrays` has verified the arrays of the host. Those on devices may be split over
@@ -69,7 +71,7 @@ def read(
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=False), saved)
   if damaged:
     raise Damaged(f"{damaged} is not what was saved")
-  for name, layers in apart.items():
+  for name, layers in layers_of_stack.items():
     arrays[name] = fmt.stack([arrays.pop(layer) for layer in layers], stacks[name])
   restored = [_restore_group(group, tree, arrays, optional) for group, tree in subtrees.items()]
   return jax.tree.unflatten(structure, restored)

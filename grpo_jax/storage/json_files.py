@@ -110,7 +110,8 @@ def parse_rows(path: Path) -> list[tuple[dict[str, Any], bytes]]:
   for number, line in enumerate(lines, start=1):
     try:
       row = json.loads(line)
-      if type(row["step"]) is not int or (rows and row["step"] <= rows[-1][0]["step"]):
+      last_step = rows[-1][0]["step"] if rows else -math.inf
+      if type(row["step"]) is not int or row["step"] <= last_step:  # a bool is no step
         raise TypeError
       rows.append((row, line + b"\n"))
     except (ValueError, TypeError, KeyError, RecursionError) as error:

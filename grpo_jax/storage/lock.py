@@ -24,13 +24,16 @@ _locked: set[int] = set()  # the descriptors of the lock files that this process
 
 
 @contextlib.contextmanager
-def held(workdir: Path, warn: Callable[[str], None], name: Path | None = None) -> Iterator[None]:
+def held(workdir: Path, warn: Callable[[str], None], name: Path | None = None) -> Iterator[str]:
   """Creates the folder and keeps other runs out of it. Only a run's first process may call it.
 
   Args:
     workdir: The run's folder.
     warn: warn(line) is called if the lock may fail to keep out runs on other machines.
     name: The folder's name for error messages. None means `workdir`.
+
+  Yields:
+    The name of a run that left its lock file and is dead for certain. Otherwise "".
 
   Raises:
     ConfigError: Another run holds the folder, or the folder cannot be created.
@@ -41,13 +44,14 @@ def held(workdir: Path, warn: Callable[[str], None], name: Path | None = None) -
   descriptor, has_locks = _open_locked(path, name or workdir)
   _locked.add(descriptor)
   try:
-    _warn_of_others(
-      workdir, os.pread(descriptor, 1000, 0).decode(errors="replace"), has_locks, warn
-    )
+    left = os.pread(descriptor, 1000, 0).decode(errors="replace")
+    is_proof = has_locks and _on_this_host() + " " in left  # other hosts' locks may not be seen
+    if not is_proof:
+      _warn_of_others(workdir, left, has_locks, warn)
     with naming(path):
       os.ftruncate(descriptor, 0)
       os.pwrite(descriptor, f"process {os.getpid()}{_on_this_host()} since {_now()}".encode(), 0)
-    yield
+    yield left if is_proof else ""
   finally:
     if descriptor in _locked:  # false in a forked child, which has released it
       _locked.remove(descriptor)
@@ -114,7 +118,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _warn_of_others(workdir: Path, left: str, has_locks: bool, warn: Callable[[str], None]) -> None:
-  """Warns if the lock does not prove that no other run writes to the folder.
+  """Warns that the lock does not prove that no other run writes to the folder.
 
   Args:
     workdir: The run's folder.
@@ -125,7 +129,7 @@ def _warn_of_others(workdir: Path, left: str, has_locks: bool, warn: Callable[[s
   if not has_locks:
     holder = f" ({left} did)" if left else ""
     warn(f"{workdir} has no file locks: make sure that no other run uses it{holder}")
-  elif left and _on_this_host() + " " not in left:
+  elif left:
     warn(f"{workdir} was left by {left}: if that run still goes on, stop one of the two")
 
 

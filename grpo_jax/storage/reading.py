@@ -54,19 +54,15 @@ def as_begun(config: Config, workdir: str | Path) -> Config:
     saved = None
   if saved is None:
     return config
-  # `earlier` has the values that reproduce versions without the keys. Keys that were saved are left
-  # out, except those whose default has changed since.
-  earlier, default, current = (
-    flat(to_dict(each)) for each in (from_dict({}, saved=True), Config(), config)
-  )
-  return config.replace(
-    {
-      key: value
-      for key, value in earlier.items()
-      if saved.get(key, value) == value != default[key] == current[key]
-      and (key not in saved or key in _NEW_DEFAULTS)
-    }
-  )
+  # The values that reproduce the behaviour of versions without the keys.
+  earlier = flat(to_dict(from_dict({}, saved=True)))
+  default, current = flat(to_dict(Config())), flat(to_dict(config))
+  changes = {}
+  for key, value in earlier.items():
+    had_old_default = key in _NEW_DEFAULTS and key in saved and saved[key] == value
+    if (key not in saved or had_old_default) and value != default[key] == current[key]:
+      changes[key] = value
+  return config.replace(changes)
 
 
 def read_metrics(workdir: str | Path) -> list[Row]:

@@ -79,11 +79,11 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     is_same = key in old and key in new and _from_here(old[key]) == _from_here(new[key])
     # Earlier versions accepted "auto" for a template whose calls they could not read. Now it is
     # refused, so the user must name another value.
-    says_more = key == "environment.calls" and old.get(key) == "auto"
-    if is_same or says_more or key.startswith(_MAY_DIFFER):
+    replaces_auto = key == "environment.calls" and old.get(key) == "auto"
+    if is_same or replaces_auto or key.startswith(_MAY_DIFFER):
       continue
     advice = "name another --workdir, or keep the old value"
-    if key in REMOVED and key not in new:  # no difference if today's code computes the same
+    if key in REMOVED and key not in new:  # today's code may compute the same without the key
       if REMOVED[key].is_same(old[key], old):
         continue
       advice = f"{REMOVED[key].instead}; name another --workdir"

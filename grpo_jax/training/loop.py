@@ -145,7 +145,7 @@ class WarmStep:
     batch = Batch(
       prompts_PS=examples.prompts.prompts_PS,
       prompt_lengths_P=examples.prompts.prompt_lengths_P,
-      completions_PGT=examples.completions_PT[:, None],
+      completions_PGT=examples.completions_PT[:, None],  # groups of one
       mask_PGT=examples.mask_PT[:, None],
       temperature_P=np.ones(size, np.float32),  # no temperature drew the solutions
     )
@@ -198,7 +198,7 @@ class GrpoStep:
     state = state.replace(train=self._with_planned(state.train, index))
     batch, rejected = self._with_old_logprobs(state.train, batch)
     train, update_metrics = self._update(state, batch)
-    nothing_left = rejected.get("rejection/tokens") == 1
+    nothing_left = rejected.get("rejection/tokens") == 1  # the share of tokens that were rejected
     why = collected.why_unscored or (_ALL_REJECTED if nothing_left else "")
     host = with_unscored(collected.host, state.host, why)
     state = state.replace(train=train, host=host)
@@ -224,6 +224,7 @@ class GrpoStep:
     batch = batch.replace(images=None, visual=None)
     batch, metrics = with_advantages(batch, collected.rewards, state.train.coefs.kl)
     batch = batch.replace(**image_fields)
+    # Waits, so that the time of this work does not count as that of the update.
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
   def _with_old_logprobs(self, train: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:

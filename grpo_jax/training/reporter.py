@@ -65,7 +65,7 @@ class Reporter:
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
     is_first = run.hosts.is_first
-    # In a notebook, output is plain text, too, although its kernel asks for colours.
+    # A notebook gets plain text, without HTML and the colours for which its kernel asks.
     plain = {"color_system": None, "width": 100} if notebook.is_running() else {}
     console = Console(
       file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first, force_jupyter=False, **plain
@@ -126,7 +126,7 @@ class Reporter:
     """
     if not self._evaluation_is_due(step):
       return
-    if step == 0:  # there is no row of step 0, because checkpoints begin at step 1
+    if step == 0:  # no checkpoint was restored, so there is no row to add the evaluation to
       self._write(0, self._evaluate(0, params))
     elif self._run.hosts.any_process(
       self._writer is not None and self._writer.lacks_evaluation(step)
@@ -237,8 +237,8 @@ def header_lines(
     f" {run.programs.micro_batch} prompts at once in the update"
   ]
   lines += _about_sampling(run)
-  for split, kept in prompts:
-    lines += _about_prompts(split, kept, config.data.max_prompt_tokens)
+  for split, prompt_set in prompts:
+    lines += _about_prompts(split, prompt_set, config.data.max_prompt_tokens)
   undivided = sharding.undivided(run.parameters.abstract_policy, run.mesh)
   if undivided:
     lines.append(f"{len(undivided)} dimensions of parameters are not split, such as {undivided[0]}")
@@ -250,29 +250,28 @@ def header_lines(
   lines += _about_updates(config)
   lines += [f"warning: {remark}" for remark in remarks]
   if step:
-    devices = run.mesh.size
-    moved = f", on {devices} devices instead of {saved_devices}"
-    has_moved = saved_devices not in (None, devices)
-    lines.append(
-      f"resuming from step {step} of {last_step(config)} in {workdir}{moved if has_moved else ''}"
-    )
+    devices, moved = run.mesh.size, ""
+    if saved_devices not in (None, devices):
+      moved = f", on {devices} devices instead of {saved_devices}"
+    lines.append(f"resuming from step {step} of {last_step(config)} in {workdir}{moved}")
   return lines
 
 
-def _about_prompts(split: str, kept: PromptSet, most: int) -> Iterator[str]:
+def _about_prompts(split: str, prompts: PromptSet, most: int) -> Iterator[str]:
   """Yields lines about unused prompts of a split. `most` is the limit on a prompt's tokens."""
-  if kept.dropped:
+  if prompts.dropped:
     yield (
-      f"{kept.dropped} {split} prompts are longer than data.max_prompt_tokens = {most} and left"
-      f" out; {len(kept)} remain"
+      f"{prompts.dropped} {split} prompts are longer than data.max_prompt_tokens = {most} and left"
+      f" out; {len(prompts)} remain"
     )
-  if kept.unopened:
+  if prompts.unopened:
     # Training prompts keep their indices, because an environment may begin after a restart.
-    effect = "others stand in for them" if split == "training" else f"left out; {len(kept)} remain"
-    yield f"the environments of {kept.unopened} {split} prompts cannot begin: {effect}"
-  if kept.replaced:
+    left_out = f"left out; {len(prompts)} remain"
+    effect = "others stand in for them" if split == "training" else left_out
+    yield f"the environments of {prompts.unopened} {split} prompts cannot begin: {effect}"
+  if prompts.replaced:
     yield (
-      f"about {kept.replaced:.1%} of {len(kept)} {split} prompts are longer than"
+      f"about {prompts.replaced:.1%} of {len(prompts)} {split} prompts are longer than"
       f" data.max_prompt_tokens = {most}; others stand in for them"
     )
 

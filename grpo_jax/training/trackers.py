@@ -135,7 +135,7 @@ def _open_mlflow(start: Start) -> OpenTracker:
     return run_id
 
   run_id = start.identity(create)
-  client.update_run(run_id, status="RUNNING")
+  client.update_run(run_id, status="RUNNING")  # a run that continues was ended by `close`
 
   def log(step: int, values: dict[str, float]) -> None:
     now = int(1000 * time.time())  # milliseconds, as MLflow wants them
@@ -266,7 +266,7 @@ class Sender:
   def close(self, has_failed: bool = False) -> None:
     """Ends the run at the tracker. Waits at most `patience` seconds until everything is sent."""
     with doing(f"sending the last rows to {self._name}"), _no_stdout():
-      self._put(functools.partial(self._opened.close, has_failed), None)
+      self._put(functools.partial(self._opened.close, has_failed), None)  # None ends the thread
       self._thread.join(self.patience)
     if self._dropped:
       self._warn(

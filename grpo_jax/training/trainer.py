@@ -29,7 +29,7 @@ from grpo_jax.run.parameters import has_quantised_base
 from grpo_jax.run.run import Run
 from grpo_jax.run.stages import compile_ahead
 from grpo_jax.scoring.scorers import Scorers
-from grpo_jax.settings import ConfigError, RunFailed, address_of
+from grpo_jax.settings import ConfigError, ConfigStopsRun, RunFailed, address_of
 from grpo_jax.storage import starts
 from grpo_jax.storage.bucket_files import local_files, run_files
 from grpo_jax.storage.checkpoint import Checkpoints
@@ -157,7 +157,8 @@ class Trainer:
       stack.callback(schedule.close)
     ahead = Beside(self.collector, config, schedule, self._remote or self._engine)
     stack.callback(ahead.close)
-    # The stack closes what follows before `ahead`, because its thread may be waiting for it.
+    # The thread of `ahead` may be waiting for the engine, the mailbox or sampler processes. As the
+    # stack closes in reverse order, these close first, and the thread can end.
     if self._engine is not None:
       stack.callback(self._engine.close)
     stack.callback(self.run.hosts.sampler_mailbox.close)
@@ -210,7 +211,8 @@ class Trainer:
       return ()
     if has_drawn_ahead(state.host):
       return ()
-    # The batch after these is drawn by this policy in any run.
+    # Older policies would have drawn `max_staleness` batches. This one draws the batch after them
+    # in any run.
     count = min(rollout.max_staleness, self.last_step - step)
     return (
       f"the checkpoint of step {step} has no batch that was drawn ahead: its policy draws the next"
@@ -249,7 +251,7 @@ class Trainer:
         learn from, or the log-probs of sampler and learner differ too much.
     """
     algo = self._config.algo
-    # A step of the warm start makes one update.
+    # The steps up to `first_grpo_step` are those of the warm start, which make one update each.
     self._skipped.count(metrics, 1 if step <= self.first_grpo_step else algo.updates_per_step)
     if self._skipped.are_too_many:
       self._checkpoints.wait()
@@ -284,7 +286,8 @@ class Trainer:
         saved = f"step {step} is saved only if a checkpoint was due"
       else:
         self._save(state, step)
-      resuming = "; run the same command again to go on" if error.goes_on else ""
+      is_final = isinstance(error, ConfigStopsRun)
+      resuming = "" if is_final else "; run the same command again to go on"
       raise RunFailed(f"{work}: {error}; {saved}{resuming}") from error
     except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt, SystemExit):
       # All processes must save together, but others may not have failed. And an update that failed

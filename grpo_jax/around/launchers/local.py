@@ -34,6 +34,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
     say(f"started {unit.title}")
     return started
 
+  # The runs share the devices of this machine, so by default one trains at a time.
   return work(units, start, options.at_once or 1)
 
 
@@ -47,7 +48,7 @@ def _start(unit: Unit, hosts: int) -> ProcessGroup:
   try:
     for environment, log in zip(environments(hosts), make_logs(unit, hosts)):
       processes.append(LocalProcess(unit.command(), environment, log))
-  except BaseException:
+  except BaseException:  # the processes that have started would wait for the missing ones
     for process in processes:
       process.kill()
     raise

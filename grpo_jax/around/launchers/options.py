@@ -105,6 +105,7 @@ def options_of(values: flags.FlagValues, on: str) -> Options:
   settings: dict[str, Any] = {}
   for field in dataclasses.fields(Options):
     value, launchers = values[field.name].value, field.metadata["launchers"]
+    # A repeatable flag has a list as its value. Its default in `Options` is a tuple.
     settings[field.name] = tuple(value) if isinstance(value, list) else value
     if settings[field.name] != field.default and on not in launchers:
       raise ConfigError(

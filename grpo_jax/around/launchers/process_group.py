@@ -16,7 +16,8 @@ from grpo_jax.console.text import shorten, visible
 from grpo_jax.storage.workdir import make_folder
 
 GRACE_SECONDS = 30  # how long the others may still run after one process has ended
-# Processes that fail for the same reason end within this time. The first failure is one of them.
+# How long to wait after the first end before `_first_failure` chooses: processes that fail for the
+# same reason, or because one of them was killed, end within this time.
 _TOGETHER_SECONDS = 2.0
 _LONGEST_TAIL = 300
 
@@ -45,7 +46,7 @@ class Process(abc.ABC):
 
   @abc.abstractmethod
   def kill(self) -> None:
-    """Kills the process and its children, even those that have outlived it."""
+    """Kills the process and its children. A local process also kills children that outlived it."""
 
   @property
   def has_failed(self) -> bool:
@@ -129,7 +130,9 @@ class ProcessGroup:
     self.kill()  # also the children of processes that have ended
     if self.failed:
       return self.failed.code
-    code = max((process.code for process in self._processes), key=abs)  # 75, else -N, else 0
+    # 75, else -N, else 0: if a process saved and stopped, the run can be resumed, even if another
+    # one had to be killed.
+    code = max((process.code for process in self._processes), key=abs)
     if code not in (0, STOPPED):  # none failed by itself, but one had to be killed just now
       self.failed = _first_failure(self._processes)
     return code
@@ -208,6 +211,9 @@ def kill_session(process: subprocess.Popen) -> None:
 
 
 def _first_failure(ended: Sequence[Process]) -> Process | None:
-  """The first killed process, which others may fail with, else the first failed one, or None."""
+  """The first process that a signal killed, else the first that failed by itself, or None.
+
+  The others may have failed because the killed one does not answer any more.
+  """
   failed = [one for one in ended if one.has_failed]
   return min(failed, key=lambda one: one.code >= 0, default=None)

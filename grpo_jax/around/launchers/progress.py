@@ -57,7 +57,7 @@ def progress(workdir: str | Path, last_step: int | None = None) -> RunProgress:
   lines = _rows(folder / "metrics.jsonl")
   newest = _newest(lines, "step")
   step = newest.get("step", 0)
-  # A run without a test split may have exams alone.
+  # With eval.every, the last step is evaluated: on a test split, on exams (eval/EXAM/...) or both.
   has_evaluation = any(name.startswith("eval/") for name in newest)
   is_evaluated = not config.get("eval", {}).get("every") or has_evaluation
   is_finished = (

@@ -60,7 +60,9 @@ def launch(units: Sequence[Unit], options: Options) -> int:
 
 
 def parse_resources(text: str) -> dict[str, float]:
-  """Parses --ray_resources: the amounts to reserve on each host, by Ray's names. CPU is 1 if unset.
+  """Parses --ray_resources: the amounts to reserve on each host, by Ray's names.
+
+  CPU is 1 if it is not set, because Ray refuses to reserve nothing.
 
   Raises:
     ConfigError: The text is not a JSON object with positive numbers.
@@ -92,6 +94,7 @@ def _connect() -> None:
   try:
     with doing("connecting to the Ray cluster"):
       _check_somebody_listens(os.environ.get("RAY_ADDRESS", ""))
+      # The output of runs is in their logs, so Ray does not show what actors print.
       ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
   except Exception as error:  # Ray raises many types
     if isinstance(error, ConnectionError) and "RAY_ADDRESS" not in os.environ:

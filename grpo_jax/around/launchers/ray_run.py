@@ -89,7 +89,7 @@ class RayRun:
     self._actors: list[ray.actor.ActorHandle] = []
     self._places: list[ray.ObjectRef] = []
     self._group: ProcessGroup | None = None
-    self._since = time.monotonic()
+    self._without_room_since = time.monotonic()
 
   def _reserve(self) -> None:
     """Requests a placement group. STRICT_SPREAD puts each host on another node."""
@@ -109,7 +109,7 @@ class RayRun:
         self._start_actors()
       elif self._actors and _are_there(self._places):
         self._start_processes(ray.get(self._places))
-    except RayTaskError as error:
+    except RayTaskError as error:  # the actor's own code failed, and would fail again
       self._why = f"its hosts could not be prepared: {error.cause}"
       return FAILED
     except RayError as error:
@@ -120,7 +120,7 @@ class RayRun:
 
   def _reserve_again(self) -> None:
     """Requests room again once no process of the last start holds the folder or after a timeout."""
-    is_late = time.monotonic() - self._since > _SECONDS_TO_RELEASE
+    is_late = time.monotonic() - self._without_room_since > _SECONDS_TO_RELEASE
     if is_late or not lock.holder(Path(self.unit.workdir)):
       self._reserve()
 
@@ -136,6 +136,7 @@ class RayRun:
     actor = ray.remote(HostActor)
     for index in range(self._hosts):
       strategy = PlacementGroupSchedulingStrategy(self._room, index)
+      # Two threads: one waits in `HostActor.run`, the other answers `send` and `kill` meanwhile.
       options = actor.options(scheduling_strategy=strategy, max_concurrency=2, **resources)
       self._actors.append(options.remote())
     self._places = [actor.place.remote() for actor in self._actors]

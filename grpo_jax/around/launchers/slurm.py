@@ -65,7 +65,8 @@ def launch(units: Sequence[Unit], options: Options) -> int:
   make_folder(folder)
   replace_file(path, text)
   try:
-    job = _output(["sbatch", "--parsable", str(path)]).split(";")[0].strip()
+    printed = _output(["sbatch", "--parsable", str(path)])  # "JOB" or "JOB;CLUSTER"
+    job = printed.split(";")[0].strip()
   except RunFailed:
     path.unlink()  # no job uses the script
     raise
@@ -85,6 +86,7 @@ def queued(units: Sequence[Unit]) -> dict[str, str]:
   if not shutil.which("squeue"):
     say(f"warning: there is no squeue, so nothing is known of jobs: {_HERE}")
     return {}
+  # By default, squeue lists only pending, running and completing jobs, and no suspended ones.
   command = ["squeue", "--noheader", "--array", "--states=all", f"--name={job_name(units)}"]
   folder = launch_folder(units[0])
   found: dict[str, str] = {}
@@ -116,8 +118,8 @@ def settle(units: Sequence[Unit]) -> bool:
     RunFailed: squeue fails, or the script of a job cannot be read.
   """
   if not shutil.which("squeue"):
-    return True
-  began, said = time.monotonic(), -math.inf
+    return True  # nothing is known of jobs, as `queued` says
+  began, last_line_at = time.monotonic(), -math.inf
   while ending := [words for words in queued(units).values() if words.endswith(_COMPLETING)]:
     jobs = ending[0].removesuffix(_COMPLETING)
     jobs += f" and {len(ending) - 1} more" if len(ending) > 1 else ""
@@ -128,8 +130,8 @@ def settle(units: Sequence[Unit]) -> bool:
         " same command again when it has"
       )
       return False
-    if now - said > _SECONDS_BETWEEN_LINES:
-      said = now
+    if now - last_line_at > _SECONDS_BETWEEN_LINES:
+      last_line_at = now
       say(f"waiting until Slurm has ended {jobs}")
     time.sleep(_SECONDS_BETWEEN_LOOKS)
   return True
@@ -193,6 +195,7 @@ fi
 exit "$code"
 """
 
+# The slice of `flags` is all but the last one, --workdir, which grpo_jax.engine does not have.
 _SERVES = """\
 # All nodes but the first serve rollout.engine. They end with this script.
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
@@ -224,9 +227,11 @@ def script(units: Sequence[Unit], options: Options, path: Path) -> str:
   is_sweep = bool(units[0].name)
   contents = ""
   if is_sweep:
+    # `queued` reads these lines with `names_in`.
     names = (f"#   {index}: {unit.name}" for index, unit in enumerate(units))
     contents = "\n".join([" Each task of the array trains one run of the sweep:", *names])
-  # The flags with which all lists begin: `commonprefix` compares any sequences.
+  # The flags with which all lists begin, which the script has once. `commonprefix` compares any
+  # sequences.
   common_flags = os.path.commonprefix([unit.flags for unit in units])
   has_several_processes = options.hosts * options.tasks_per_host > 1
   # A run of several processes does its own sampling, so it cannot use engine hosts.
@@ -321,6 +326,7 @@ def _options(units: Sequence[Unit], options: Options, path: Path) -> list[str]:
     lines.append(f"--time={options.time_limit}")
   if options.partition:
     lines.append(f"--partition={options.partition}")
+  # A job that is queued again continues its log. The user's options are last, so that they win.
   lines += [f"--chdir={Path.cwd()}", f"--output={log}", "--open-mode=append", *options.sbatch]
   for line in lines:
     if "\n" in line:

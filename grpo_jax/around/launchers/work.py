@@ -130,9 +130,9 @@ class _Work:
       code = run.poll()
       if code is not None:
         self._started.remove(run)
-        self._codes.append(self._count(run, code))
+        self._codes.append(self._report_end(run, code))
 
-  def _count(self, run: StartedRun, code: int) -> int:
+  def _report_end(self, run: StartedRun, code: int) -> int:
     """Reports how a run ended. Returns FAILED, STOPPED or DONE."""
     title = run.unit.title
     # A run that has not installed its signal handlers yet dies from the signal.

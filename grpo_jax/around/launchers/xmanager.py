@@ -43,7 +43,7 @@ def launch(units: Sequence[Unit], options: Options) -> int:
     raise ConfigError(f"flag --on=xmanager: there is no {_SCRIPT}: use the source tree")
   runs = tempfile.TemporaryFile("w")  # without a name: xmanager inherits it by its descriptor
   runs.write("".join(f"{line}\n" for line in lines))
-  runs.flush()
+  runs.flush()  # `execv` drops what is still buffered
   os.set_inheritable(runs.fileno(), True)
   args = [f"--runs=/dev/fd/{runs.fileno()}", f"--at_once={options.at_once or 1}", *options.xm]
   sys.stdout.flush()

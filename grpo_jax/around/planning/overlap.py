@@ -3,7 +3,8 @@
 The simulation follows grpo_jax/asynchronous/ahead.py. The sampler decodes batch after batch in
 chunks of rounds. Between two chunks, waiting rows of the batch replace rows that have ended. A
 batch whose rows have all ended is scored, and then the learner updates with it. With a staleness
-bound s, the sampler starts batch k after step k - s - 1, so it is at most s batches ahead.
+bound s, the sampler starts batch k after step k - s - 1, so it is at most s batches ahead. A real
+sampler also ends a chunk once a tenth of its rows have ended while others wait. This is left out.
 
 With a bound of 0, sampler and learner take turns.
 """
@@ -103,7 +104,7 @@ def simulate(
     is_scored_at = draws[step].end + job.reward_seconds
     begin = max(is_free_at, is_scored_at)
     updates.append(_Span(begin, begin + update_seconds))
-  window = _Span(updates[job.warm_up - 1].end, updates[-1].end)
+  window = _Span(updates[job.warm_up - 1].end, updates[-1].end)  # the measured time
   measured = batches[job.warm_up : job.steps]
   seconds = window.end - window.begin
   return Outcome(

@@ -56,10 +56,10 @@ def compiled(program: Program) -> Phase:
       counted = done if counted is None else counted + done
       sizes = executable.memory_analysis()
       of_stage = _memory(program, sizes, _temporary(executable), stage)
-      memory = max(memory, of_stage, key=lambda sizes: sum(sizes.values()))
+      memory = max(memory, of_stage, key=lambda bytes_by_kind: sum(bytes_by_kind.values()))
       host_bytes = max(host_bytes, sizes.host_temp_size_in_bytes)
   except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
+    if "RESOURCE_EXHAUSTED" not in str(error):  # this is how XLA says that memory is too small
       raise
     failure = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
     memory, counted = {}, None

@@ -58,12 +58,13 @@ def shape_alone(config: Config) -> Config:
   if hub.is_name(folder):
     name, revision = hub.parts(folder)
     config_json = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(config_json, str):
+    if not isinstance(config_json, str):  # not in the cache, or known to be missing on the Hub
       raise ConfigError(
         f"config key model.path is {folder!r}: a plan downloads nothing; give a folder that holds"
         " the model's config.json"
       )
     folder = config_json.removesuffix("/config.json")
+  # Without a model's folder, the vocabulary of data.tokenizer decides the shape of the embedding.
   return replace(
     config,
     model=replace(config.model, path=folder),

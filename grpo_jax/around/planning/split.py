@@ -41,7 +41,9 @@ def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Worklo
     prompts=P,
     lengths_NG=lengths_NG,
     seats=config.sampling.rows or P * G,
-    chunk=longest_chunk(T) - 1 or 1,  # a new row draws its first token without a round
+    # A new row draws its first token without a round. `or 1`, because with T = 1 a chunk would have
+    # no round, and the simulation would not end.
+    chunk=longest_chunk(T) - 1 or 1,
     reward_seconds=reward_seconds,
   )
 
@@ -99,6 +101,7 @@ def least_times(phases: Sequence[Phase], chip: Chip) -> tuple[float, float]:
     phases: The compiled programs for which `is_timed` holds.
     chip: The peak rates of the chip.
   """
+  # Compute, memory and links work at the same time, so the slowest of them is the bound.
   round_seconds = learner_seconds = 0.0
   for phase in phases:
     if phase.tokens:  # `open_loops` is the decoding loop, with a round for each token

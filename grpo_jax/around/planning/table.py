@@ -52,7 +52,7 @@ def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
   for phase in phases:
     if phase.counted is None or not phase.tokens:
       continue
-    done = phase.counted.open_loops * (1 / phase.tokens)
+    done = phase.counted.open_loops * (1 / phase.tokens)  # a round of the decoding loop
     line = (
       f"{phase.name}, each of {phase.tokens} rounds: {_short(done.flops / 1e9)} GFLOP,"
       f" {_short(done.memory_bytes / 1e6)} MB memory, {_short(done.link_bytes / 1e6)} MB links"

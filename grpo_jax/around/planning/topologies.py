@@ -119,8 +119,10 @@ def _target(gpu: _Gpu) -> str:
     "dnn_version": '"9.10.0"',
   }
   fields = "\n".join(f"  {name}: {value}" for name, value in device.items())
-  special = " feature_extension: ACCELERATED_FEATURES" if gpu.capability == 9 else ""
-  capability = f"cuda_compute_capability {{ major: {gpu.capability}{special} }}"
+  # As XLA describes real GPUs from Hopper on (sm_90a). Without it, Hopper's special matrix
+  # instructions are not compiled.
+  extension = " feature_extension: ACCELERATED_FEATURES" if gpu.capability == 9 else ""
+  capability = f"cuda_compute_capability {{ major: {gpu.capability}{extension} }}"
   return (
     f"gpu_device_info {{\n{fields}\n  {capability}\n}}\n"
     'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'

@@ -99,7 +99,9 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
     unfinished.append(token)
     # Decoded after other tokens, because a tokenizer may drop a space at the start of a text.
     start, text = decode(before), decode([*before, *unfinished])
+    # A token may change the text before it. Then it is decoded alone.
     added = text[len(start) :] if text.startswith(start) else decode(unfinished)
+    # Tokenizers decode the bytes of an incomplete character to U+FFFD.
     if added.endswith("\ufffd") and len(unfinished) < _MOST_OF_A_CHARACTER:
       texts.append("")
       continue
@@ -141,6 +143,7 @@ class _Completion:
     if not isinstance(prompt, str) or not isinstance(text, str):
       return None
     ids, logprobs = row.get("completion_ids"), row.get("logprobs")
+    # A tokenizer would raise OverflowError for an id that does not fit into 32 bits.
     has_tokens = (
       isinstance(ids, list)
       and isinstance(logprobs, list)

@@ -106,6 +106,7 @@ def shown_metrics(runs: Sequence[ShownRun]) -> list[dict[str, Any]]:
   """
   names = {name for run in runs for name in run.columns.values}
   names |= {name for run in runs for name in run.columns.left_out}
+  # `removesuffix` returns a name without the suffix unchanged, hence `- {name}`.
   interval_ends = {name for name in names if name.removesuffix("_low") in names - {name}}
   interval_ends |= {name for name in names if name.removesuffix("_high") in names - {name}}
   names -= interval_ends

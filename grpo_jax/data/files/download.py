@@ -19,10 +19,11 @@ def is_name(path: str) -> bool:
 
 
 def dataset_files(name: str) -> list[Path]:
-  """Downloads files of a data set of huggingface.co into its cache. Returns their sorted paths.
+  """Downloads the files of an exam from huggingface.co into its cache. Returns their sorted paths.
 
   Args:
-    name: OWNER/NAME/FILE. FILE may be a pattern, whose * also matches slashes.
+    name: OWNER/NAME/FILE for which `is_name` is true. FILE may be a pattern, whose * also matches
+      slashes.
 
   Raises:
     ConfigError: The download fails, or no file matches.

@@ -19,7 +19,8 @@ from grpo_jax.settings import ConfigError
 
 _PREFIX = "python:"
 _LOOKED_AT = 256  # rows that are sampled if reading all may take long
-_given: dict[str, dict[str, SplitRows]] = {}  # the rows of each split, by the name of keep_rows
+# The rows that `keep_rows` keeps: those of each split, keyed by the path that it returned.
+_splits_by_path: dict[str, dict[str, SplitRows]] = {}
 
 
 class OfProgram:
@@ -117,9 +118,9 @@ def keep_rows(data: Any, test: Any = None, *, key: str = "data") -> str:
       raise ConfigError(f"{rows.where(0).removesuffix('[0]')} has no rows")
   # A sample usually tells rows apart. If other rows have the same name, all rows are hashed.
   path = _PREFIX + _fingerprint(splits, reads_all=False)
-  if path in _given and not _are_same(_given[path], splits):
+  if path in _splits_by_path and not _are_same(_splits_by_path[path], splits):
     path = _PREFIX + _fingerprint(splits, reads_all=True)
-  _given[path] = splits
+  _splits_by_path[path] = splits
   return path
 
 
@@ -134,12 +135,12 @@ def rows_given(path: str, split: str) -> SplitRows | None:
   Raises:
     ConfigError: This process keeps no rows under the path.
   """
-  if path not in _given:
+  if path not in _splits_by_path:
     raise ConfigError(
       f"data.path is {path!r}, which stands for rows that a program gave: run that program again,"
       " or give the rows with grpo_jax.train(config, workdir, data=...)"
     )
-  return _given[path].get(split)
+  return _splits_by_path[path].get(split)
 
 
 def _rows(rows: Any, name: str) -> SplitRows:
@@ -149,17 +150,18 @@ def _rows(rows: Any, name: str) -> SplitRows:
 
 
 def _are_same(first: Mapping[str, SplitRows], second: Mapping[str, SplitRows]) -> bool:
-  """Whether two sets of splits with the same name have the same rows.
+  """Whether two sets of splits with the same fingerprint have the same rows.
 
-  If the name hashes only a sample of the rows, this compares all of them.
+  Equal fingerprints mean equally many rows. If the fingerprint hashes only a sample of the rows,
+  this compares all of them.
   """
   if first.keys() != second.keys():
     return False
   for name, rows in second.items():
     known = first[name]
-    if _is_all_in_name(known) and _is_all_in_name(rows):  # the equal names already hash all rows
+    if _hashes_all(known) and _hashes_all(rows):  # then equal fingerprints mean equal rows
       continue
-    if isinstance(known, OfProgram) and known.is_same(rows):
+    if isinstance(known, OfProgram) and known.is_same(rows):  # the same object, not read again
       continue
     if any(_text(known[index]) != _text(rows[index]) for index in range(len(rows))):
       return False
@@ -174,14 +176,14 @@ def _fingerprint(splits: Mapping[str, SplitRows], reads_all: bool) -> str:
   found = hashlib.sha1()
   for name, rows in splits.items():
     found.update(f"{name} {len(rows)}\n".encode())
-    count = len(rows) if reads_all or _is_all_in_name(rows) else _LOOKED_AT
+    count = len(rows) if reads_all or _hashes_all(rows) else _LOOKED_AT
     for index in range(count):
       place = index * (len(rows) - 1) // max(count - 1, 1)
       found.update(_text(rows[place]).encode("utf-8", "surrogatepass") + b"\n")
   return found.hexdigest()[:12]
 
 
-def _is_all_in_name(rows: SplitRows) -> bool:
+def _hashes_all(rows: SplitRows) -> bool:
   """Whether `_fingerprint` always hashes all of these rows."""
   is_list = isinstance(rows, OfProgram) and rows.is_list()
   return is_list or len(rows) <= _LOOKED_AT
@@ -196,7 +198,7 @@ def _text(value: Any) -> str:
     return f"[{', '.join(map(_text, value))}]"
   if isinstance(value, str):
     return json.dumps(value)
-  if hasattr(value, "tobytes"):  # an image
+  if hasattr(value, "tobytes"):  # an array, or an image of Pillow
     value = value.tobytes()
   if isinstance(value, (bytes, bytearray)):
     return f"bytes {hashlib.sha1(value).hexdigest()}"

@@ -83,7 +83,7 @@ class Parquet:
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
       row[name] = plain(value, where, keeps_bytes=name in IMAGE_COLUMNS)
     row = without_added_nulls(row)
-    for name, places in self._json.items():
+    for name, places in self._json.items():  # after that: Arrow adds no nulls inside a JSON text
       row[name] = _decoded(row[name], places, f"{self.where(index)} column {name!r}")
     return row
 
@@ -206,15 +206,16 @@ def _copy(path: Path) -> tuple[Any, list[int]]:
   os.close(descriptor)
   counts = []
   try:
+    # By default, pyarrow reads whole row groups into memory. These options read a MiB at a time.
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as parquet:
-      schema = _plain(parquet.schema_arrow)
+      schema = _without_dictionaries(parquet.schema_arrow)
       with pyarrow.OSFile(name, "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
         for batch in parquet.iter_batches(_AT_ONCE):
-          plain_batch = batch.cast(schema)
+          cast_batch = batch.cast(schema)
           # All rows if they are small, and else so many that they have about _BYTES.
           rows = max(1, batch.num_rows * _BYTES // max(batch.nbytes, _BYTES))
           for start in range(0, batch.num_rows, rows):
-            part = plain_batch.slice(start, rows)
+            part = cast_batch.slice(start, rows)
             writer.write_batch(part)
             counts.append(part.num_rows)
     return pyarrow.OSFile(name), counts
@@ -222,7 +223,7 @@ def _copy(path: Path) -> tuple[Any, list[int]]:
     os.unlink(name)  # the data stay until the open file is closed
 
 
-def _plain(schema: Any) -> Any:
+def _without_dictionaries(schema: Any) -> Any:
   """The schema without dictionary encoding, whose dictionaries may differ between batches."""
   import pyarrow
 

@@ -56,12 +56,13 @@ class JsonLines:
     """
     files.check_regular(path)
     self._path = path
-    self._file = open(path, "rb", buffering=0)
+    self._file = open(path, "rb", buffering=0)  # reads are large blocks, or whole lines by pread
     self._version = self._current_version()
-    begins, ends, is_odd = _lines(self._file)
+    begins, ends, lacks_braces = _lines(self._file)
     self._begins, self._ends = begins, ends
     self._lines = np.arange(len(begins))  # the number of each row's line, from 0
-    empty = [line for line in np.flatnonzero(is_odd) if self._is_empty(line)]
+    # Only these lines are parsed now. `_is_empty` reads them by the numbers of all lines.
+    empty = [line for line in np.flatnonzero(lacks_braces) if self._is_empty(line)]
     if empty:
       self._lines = np.delete(self._lines, empty)
       self._begins, self._ends = begins[self._lines], ends[self._lines]
@@ -91,7 +92,7 @@ class JsonLines:
       stop = int(np.searchsorted(self._ends, begin + _AT_ONCE, side="right"))
       stop = max(stop, start + 1)  # a line may be longer than a block
       block = os.pread(self._file.fileno(), int(self._ends[stop - 1]) - begin, begin)
-      if _may_have_others(block, names):
+      if _may_have_other_keys(block, names):
         for index in range(start, stop):
           offset = int(self._begins[index]) - begin
           names |= dict.fromkeys(_keys(block[offset : int(self._ends[index]) - begin]))
@@ -279,11 +280,14 @@ def check_texts_and_depth(value: Any, where: str, depth: int = 0) -> None:
 
 
 def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Locates the lines of a file.
+  """Locates the lines of a file, and finds those that are no object at first sight.
+
+  For example, `{"a": 1}` and an empty line, each with a newline, are ([0, 9, 10], [8, 9, 10],
+  [False, True, True]): the third line is the empty rest after the last newline.
 
   Returns:
-    (first byte of each line, int64; byte after each line, int64; whether the line is odd, bool: its
-    first byte is not { or its last byte is not })
+    (first byte of each line, int64; byte after each line, int64; whether the line lacks braces,
+    bool: its first byte is not { or its last byte is not })
   """
   breaks, firsts, lasts = [], [], []  # the newlines of each part, and the bytes next to them
   position, before = 0, np.full(1, _NEWLINE, np.uint8)  # as if a newline preceded the file
@@ -300,12 +304,12 @@ def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   # The bytes after the last newline are also a line, which is empty in most files.
   last = np.concatenate([*lasts, before])
   first = np.concatenate(firsts) if firsts else np.zeros(0, np.uint8)
-  # If that line is empty, it has no first byte. The padding makes it odd.
+  # If that line is empty, it has no first byte. The 0 that stands for it is no brace.
   first = np.concatenate([first, np.zeros(len(last) - len(first), np.uint8)])
   return begins, ends, (first != _OPENING) | (last != _CLOSING)
 
 
-def _may_have_others(part: bytes, names: Iterable[str]) -> bool:
+def _may_have_other_keys(part: bytes, names: Iterable[str]) -> bool:
   """Whether a block of lines may have keys that are not in `names`.
 
   A key ends in a quote and a colon. If all of these are the ends of known names, the caller need

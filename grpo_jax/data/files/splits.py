@@ -89,20 +89,20 @@ def rows_of_test(path: str, hub: str) -> SplitRows:
   Raises:
     ConfigError: The rows cannot be read or downloaded, or there are none.
   """
-  given = Path(path or hub).expanduser()
+  location = Path(path or hub).expanduser()
   try:
-    if not path or (not given.exists() and download.is_name(path)):
+    if not path or (not location.exists() and download.is_name(path)):
       found = download.dataset_files(path or hub)
-    elif given.is_dir():
-      others = [file for file in given.iterdir() if file.suffix in _KINDS]
-      found = _found(given, "test") or (others if len(others) == 1 else [])
+    elif location.is_dir():
+      others = [file for file in location.iterdir() if file.suffix in _KINDS]
+      found = _found(location, "test") or (others if len(others) == 1 else [])
     else:
-      found = [given]
+      found = [location]
   except OSError as error:
-    raise ConfigError(f"data.path: cannot read {given} ({error})") from None
+    raise ConfigError(f"data.path: cannot read {location} ({error})") from None
   if not found:
     raise ConfigError(
-      f"data.path: {given} has no test file ({', '.join('test' + kind for kind in _KINDS)}), and"
+      f"data.path: {location} has no test file ({', '.join('test' + kind for kind in _KINDS)}), and"
       " not a single other file of rows: name the file"
     )
   for file in found:
@@ -111,7 +111,7 @@ def rows_of_test(path: str, hub: str) -> SplitRows:
   try:
     parts = [_KINDS[file.suffix](file) for file in found]
   except OSError as error:
-    raise ConfigError(f"data.path: cannot read {given} ({error.strerror or error})") from None
+    raise ConfigError(f"data.path: cannot read {location} ({error.strerror or error})") from None
   rows = parts[0] if len(parts) == 1 else Joined(parts)
   if not len(rows):
     raise ConfigError(f"data.path: {found[0]} is empty")
@@ -133,7 +133,8 @@ def hold_out(
   Raises:
     ConfigError: One of the splits has no examples.
   """
-  # This uses raw words of a fixed key, because numpy promises that they never change.
+  # This uses raw words of a fixed key, because numpy promises that they never change. The keys of
+  # epochs are (seed, epoch), and no epoch has this number.
   words = np.random.Philox(key=np.array([0, 2**64 - 1], np.uint64)).random_raw(len(examples))
   is_held_out = words < np.uint64(share * 2.0**64)
   if is_held_out.all() or not is_held_out.any():

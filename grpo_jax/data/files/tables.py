@@ -41,7 +41,7 @@ def csv_table(path: Path) -> Table:
     ConfigError: The file is not CSV in UTF-8, or its columns are malformed.
   """
   files.check_regular(path)
-  before = csv.field_size_limit(_LONGEST_FIELD)
+  before = csv.field_size_limit(_LONGEST_FIELD)  # a limit of the whole process, restored below
   try:
     with open(path, encoding="utf-8-sig", newline="") as file:
       reader = csv.DictReader(file, restkey="", strict=True)

@@ -13,10 +13,10 @@ class Prepared:
   """The rows of a split in a folder that TFDS prepared with file_format="array_record"."""
 
   def __init__(self, folder: Path, split: str) -> None:
-    """Opens the split.
+    """Opens the split. A split that the folder lacks has no rows.
 
     Raises:
-      ConfigError: The folder cannot be read, or has no such split.
+      ConfigError: TFDS cannot read the folder, or is not installed.
     """
     try:
       import tensorflow_datasets as tfds  # imported here because the import is slow

@@ -97,8 +97,9 @@ def padded_sizes(
     most: The largest `pictures` and `tokens` of the split, which limit the rounding, or None.
   """
   count, size = _step(pictures), _step(tokens)
-  if most is not None:
-    count, size = min(count, max(most[0], pictures)), min(size, max(most[1], tokens))
+  if most is not None:  # a batch may exceed `most` if an image has changed since the start
+    count = min(count, max(most[0], pictures))
+    size = min(size, max(most[1], tokens))
   return count, size * patches_per_token
 
 

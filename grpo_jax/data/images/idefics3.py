@@ -51,7 +51,7 @@ class Idefics3(SquareKind):
     if not self.splits:
       tiles = [resize(image, side, side, resample)]
     else:
-      rows, columns = self._counts(*image.shape[:2])
+      rows, columns = self._tile_grid(*image.shape[:2])
       image = resize(image, rows * side, columns * side, resample)
       tiles = [
         *image.reshape(rows, side, columns, side, -1).swapaxes(1, 2).reshape(-1, side, side, 3)
@@ -64,7 +64,7 @@ class Idefics3(SquareKind):
     """Rows and columns of tiles, or (0, 0) if the whole image is the only tile."""
     if not self.splits:
       return 0, 0
-    rows, columns = self._counts(*self._first_size(height, width))
+    rows, columns = self._tile_grid(*self._first_size(height, width))
     return (rows, columns) if rows * columns > 1 else (0, 0)
 
   def _first_size(self, height: int, width: int) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class Idefics3(SquareKind):
       height, width = _LONGEST, int(_LONGEST * ratio)
     return max(height, 1), max(width, 1)
 
-  def _counts(self, height: int, width: int) -> tuple[int, int]:
+  def _tile_grid(self, height: int, width: int) -> tuple[int, int]:
     """Rows and columns of tiles, from the height and width after the first resizing."""
     ratio, side = width / height, self.side
     if width >= height:

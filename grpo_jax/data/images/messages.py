@@ -35,8 +35,9 @@ def with_sources(value: Any, where: str, folder: str) -> Any:
   """
   if not isinstance(value, (list, tuple)) or not any(map(_has_parts, value)):
     return value
-  count = sum(sum(map(_is_image, x["content"])) for x in value if _has_parts(x))
-  check_count(count, where)
+  contents = [message["content"] for message in value if _has_parts(message)]
+  count = sum(_is_image(part) for content in contents for part in content)
+  check_count(count, where)  # before the sources, each of which looks for its file
   messages, number = [], 0  # `number` counts the images of the conversation
   for message in value:
     if not _has_parts(message):

@@ -81,7 +81,8 @@ class PromptImages:
     Raises:
       ConfigError: A value of an image column is not an image, or there are too many images.
     """
-    found, images, where = dict(example), list[AnyImage](), "a prompt"  # if no column is set
+    copy, images = dict(example), list[AnyImage]()
+    where = "a prompt"  # if no image column is set
     for name in IMAGE_COLUMNS:
       given = example.get(name)
       if given is None:
@@ -90,9 +91,10 @@ class PromptImages:
         given = GivenImages(given, f"an example: {name}", "")
       where = given.where.rpartition(": ")[0]  # without the name of the column
       sources = sources_of(given.value, given.where, given.folder, self._may_download)
-      found[name] = sources if isinstance(given.value, (list, tuple)) else next(iter(sources), None)
+      is_list = isinstance(given.value, (list, tuple))
+      copy[name] = sources if is_list else next(iter(sources), None)  # one image stays one image
       images += sources
-    return found, images, where
+    return copy, images, where
 
   def place(
     self, messages: Messages, images: Sequence[AnyImage], where: str
@@ -100,13 +102,14 @@ class PromptImages:
     """Assigns a row's images to a conversation. The result and errors are as in `place_images`."""
     messages, found = place_images(with_sources(messages, where, ""), images, where)
     check_count(len(found), where)
-    limited = [
+    # The sources of messages were made without a setting, and may not download.
+    with_setting = [
       dataclasses.replace(image, may_download=self._may_download)
       if isinstance(image, ImageSource)
       else image
       for image in found
     ]
-    return messages, limited
+    return messages, with_setting
 
   def before(self, text: str, images: Sequence[AnyImage], where: str) -> str:
     """Puts the placeholders of images before a text that has no chat template."""

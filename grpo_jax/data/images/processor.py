@@ -127,8 +127,8 @@ def _positions(seen_S2: np.ndarray, grids: Sequence[tuple[int, int]]) -> tuple[n
   """The positions of a prompt's tokens in time, height and width, as in Qwen2-VL.
 
   A text token has the same position on all axes, one more than the token before it. A picture that
-  begins at position b has time b, height b + row and width b + column. The next text begins at
-  b + max(rows, columns).
+  begins at position b has time b, height b + row and width b + column. Its tokens are consecutive.
+  The next text begins at b + max(rows, columns).
 
   Args:
     seen_S2: int32, `Placed.seen_S2`: the number of the picture and of the visual token in it, or -1
@@ -156,10 +156,10 @@ def _positions(seen_S2: np.ndarray, grids: Sequence[tuple[int, int]]) -> tuple[n
 # vision_config, and with the special tokens by role.
 _Make = Callable[[Fields, Fields, Fields, dict[str, str]], Kind]
 _KINDS: dict[str, _Make] = {
-  "Qwen2VLImageProcessor": lambda own, around, vision, tokens: qwen_vl.make(own),
-  "Qwen2_5_VLImageProcessor": lambda own, around, vision, tokens: qwen_vl.make(own),
+  "Qwen2VLImageProcessor": lambda fields, outer, vision, tokens: qwen_vl.make(fields),
+  "Qwen2_5_VLImageProcessor": lambda fields, outer, vision, tokens: qwen_vl.make(fields),
   "Gemma3ImageProcessor": gemma3.make,
-  "Gemma4ImageProcessor": lambda own, around, vision, tokens: gemma4.make(own, tokens),
+  "Gemma4ImageProcessor": lambda fields, outer, vision, tokens: gemma4.make(fields, tokens),
   "Idefics3ImageProcessor": idefics3.make,
   "SmolVLMImageProcessor": idefics3.make,
 }
@@ -183,14 +183,14 @@ def load(folder: str | Path, tokenizer: TextEncoder) -> Processor | None:
   found = read(folder) if folder.is_dir() else None
   if found is None:
     return None
-  own, around = found
-  name = own.get("image_processor_type") or own.get("feature_extractor_type")
+  fields, outer = found  # of the image processor, and of the processor that contains it
+  name = fields.get("image_processor_type") or fields.get("feature_extractor_type")  # the older key
   base = str(name).removesuffix("Fast").removesuffix("Pil")  # names of variants of one processor
   if base not in _KINDS:
-    own.refuse("image_processor_type", f"choose one of {', '.join(_KINDS)}")
+    fields.refuse("image_processor_type", f"choose one of {', '.join(_KINDS)}")
   config = read_json(folder / "config.json") or {}
   vision = Fields(config.get("vision_config") or {}, "config.json: vision_config")
-  kind = _KINDS[base](own, around, vision, special_tokens(folder, tokenizer))
+  kind = _KINDS[base](fields, outer, vision, special_tokens(folder, tokenizer))
   ids = tokenizer.encode(kind.token)
   if len(ids) != 1:
     raise ConfigError(

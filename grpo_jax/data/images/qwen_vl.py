@@ -86,7 +86,10 @@ class QwenVL(Kind):
     return split.swapaxes(1, 2).reshape(-1, *rest)
 
   def _resized(self, height: int, width: int) -> tuple[int, int]:
-    """The height and width after resizing. Raises ValueError if the processor has no such size."""
+    """The height and width after resizing, rounded as by `smart_resize` of transformers.
+
+    Raises ValueError if the image is too narrow.
+    """
     if max(height, width) > _MOST_STRETCHED * min(height, width):
       raise ValueError(f"one side is more than {_MOST_STRETCHED} times the other")
     unit = self.patch * self.merge

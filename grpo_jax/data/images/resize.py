@@ -52,7 +52,7 @@ def resize(image: np.ndarray, height: int, width: int, resample: int) -> np.ndar
   Returns:
     uint8 [height, width, channels].
   """
-  if image.shape[1] != width:
+  if image.shape[1] != width:  # the width first, as in torchvision, whose rounding depends on it
     planes = np.ascontiguousarray(image.transpose(1, 0, 2))
     image = _first_axis(planes, width, resample).transpose(1, 0, 2)
   if image.shape[0] != height:
@@ -71,6 +71,7 @@ def _first_axis(image: np.ndarray, size: int, resample: int) -> np.ndarray:
   resized = np.empty((size, flat.shape[1]), np.uint8)
   for begin in range(0, size, _TOGETHER):
     rows = slice(begin, min(begin + _TOGETHER, size))
+    # The block sums over the input rows from `low` to `high`.
     low, high = int(sources[0, rows].min()), int(sources[-1, rows].max()) + 1
     matrix = np.zeros((rows.stop - begin, high - low))
     for source, weight in zip(sources[:, rows], weights[:, rows]):
@@ -87,6 +88,9 @@ def _first_axis(image: np.ndarray, size: int, resample: int) -> np.ndarray:
 @functools.lru_cache(64)
 def _weights(old: int, new: int, resample: int) -> tuple[np.ndarray, np.ndarray, int]:
   """The input indices of size `old` that each output index sums over, and their integer weights.
+
+  Indices and weights are rounded as in UpSampleKernel.cpp of PyTorch, by the functions
+  `_compute_indices_min_size_weights_aa` and `_compute_index_ranges_int16_weights`.
 
   Returns:
     (indices, int64 [summands, new]; weights, int32 [summands, new], which are divided by 2**bits

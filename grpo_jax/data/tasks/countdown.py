@@ -51,9 +51,8 @@ def _example(split: str, index: int) -> dict[str, Any]:
   rng = random.Random(f"countdown/{split}/{index}")
   while True:
     numbers = [1 + int(rng.random() * LARGEST) for _ in range(3)]
-    values = [_value(numbers, signs) for signs in _SIGNS]
-    right = int(rng.random() * len(_SIGNS))
-    target = values[right]
+    right = int(rng.random() * len(_SIGNS))  # the index of the signs that make the target
+    target = _value(numbers, _SIGNS[right])
     if 1 <= target <= LARGEST_TARGET and split_of(numbers, target) == split:
       break
   answer = _expression(numbers, right)

@@ -16,9 +16,9 @@ from grpo_jax.settings import ConfigError
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 # Prompts, reward functions and the warm start read these fields as texts. Files may have numbers.
 _TEXT_FIELDS = ("question", "answer", "solution", "task")
-# Reward functions have arguments of these names. Only a column that the first row has, or that a
-# template uses, replaces them.
-_OF_RUN = ("prompts", "messages")
+# The run gives reward functions arguments of these names. Only a column that the first row has, or
+# that a template uses, replaces them: a stray one in a later row must not.
+_REWARD_ARGUMENTS = ("prompts", "messages")
 _ABSENT = object()
 
 
@@ -113,8 +113,12 @@ class ExampleMaker:
     # For a name that no row has, `fill` raises an error that lists the existing fields.
     self._columns_read = [name for name in dict.fromkeys(in_templates) if _has(rows, names, name)]
     used = {name.partition(".")[0] for name in (*self._columns_read, *needed)}
-    self._names = [name for name in names if name in rows[0] or name in used or name not in _OF_RUN]
-    self._prompt = [name for name in needed if name in self._added or _has(rows, names, name)]
+    self._names = [
+      name for name in names if name in rows[0] or name in used or name not in _REWARD_ARGUMENTS
+    ]
+    self._prompt_fields = [
+      name for name in needed if name in self._added or _has(rows, names, name)
+    ]
 
   def __call__(self, row: Row, where: str) -> Example:
     """Makes the example of a row. `where` is the name of the row in error messages.
@@ -130,7 +134,7 @@ class ExampleMaker:
       example[name] = (
         fill(source, columns, "data.columns") if is_template else value_of(columns, source)
       )
-    _check_has(example, self._prompt, where)
+    _check_has(example, self._prompt_fields, where)
     for name in _TEXT_FIELDS:
       if isinstance(example.get(name), (int, float)):
         example[name] = _as_text(example[name])
@@ -139,7 +143,7 @@ class ExampleMaker:
         # `Examples` checks an example, but does not look into `GivenImages`.
         check_texts_and_depth(example[name], where)
         example[name] = GivenImages(example[name], f"data.path: {where}: {name}", self._folder)
-    for name in self._prompt:
+    for name in self._prompt_fields:
       if isinstance(example.get(name), list):
         place = f"data.path: {where}: {name}"
         # Messages may contain images as paths, URLs or bytes. A source reads them later.

@@ -107,7 +107,7 @@ def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
   """The number of places of each source in an epoch. A place is one example.
 
   An epoch has every row at least once. The rows of a source repeat if its weight demands more
-  places than it has rows.
+  places than it has rows: sizes (100, 10) with weights (1, 1) give [100, 100].
 
   Args:
     sizes: The number of rows of each source.

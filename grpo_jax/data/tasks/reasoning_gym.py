@@ -46,7 +46,7 @@ class Problems(Generated):
     for tried in range(MOST_TRIED):
       try:
         entry = self._entry((index * seeds + tried) % (len(self) * seeds))  # wraps at the end
-      except ConfigError:
+      except ConfigError:  # the knobs are wrong, so no other seed helps
         raise
       except Exception as error:  # a task may fail to make a problem of some seeds
         failures.append(f"{type(error).__name__}: {' '.join(str(error).split()):.200}")

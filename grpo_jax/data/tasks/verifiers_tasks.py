@@ -17,7 +17,7 @@ from grpo_jax.settings import ConfigError, shown
 _MOST = 10_000  # the most tasks that are read from a taskset
 
 
-@functools.lru_cache(8)
+@functools.lru_cache(8)  # a run's task and its harness load the same taskset
 def load(id: str) -> tuple[Any, Sequence[Any]]:
   """Loads the environment of a taskset, and its tasks.
 

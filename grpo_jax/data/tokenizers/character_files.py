@@ -51,9 +51,9 @@ def _engine(alphabet: Sequence[str]) -> tokenizers.Tokenizer:
   added = []
   for character in alphabet:
     symbols = _byte_symbols(character)
-    if len(symbols) == 1:
+    if len(symbols) == 1:  # an ASCII character
       tokens.append(symbols)
-    elif character in _SYMBOLS:
+    elif character in _SYMBOLS:  # its text would be decoded as another byte
       tokens.append(symbols)
       merges.append((symbols[0], symbols[1]))
     else:

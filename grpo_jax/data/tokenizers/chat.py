@@ -125,11 +125,12 @@ def options_of(entries: Sequence[str]) -> dict[str, Any]:
     ConfigError: An entry is not NAME=VALUE with a JSON-like value, or its name is one of the
       variables that the run sets.
   """
+  # The entries are written like the arguments of a call. The name of the call has no meaning.
   _, options = calls.parse(f"chat_template({', '.join(entries)})", _OPTIONS)
   for name in options.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
     raise ConfigError(f"{_OPTIONS}: the chat template gets {name} from the run; leave it out")
   try:
-    json.dumps(options)
+    json.dumps(options)  # `_Process` sends them as JSON
   except (TypeError, ValueError):
     raise ConfigError(
       f"{_OPTIONS}: {shown(list(entries))} has a value that JSON does not have; write numbers,"
@@ -182,12 +183,13 @@ class Template:
       **given,
       "add_generation_prompt": generation_prompt,
       "tools": tools,
-      "documents": None,
+      "documents": None,  # transformers sets it, too
     }
     texts: list[str] = []
     for start in range(0, len(conversations), _TOGETHER):
       batch = [
-        [*map(self._given, messages)] for messages in conversations[start : start + _TOGETHER]
+        [*map(self._for_template, messages)]
+        for messages in conversations[start : start + _TOGETHER]
       ]
       answer = _PROCESS.ask({"source": self._source, "shared": shared, "conversations": batch})
       if "error" in answer:
@@ -197,7 +199,7 @@ class Template:
       self._refuse("cannot render a conversation", "it makes half of a surrogate pair")
     return texts
 
-  def _given(self, message: Message) -> Message:
+  def _for_template(self, message: Message) -> Message:
     """The message as the template gets it.
 
     A missing content is "", which every template can print. Beside tool calls, it is None if the
@@ -230,6 +232,7 @@ class _Process:
     with self._lock:
       if self._process is None:
         self._process = subprocess.Popen(
+          # -P: the modules beside the script must not hide packages of the same names.
           [sys.executable, "-P", Path(__file__).with_name("chat_process.py"), str(SECONDS)],
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,

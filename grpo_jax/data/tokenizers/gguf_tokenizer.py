@@ -76,7 +76,7 @@ def make_files(path: str | os.PathLike) -> dict[str, bytes]:
     "truncation": None,
     "padding": None,
     "added_tokens": vocabulary.added_tokens(),
-    **_KINDS[kind](file, vocabulary),
+    **_KINDS[kind](file, vocabulary),  # normalizer, pre_tokenizer, decoder and model
   }
   config = _config(file, vocabulary, kind)
   parts["post_processor"] = _post_processor(config, vocabulary)
@@ -158,8 +158,8 @@ def _numbers(file: GGUFFile, key: str, count: int) -> np.ndarray | None:
 def _config(file: GGUFFile, vocabulary: _Vocabulary, kind: str) -> dict[str, Any]:
   """Makes the object of tokenizer_config.json. `kind` is tokenizer.ggml.model."""
   # If the field is missing, llama.cpp puts the bos_token before texts of these tokenizers.
-  adds = kind == "llama" or _get(file, "tokenizer.ggml.pre", str, "") in _WHOLE_WORDS
-  add_bos = _get(file, "tokenizer.ggml.add_bos_token", bool, adds)
+  adds_by_default = kind == "llama" or _get(file, "tokenizer.ggml.pre", str, "") in _WHOLE_WORDS
+  add_bos = _get(file, "tokenizer.ggml.add_bos_token", bool, adds_by_default)
   config = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
@@ -178,23 +178,18 @@ def _post_processor(config: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[
   """The part of tokenizer.json that adds the bos_token and the eos_token to a text or two texts."""
   first = {"Sequence": {"id": "A", "type_id": 0}}
   second = {"Sequence": {"id": "B", "type_id": 1}}
-  single: list[dict[str, Any]] = [first]  # the template of one text. `pair` is for two
-  pair: list[dict[str, Any]] = [first, second]
   used = {}
+  # For each role: its entry beside text A, and its entry beside text B. Empty if it is not added.
+  around: dict[str, list[list[dict[str, Any]]]] = {}
   for role in ("bos_token", "eos_token"):
-    if not config[f"add_{role}"]:
-      continue
-    token = config[role]
-    used[token] = {"id": token, "ids": [vocabulary.tokens.index(token)], "tokens": [token]}
-    marks = [{"SpecialToken": {"id": token, "type_id": i}} for i in (0, 1)]  # for either text
-    if role == "bos_token":
-      single, pair = [marks[0], first], [marks[0], first, marks[1], second]
-    else:
-      single, pair = [*single, marks[0]], [*pair[:-1], marks[0], second, marks[1]]
-      if config["add_bos_token"]:  # the eos_token must come before the second bos_token
-        begin_first = {"SpecialToken": {"id": config["bos_token"], "type_id": 0}}
-        begin_second = {"SpecialToken": {"id": config["bos_token"], "type_id": 1}}
-        pair = [begin_first, first, marks[0], begin_second, second, marks[1]]
+    around[role] = [[], []]
+    if config[f"add_{role}"]:
+      token = config[role]
+      used[token] = {"id": token, "ids": [vocabulary.tokens.index(token)], "tokens": [token]}
+      around[role] = [[{"SpecialToken": {"id": token, "type_id": i}}] for i in (0, 1)]
+  bos, eos = around["bos_token"], around["eos_token"]
+  single = [*bos[0], first, *eos[0]]
+  pair = [*single, *bos[1], second, *eos[1]]
   return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
 
 
@@ -207,7 +202,7 @@ def _on_bytes(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
   # Added tokens stay texts. All others must be in byte symbols, and a file may have them as texts.
   added = (_CONTROL, _USER_DEFINED)
   ids = {
-    token if kind in added or _ALPHABET.issuperset(token) else _spelled(token): number
+    token if kind in added or _ALPHABET.issuperset(token) else _in_byte_symbols(token): number
     for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types))
   }
   on_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -240,7 +235,7 @@ def _on_bytes(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
   }
 
 
-def _spelled(token: str) -> str:
+def _in_byte_symbols(token: str) -> str:
   """A token in the byte symbols of a byte-level BPE."""
   return "".join(piece for piece, _ in _BYTES.pre_tokenize_str(token))
 

@@ -90,7 +90,7 @@ class HuggingFaceCodec:
     try:
       return [
         encoding.ids
-        for batch in _in_parts(texts)
+        for batch in _in_batches(texts)
         for encoding in engine.encode_batch(batch, add_special_tokens=False)
       ]
     except Exception:  # for an unknown character, the library raises Exception itself
@@ -122,20 +122,20 @@ class HuggingFaceCodec:
       self._expressible.add(character)
 
 
-def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
+def _in_batches(texts: Sequence[str]) -> Iterator[list[str]]:
   """Yields the texts in batches of at most `_AT_ONCE` characters, in order.
 
   The batches limit memory, because the library needs about 100 bytes for each token of a batch.
   """
-  part, characters = list[str](), 0
+  batch, characters = list[str](), 0
   for text in texts:
-    if part and characters + len(text) > _AT_ONCE:
-      yield part
-      part, characters = [], 0
-    part.append(text)
+    if batch and characters + len(text) > _AT_ONCE:
+      yield batch
+      batch, characters = [], 0
+    batch.append(text)
     characters += len(text)
-  if part:
-    yield part
+  if batch:
+    yield batch
 
 
 def _make_engine(parts: Mapping[str, Any]) -> tokenizers.Tokenizer:

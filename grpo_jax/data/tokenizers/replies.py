@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions
 
 _MARK = "Zq7Turn"  # the text or argument in the stand-in turn. The reply's text follows it
-_SAID = "Zq7Said"  # the start of the messages that probe a template
+_PROBE = "Zq7Said"  # the start of the messages that probe a template
 _MOST_KNOWN = 1000  # the most entries of the cache of stand-ins
 _Turn = Callable[[Sequence[Message]], Message]  # maps the reply's messages to the stand-in turn
 
@@ -76,12 +76,13 @@ class Replies:
     # If the stand-in is a call, the text starts with its closing brackets, before the turn's end.
     # If it is a text, the text starts with the turn's end, which need not be a stop token.
     end = next((place for place, token in enumerate(ids) if token in stop_ids), None)
-    if end is None and turn is not _said:
+    if end is None and turn is not _says_text:
       raise ConfigError(
         "data.tokenizer: its chat template ends a call of a tool with none of the tokens that end"
         " a turn; add that token to eos_token_id in generation_config.json"
       )
     end = end or 0
+    # If the policy drew the token that ends its turn, the reply does not repeat it.
     return ids[end + 1 :] if ids[end : end + 1] == [last_id] else ids[end:]
 
   def _encoded(self, text: str) -> list[int]:
@@ -120,10 +121,10 @@ class Replies:
     Raises ConfigError if the template fails, or drops the turn or a message, for every stand-in.
     """
     probes = [
-      {"role": role, "content": f"{_SAID}{i}", "name": "tool"} for i, role in enumerate(roles)
+      {"role": role, "content": f"{_PROBE}{i}", "name": "tool"} for i, role in enumerate(roles)
     ]
     problem: ConfigError | None = None  # the error of the first stand-in that fails
-    for turn in (_said, _calls_each, _calls_once):
+    for turn in (_says_text, _calls_each, _calls_once):
       try:
         text = self._rendered(turn, probes, tools)
       except ConfigError as error:
@@ -154,7 +155,7 @@ class Replies:
     return after if found else ""
 
 
-def _said(messages: Sequence[Message]) -> Message:
+def _says_text(messages: Sequence[Message]) -> Message:
   """The stand-in turn with a text, which most templates support."""
   del messages
   return {"role": "assistant", "content": _MARK}

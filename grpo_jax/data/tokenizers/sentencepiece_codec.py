@@ -24,13 +24,16 @@ def from_files(files: Mapping[str, bytes]) -> "SentencePieceCodec":
   """Makes the codec of tokenizer.model and of the JSON files in its folder."""
   config = read_json(files, "tokenizer_config.json")
   added_ids = read_json(files, "added_tokens.json")
-  added_tokens = {i: {"content": text} for text, i in added_ids.items()}
+  special_texts = special_tokens.all_texts(files)
+  added_tokens: dict[int, Mapping[str, Any]] = {
+    i: {"content": text, "special": text in special_texts} for text, i in added_ids.items()
+  }
   for i, token in config.get("added_tokens_decoder", {}).items():
     added_tokens[int(i)] = token
   return SentencePieceCodec(
     files["tokenizer.model"],
     added_tokens,
-    special_tokens.texts(files).values(),
+    special_texts,
     legacy=bool(config.get("legacy")),
   )
 

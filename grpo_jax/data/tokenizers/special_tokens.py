@@ -23,6 +23,17 @@ def texts(files: Mapping[str, bytes]) -> dict[str, str]:
   return {role: text for role, text in found.items() if text}
 
 
+def all_texts(files: Mapping[str, bytes]) -> set[str]:
+  """The texts of all special tokens: those with a role, and the lists of those without one."""
+  found = set(texts(files).values())
+  for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    values = read_json(files, name)
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+      tokens = values.get(key) or ()  # transformers 4 also takes {role: token}
+      found |= set(map(_text, tokens.values() if isinstance(tokens, dict) else tokens))
+  return found - {""}
+
+
 def stop_and_pad_ids(
   files: Mapping[str, bytes], token_to_id: Callable[[str], int | None]
 ) -> tuple[tuple[int, ...], int | None]:

@@ -49,7 +49,7 @@ def _tool(server: str, found: Any) -> Callable[..., Any]:
 
   async def call(**arguments: Any) -> str:
     for _ in range(2):  # once more if the connection of earlier calls was lost
-      try:
+      try:  # in a thread, because connecting blocks
         connection = await asyncio.to_thread(_connection, server)
       except ConfigError as error:
         raise Unreachable(f"called {found.name}: {error}") from None
@@ -105,9 +105,13 @@ class _Connection:
     self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
     self._thread.start()
     try:
+      # The thread's own limit is _SECONDS. It then closes the connection, and passes its error on.
       self._loop, self._client, self.tools = self._ready.result(_SECONDS + 2 * _SECONDS_OF_END)
-    except BaseException as error:
-      said = " ".join(str(_first_of(error)).split())[:200] or type(_first_of(error)).__name__
+    except (KeyboardInterrupt, SystemExit):
+      raise
+    except BaseException as error:  # the thread's, such as a group of errors
+      first_error = _first_of(error)
+      said = " ".join(str(first_error).split())[:200] or type(first_error).__name__
       raise ConfigError(
         f"environment.tools: no MCP server answers at {shown(PREFIX + server)}: {said}"
       ) from None
@@ -172,6 +176,7 @@ class _Connection:
     server: Any = self._server
     if not server.startswith(("http://", "https://")):
       command, *arguments = shlex.split(server)
+      # Without `env`, a server would get only a few of this process's environment variables.
       server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
     self._end = asyncio.Event()
     async with asyncio.timeout(_SECONDS) as limit, mcp.Client(server) as client:

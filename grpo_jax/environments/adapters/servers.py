@@ -87,7 +87,7 @@ def action_of(text: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     value = None
   if isinstance(value, dict) and value and set(value) <= set(fields):
     return value
-  for name, schema in fields.items():
+  for name, schema in fields.items():  # anyOf: a field such as str | None
     kinds = [schema.get("type"), *(one.get("type") for one in schema.get("anyOf", ()))]
     if "string" in kinds:
       return {name: text}

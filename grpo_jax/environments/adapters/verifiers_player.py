@@ -35,6 +35,7 @@ async def play(
   from verifiers.v1.clients import EvalClientConfig, ModelContext
 
   environment, tasks = verifiers_tasks.load(id)
+  # The first of the concurrent calls starts the servers, which the others wait for.
   async with _LOCKS.setdefault(id, asyncio.Lock()):
     if id not in _SERVED:
       stack = contextlib.AsyncExitStack()

@@ -34,6 +34,7 @@ def by_rows(attend_rows: AttendRows) -> AttendGroups:
     """Attends within the prompts, then from each completion's row to prompt and completion."""
     P, _, H, E = q_PNHE.shape
     S, G, T = view.prompt_slots, view.completions, view.slots
+    # A prompt's padding comes last, so its tokens do not see it: a query sees no later key.
     prompt_out = attend_rows(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], None, view)
     if G == 0:
       return prompt_out
@@ -78,8 +79,9 @@ def _is_token(lengths_P: jax.Array, view: View) -> jax.Array:
 def on_mesh(attend: AttendGroups) -> AttendGroups:
   """Runs `attend` on each device's groups and heads, if `view.rows` names a mesh.
 
-  The heads are split over the mesh axis `tensor` if its size divides H. If its size does not divide
-  K, keys and values are repeated for each query head.
+  The heads are split over the mesh axis `tensor` if its size divides H. Otherwise each device along
+  this axis computes all heads. If its size divides H but not K, keys and values are repeated for
+  each query head.
   """
 
   def attend_on_mesh(
@@ -99,19 +101,20 @@ def on_mesh(attend: AttendGroups) -> AttendGroups:
       k_PNKE, v_PNKE = (jnp.repeat(x, H // K, axis=2) for x in (k_PNKE, v_PNKE))
 
     def attend_here(
-      q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array, arrays: dict[str, Any]
+      q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array, view_arrays: dict[str, Any]
     ) -> jax.Array:
-      return attend(q, k, v, lengths_P, dataclasses.replace(view, **arrays))
+      return attend(q, k, v, lengths_P, dataclasses.replace(view, **view_arrays))
 
     heads = PartitionSpec(row_axes, None, head_axis, None)
-    arrays = dict(sinks_H=view.sinks_H, pictures_PS=view.pictures_PS)
-    of_arrays = dict(sinks_H=PartitionSpec(head_axis), pictures_PS=PartitionSpec(row_axes))
+    # The view's arrays become arguments, too, because a shard_map splits only its arguments.
+    view_arrays = dict(sinks_H=view.sinks_H, pictures_PS=view.pictures_PS)
+    view_specs = dict(sinks_H=PartitionSpec(head_axis), pictures_PS=PartitionSpec(row_axes))
     return jax.shard_map(
       attend_here,
       mesh=mesh,
-      in_specs=(heads, heads, heads, PartitionSpec(row_axes), of_arrays),
+      in_specs=(heads, heads, heads, PartitionSpec(row_axes), view_specs),
       out_specs=heads,
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
-    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, arrays)
+    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view_arrays)
 
   return attend_on_mesh

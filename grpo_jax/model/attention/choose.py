@@ -37,6 +37,7 @@ def choose(
   reason = why_not(wanted, platform, dtype, head_dim, cap, sinks)
   if not reason:
     return wanted, ""
+  # `chunked` runs on every platform, and its memory is linear in the tokens, as a kernel's is.
   return "chunked", f"attention is computed in chunks, without a kernel: {reason}"
 
 

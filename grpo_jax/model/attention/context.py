@@ -268,7 +268,7 @@ def across(attend: AttendStream, has_kernel: bool) -> AttendStream:
   ) -> jax.Array:
     mesh, row_axes, pictures_PS = view.rows.mesh, view.rows.spec[0], view.pictures_PS
     head_axis = "tensor" if q_PNHE.shape[2] % mesh.shape["tensor"] == 0 else None
-    if head_axis:
+    if head_axis:  # a device that holds query heads must hold their key heads
       k_PNKE, v_PNKE = (_divided(x, mesh.shape[head_axis]) for x in (k_PNKE, v_PNKE))
 
     def attend_here(
@@ -280,7 +280,9 @@ def across(attend: AttendStream, has_kernel: bool) -> AttendStream:
       sinks_H: jax.Array | None,
       pictures_PS: jax.Array | None,
     ) -> jax.Array:
+      """Attention on a device that has some tokens of some heads, by the cheapest exchange."""
       (H, E), K, item = q.shape[2:], k.shape[2], q.dtype.itemsize
+      # With `rows`, `by_rows.on_mesh` would split what is already split.
       here = dataclasses.replace(view, rows=None, sinks_H=sinks_H, pictures_PS=pictures_PS)
       sizes = H, K, E, item, mesh.shape[AXIS], view.window, has_kernel, pictures_PS is not None
       exchange = cheapest(SplitAttention(*sizes))
@@ -327,7 +329,7 @@ def recur_by_heads(
     J = jax.tree.leaves(empty)[0].shape[0]
     tensor, context = (mesh.shape[axis] for axis in head_axes)
     # Each device along `tensor` has a block of heads. Zeros are added at the end of every block, so
-    # that no head moves to another device.
+    # that no head moves to another device. If `tensor` does not divide J, all heads are one block.
     blocks = 1 if J % tensor else tensor
     in_block = J // blocks
     more = -in_block % (tensor // blocks * context)

@@ -24,7 +24,7 @@ from grpo_jax.model.mixers.seen import KeysAndValues
 
 _BLOCKS = (512, 256, SLOTS)  # slots that are read at a time
 _BLOCK_BYTES = 2**18  # of a row's keys in a block. With more, a v5e's kernel does not compile.
-_ROWS = 8  # rows whose blocks are read together
+_ROWS = 8  # rows whose blocks are read together: a tile of a TPU has 8 rows
 _HIDDEN = -1e30  # a score that stands for minus infinity, without its NaNs
 
 
@@ -89,7 +89,7 @@ def attention(
   Returns:
     [P, K, G, R, E] in the dtype of the queries.
   """
-  cap, interpret = config.attention_cap, config.platform != "tpu"
+  cap, interpret = config.attention_cap, config.platform != "tpu"  # tests emulate the kernel
   kernel = functools.partial(own_attention, cap=cap, interpret=interpret)
   if not config.on_one_device:
     rows, heads = config.rows.spec[0], config.axis_of(q_PKGRE.shape[1])
@@ -104,19 +104,19 @@ def attention(
       out_specs=by_row,
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
     )
-  out, norm = kernel(q_PKGRE, own)
+  out, log_total = kernel(q_PKGRE, own)  # over the rows' own tokens alone
   if sinks_H is not None:  # a sink adds to the sum of the softmax, but brings no value
     K, _, R, _ = q_PKGRE.shape[1:]
-    with_sinks = jnp.logaddexp(norm, sinks_H.astype(jnp.float32).reshape(K, 1, R, 1))
-    out, norm = out * jnp.exp(norm - with_sinks), with_sinks
+    with_sinks = jnp.logaddexp(log_total, sinks_H.astype(jnp.float32).reshape(K, 1, R, 1))
+    out, log_total = out * jnp.exp(log_total - with_sinks), with_sinks
   if prefix is None:
     return out.astype(q_PKGRE.dtype)
   scores = einsum("pkgre,pkse->pkgrs", q_PKGRE, prefix[0])
   scores = cap * jnp.tanh(scores / cap) if cap else scores
   scores = jnp.where(prefix_mask, scores, -jnp.inf)
-  # With a window, a row may see nothing of its prompt: `norm` keeps the maximum finite.
-  largest = jnp.maximum(scores.max(-1, keepdims=True), norm)
-  weights, own_weight = jnp.exp(scores - largest), jnp.exp(norm - largest)
+  # With a window, a row may see nothing of its prompt: `log_total` keeps the maximum finite.
+  largest = jnp.maximum(scores.max(-1, keepdims=True), log_total)
+  weights, own_weight = jnp.exp(scores - largest), jnp.exp(log_total - largest)
   of_prompt = einsum("pkgrs,pkse->pkgre", weights.astype(q_PKGRE.dtype), prefix[1])
   total = own_weight + weights.sum(-1, keepdims=True)
   return ((own_weight * out + of_prompt) / total).astype(q_PKGRE.dtype)
@@ -141,7 +141,9 @@ def own_attention(
   C = arrays[0].shape[4]
   most_slots = _BLOCK_BYTES // (E * arrays[0].dtype.itemsize)
   fitting = [size for size in _BLOCKS if C % size == 0 and size <= most_slots]
-  slots, members = max(fitting, default=SLOTS), _divisor(G, _ROWS)
+  slots = max(fitting, default=SLOTS)
+  # At most _ROWS rows are read together: of one prompt and, if it has fewer rows, of several.
+  members = _divisor(G, _ROWS)
   prompts = _divisor(P, _ROWS // members)
   blocks = _Blocks(slots, C // slots, prompts, members, structure)
   # How many blocks the rows that are read together need: the block of the newest token, which has
@@ -160,6 +162,7 @@ def own_attention(
       grid=(P // prompts, K, G // members, blocks.in_cache),
       in_specs=[_by_row(blocks, q_PKGRE), *(_by_slot(blocks, x) for x in arrays)],
       out_specs=[_by_row(blocks, x) for x in out_types],
+      # The running maxima, sums and outputs of the rows.
       scratch_shapes=[pltpu.VMEM((rows, R, width), jnp.float32) for width in (1, 1, E)],
     ),
     out_shape=out_types,
@@ -184,7 +187,8 @@ def _by_slot(blocks: _Blocks, x: jax.Array) -> pl.BlockSpec:
   """The rows' block of slots in keys, values [L, P, K, G, C, E] or scales [L, P, K, G, 1, C].
 
   The grid's last axis, `back`, counts blocks back from the newest token's. The functions return the
-  index of a block, from the indices of the grid and the scalars that `_kernel` explains.
+  index of a block, from the indices of the grid and the scalars that `_kernel` explains. In `x`,
+  scales still have the shape [..., C, 1], from before `own_attention` swaps their last two axes.
   """
 
   def where(p: Any, k: Any, g: Any, *rest: Any) -> tuple[Any, ...]:
@@ -212,6 +216,7 @@ def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
   # and `visible` how many tokens each row sees, counted back from the newest one.
   at, needed, visible, q_ref, *own_refs, out_ref, norm_ref, max_ref, sum_ref, values_ref = refs
   p, _, g, back = (pl.program_id(axis) for axis in range(4))
+  # (prompt, member) of each of the rows that are read together.
   rows = [divmod(row, blocks.members) for row in range(blocks.prompts * blocks.members)]
 
   @pl.when(back == 0)
@@ -249,7 +254,8 @@ def _with_block(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Adds a block to the running maximum [R, 1], sum [R, 1] and output [R, E] of the softmax."""
   max_R1, sum_R1, summed_RE = state
-  (keys_BE, key_scales), (values_BE, value_scales) = (_parts(x, q_RE.dtype) for x in own)
+  keys_BE, key_scales = _vectors_and_scales(own[0], q_RE.dtype)
+  values_BE, value_scales = _vectors_and_scales(own[1], q_RE.dtype)
   scores_RB = _product(q_RE, keys_BE, 1) * key_scales
   if cap:
     scores_RB = cap * jnp.tanh(scores_RB / cap)
@@ -263,7 +269,7 @@ def _with_block(
   return new_max_R1, sum_R1, summed_RE * shrink_R1 + added_RE
 
 
-def _parts(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | float]:
+def _vectors_and_scales(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | float]:
   """A block's vectors [B, E] in a dtype, and the factors [1, B] of the products with them."""
   if isinstance(x, Int8):
     return x.values.astype(dtype), x.scales

@@ -87,7 +87,7 @@ def attend_packed(
   if window:
     sees &= back_PNN < window
   sees_prompt = prompt_mask(prompt_lengths_P, S, place_PN[..., None], window)
-  prompts = dataclasses.replace(view, completions=0, window=window)
+  prompts = dataclasses.replace(view, completions=0)
   out_PSHE = attend(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], prompt_lengths_P, prompts)
 
   scoring = Scoring(view.cap, view.sinks_H)

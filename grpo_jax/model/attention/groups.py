@@ -104,7 +104,8 @@ def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
   """The attention of groups, whose tokens may be split over devices."""
   S, name = groups.prompt_slots, attention_of(config)[0]
   attend = implementation(name)
-  # With few tokens in the stream, its whole scores are fewer than those of the rows.
+  # `dense` can attend within the stream. With N <= 2 T slots in it, a head has N^2 <= 4 T^2 scores
+  # there, and G T^2 in rows.
   is_stream = (
     name == "dense"
     and groups.packing is not None
@@ -156,7 +157,7 @@ def in_groups(
 
   def attend_of(window: int, memory: Any) -> Attend:  # of a layer with this window and LayerMemory
     pictures = pictures_PS if config.sees_both_ways(window) else None
-    scoring = dict(window=window, cap=config.attention_cap, rows=config.rows)
+    settings = dict(window=window, cap=config.attention_cap, rows=config.rows)
 
     def attend_in_groups(
       q_PNHE: jax.Array,
@@ -165,13 +166,13 @@ def in_groups(
       sinks_H: jax.Array | None = None,
       kept: Any = None,
     ) -> tuple[jax.Array, Any]:
-      """A `seen.Attend`. `kept`, if given, is kept in place of the keys and values."""
+      """A `seen.Attend`. Latent attention gives its latents as `kept`, to keep instead of keys."""
       arrays = dict(sinks_H=sinks_H, pictures_PS=pictures)
-      view = View(groups.prompt_slots, groups.completions, groups.slots, **arrays, **scoring)
+      view = View(groups.prompt_slots, groups.completions, groups.slots, **arrays, **settings)
       if k_PNKE is None:  # the layer borrows the keys and values of another layer
         k_PNKE, v_PNKE = memory.stack
       elif keep:
-        kept = kept or (k_PNKE, v_PNKE)  # latent attention gives its latents as `kept`
+        kept = kept or (k_PNKE, v_PNKE)
       out_PNHE = attend(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, groups.packing, view)
       return out_PNHE, kept if keep else None
 

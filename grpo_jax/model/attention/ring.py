@@ -154,6 +154,7 @@ def chunk_size(queries: int, scores: int) -> int:
     queries: How many there are in all. The chunks are about equally long.
     scores: The scores of one query, of all prompts and heads.
   """
+  # At least 8 queries, which a TPU computes as fast as one.
   most = min(queries, MAX_CHUNK, max(8, MAX_SCORES // scores))
   return -(-queries // -(-queries // most))
 
@@ -199,6 +200,9 @@ def _ring(
 ) -> jax.Array:
   """The outputs [2, chunks, P, Q, K, R, E] of the queries of a device's two pieces.
 
+  The backward pass, `_backward`, goes around the ring again and recomputes the scores. JAX's own
+  gradient would keep the keys and values of every turn, so those of all devices.
+
   Args:
     ring: The constants.
     q: [2, chunks, P, Q, K, R, E].
@@ -215,7 +219,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
   """Returns the outputs of `_ring`, and the arrays that the backward pass needs.
 
-  k and v go once around the devices. The last array has the logs of the softmax sums.
+  k and v go once around the devices. The last saved array has the logs of the softmax sums.
   """
   _, chunks, P, Q, K, R, E = q.shape
   largest = jnp.broadcast_to(sinks_KR[..., None], (2, chunks, P, K, R, Q))
@@ -249,7 +253,8 @@ def _forward(
     """Adds the keys that are here to the sums of both pieces of queries, and passes the keys on."""
     sums, moving = carry
     new_sums = []
-    for a, of_piece in enumerate((_Sums(*(x[0] for x in sums)), _Sums(*(x[1] for x in sums)))):
+    of_pieces_here = [_Sums(*(x[a] for x in sums)) for a in range(2)]
+    for a, of_piece in enumerate(of_pieces_here):
       for b in range(2):
         pair = _pair(ring, q, of_pieces, number, (a, b))
         arguments = of_piece, pair, moving[0][b], moving[1][b]
@@ -261,9 +266,8 @@ def _forward(
 
   turns = jnp.arange(jax.lax.axis_size(ring.axis))
   (sums, _), _ = jax.lax.scan(turn, (sums, (k, v)), turns)
-  total = jnp.maximum(
-    sums.total, jnp.finfo(jnp.float32).tiny
-  )  # a slot without a token has a sum of 0
+  # A slot without a token has a sum of 0.
+  total = jnp.maximum(sums.total, jnp.finfo(jnp.float32).tiny)
   out = (sums.values / jnp.moveaxis(total, -1, 3)[..., None]).astype(q.dtype)
   return out, (q, k, v, sinks_KR, of_pieces, out, sums.largest + jnp.log(total))
 
@@ -323,7 +327,9 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
   zeros = jnp.zeros(k.shape, jnp.float32)
   turns = jnp.arange(jax.lax.axis_size(ring.axis))
   carry = jnp.zeros(q.shape, jnp.float32), (k, v, zeros, zeros)
+  # After as many turns as there are devices, dk and dv are back where their keys and values belong.
   (dq, (_, _, dk, dv)), _ = jax.lax.scan(turn, carry, turns)
+  # A sink has the weight exp(sink - log_total) and the value 0, so only `products` is left.
   dsinks = -(jnp.exp(sinks_KR[..., None] - log_total) * products).sum((0, 1, 2, 5))
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
 
@@ -338,18 +344,19 @@ def _pair(
   a, b = pieces
   devices, here = jax.lax.axis_size(ring.axis), jax.lax.axis_index(ring.axis)
   source = (here - number) % devices  # the device whose keys these are: each turn passes them on
-  of_queries = 2 * devices - 1 - here if a else here
-  of_keys = 2 * devices - 1 - source if b else source
+  # The numbers of both pieces in the text, by the zigzag.
+  query_piece = 2 * devices - 1 - here if a else here
+  key_piece = 2 * devices - 1 - source if b else source
   chunk = q.shape[3]
 
   def in_chunks(x: jax.Array) -> jax.Array:
-    of_piece = x[of_queries]
+    of_piece = x[query_piece]
     return jnp.moveaxis(of_piece.reshape(len(of_piece), -1, chunk), 1, 0)
 
   return _Pair(
-    of_keys <= of_queries,
+    key_piece <= query_piece,
     (q[a], jax.tree.map(in_chunks, of_pieces)),
-    jax.tree.map(lambda x: x[of_keys], of_pieces),
+    jax.tree.map(lambda x: x[key_piece], of_pieces),
   )
 
 

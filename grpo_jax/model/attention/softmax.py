@@ -114,7 +114,11 @@ def softmax_attention(
 
 
 def _factors(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | float]:
-  """Vectors [..., C, E] in a dtype, and a factor [..., 1, 1, C] of the products with them."""
+  """Vectors [..., C, E] in a dtype, and a factor [..., 1, 1, C] of the products with them.
+
+  The factor is the scale of an `Int8` vector. To scale its scores takes fewer products than to
+  scale its E numbers.
+  """
   if not isinstance(x, Int8):
     return x, 1.0
   return x.values.astype(dtype), x.scales[..., 0][..., None, None, :]

@@ -48,7 +48,7 @@ def family_and_config(
   def refuse(key: str, reason: str) -> NoReturn:
     raise ConfigError(f"{file}: {key} {reason}")
 
-  tower = None  # the VisionShape
+  tower = None  # the VisionShape. None: the model is read as its text part alone
   if has_other_parts(values):
     text = text_values(values, refuse)
     if vision and values["model_type"] in VISION:  # the text part is checked before the tower
@@ -89,17 +89,20 @@ def family_and_config(
 def _read_labels(
   family: Family, values: Mapping[str, Any], labels: Collection[int], refuse: Refuse
 ) -> int:
-  """Reads `ModelConfig.labels` from the architecture and `id2label`. It must be among `labels`."""
+  """Reads `ModelConfig.labels` from the architecture and `id2label`. It must be among `labels`.
+
+  Without `architectures`, as in the text part of a larger model, it counts as a language model.
+  """
   labels_of = {family.architecture_with(count): count for count in labels}
   found = values.get("architectures") or [family.architecture]
-  listed = found if isinstance(found, list) else []
-  architecture = next((name for name in map(str, listed) if name in labels_of), None)
+  names = [str(name) for name in found] if isinstance(found, list) else []
+  architecture = next((name for name in names if name in labels_of), None)
   if architecture is None:
     named = shown(values.get("architectures"))
     refuse("architectures", f"is {named}: choose a checkpoint of {' or '.join(labels_of)}")
-  names = values.get("id2label")
+  id2label = values.get("id2label")
   # transformers, too, assumes 2 labels if the file has neither field.
-  count = len(names) if isinstance(names, dict) else values.get("num_labels", 2)
+  count = len(id2label) if isinstance(id2label, dict) else values.get("num_labels", 2)
   wanted = labels_of[architecture]
   if wanted not in (0, count):  # 0: a language model, to which the fields do not matter
     refuse("id2label", f"has {count} labels: choose a {architecture} with {wanted}")

@@ -57,7 +57,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
   try:
     try:
       partial.mkdir(parents=True)
-    except OSError as error:
+    except OSError as error:  # a path that cannot name a folder is the user's error, not the disk's
       if error.errno not in files.NO_FOLDER:
         raise
       raise ConfigError(f"{target} cannot be created: {error.strerror}") from error

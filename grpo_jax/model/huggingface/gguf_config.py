@@ -168,6 +168,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     if key in found:
       values[field] = _one(file, prefix + key, found[key])
   _add_vocabulary(file, values)
+  # The code below uses these three before `config_json` checks all fields.
   for field in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
     if type(values.get(field)) is not int or values[field] < 1:
       file.refuse(f"{prefix}{keys[field]} must be a positive int, got {shown(values.get(field))}")
@@ -177,6 +178,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
   _add_windows(values)
   if architecture.model_type.startswith("gemma"):
     # Queries are divided by the root of this scalar, which is head_dim except in the 27B models.
+    # The files lack it, so these models are recognised by the number of their layers.
     is_27b = values["num_hidden_layers"] == _27B[file.metadata["general.architecture"]]
     scalar = values["hidden_size"] // values["num_attention_heads"] if is_27b else None
     values["query_pre_attn_scalar"] = scalar or values["head_dim"]
@@ -296,15 +298,15 @@ def _from_frequencies(file: GGUFFile, theta: float, head_dim: int) -> dict[str, 
     file.refuse("tensor rope_freqs.weight has a divisor that is below 1 or not finite")
   if factor == 1:
     return {"rope_theta": theta, "rope_type": "default"}
-  kept = (1 / divisors - 1 / factor) / (1 - 1 / factor)  # s of each frequency
-  ramp = np.flatnonzero((kept > 1e-3) & (kept < 1 - 1e-3))
+  s = (1 / divisors - 1 / factor) / (1 - 1 / factor)  # of each frequency
+  ramp = np.flatnonzero((s > 1e-3) & (s < 1 - 1e-3))  # where s was not clipped, despite rounding
   original = 8192  # the original length of the published models, if no frequency determines it
   if len(ramp):
-    turns = low + kept[ramp[0]] * (high - low)
+    turns = low + s[ramp[0]] * (high - low)
     original = round(turns * 2 * math.pi / frequencies[ramp[0]])
   turns = original * frequencies / (2 * math.pi)
-  kept = np.clip((turns - low) / (high - low), 0, 1)  # s again, now from the original length
-  if not np.allclose(1 / divisors, kept + (1 - kept) / factor, rtol=1e-4, atol=0):
+  s = np.clip((turns - low) / (high - low), 0, 1)  # again, now from the original length
+  if not np.allclose(1 / divisors, s + (1 - s) / factor, rtol=1e-4, atol=0):
     file.refuse("tensor rope_freqs.weight scales positions in another way than Llama 3 does")
   return {
     "rope_theta": theta,

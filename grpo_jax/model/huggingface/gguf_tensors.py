@@ -9,7 +9,7 @@ from grpo_jax.gguf_file import GGUFFile
 from grpo_jax.model.huggingface.gguf_config import architecture_of
 from grpo_jax.settings import shown
 
-_MOST_EXPERTS = 4096
+_MOST_EXPERTS = 4096  # more than any model has. A damaged file may state billions
 _OUTSIDE = {
   "token_embd.weight": "model.embed_tokens.weight",
   "output_norm.weight": "model.norm.weight",

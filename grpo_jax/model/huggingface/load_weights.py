@@ -111,11 +111,11 @@ def load(
       tensor = _read_tensor(files, leaf.specs, sizes, leaf.tensor_sharding(shardings))
       # Without the name of a tensor, all layers have equal conversions and share a compilation.
       conversion = _Conversion(
-        dataclasses.replace(spec, hf_name="", leaf_name=parameter),
-        tuple(sizes.items()),
-        convert,
-        places.shape(parameter, ()),
-        targets and targets[parameter],
+        spec=dataclasses.replace(spec, hf_name="", leaf_name=parameter),
+        sizes=tuple(sizes.items()),
+        convert=convert,
+        layers=places.shape(parameter, ()),
+        sharding=targets and targets[parameter],
       )
       stack = params.get(parameter)
       params[parameter], are_finite[spec.hf_name] = _put(conversion, stack, leaf.place, tensor)
@@ -211,7 +211,7 @@ def _read_config(
 ) -> tuple[Family, ModelConfig]:
   """Reads the metadata of a GGUF file, or the config.json of a folder. See `load`.
 
-  Stop ids in generation_config.json take precedence over those in config.json.
+  Stop ids in generation_config.json take precedence over those in config.json, as in transformers.
   """
   folder = Path(path).expanduser()
   if gguf_file.is_gguf(folder):

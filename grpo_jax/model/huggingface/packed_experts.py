@@ -26,24 +26,25 @@ class UnpackedExperts:
 
   config = TensorFiles.config
 
-  def __init__(self, files: TensorFiles, apart_of: int) -> None:
+  def __init__(self, files: TensorFiles, embed_dim: int) -> None:
     """Finds the packed experts in `files`.
 
     Args:
       files: The tensors of the checkpoint.
-      apart_of: D, by which transposed matrices are recognised, if the table has a tensor for each
-        expert. 0 if it has one for all experts.
+      embed_dim: D if the family's table has a tensor for each expert, or 0 if it has one for all
+        experts. Transposed matrices are recognised by D.
     """
-    self._files, self._embed_dim = files, apart_of
+    self._files, self._embed_dim = files, embed_dim
     # For each unpacked tensor, a function that reads the part at an index.
     self._reads: dict[str, Callable[[Index], np.ndarray]] = {}
     # Copies, in which `_add_mxfp4` and `_add_each` replace packed tensors by unpacked ones.
     self.shapes, self.dtypes = dict(files.shapes), dict(files.dtypes)
-    # Tensors with these names and other numbers of axes stay as they are.
+    # Tensors with these names and other numbers of axes stay as they are, so that loading refuses
+    # their names or shapes.
     for name, shape in files.shapes.items():
       if name.endswith(_BLOCKS) and len(shape) == 4:
         self._add_mxfp4(name.removesuffix(_BLOCKS), shape)
-      elif apart_of and name.endswith((_GATE_UP, _DOWN)) and len(shape) == 3:
+      elif embed_dim and name.endswith((_GATE_UP, _DOWN)) and len(shape) == 3:
         self._add_each(name, shape)
 
   def read(self, name: str, index: Index) -> np.ndarray:
@@ -81,6 +82,7 @@ class UnpackedExperts:
     del self.shapes[name], self.dtypes[name]
     beginning, is_down = name.rsplit(".", 1)[0], name.endswith(_DOWN)
     parts = ["down_proj"] if is_down else ["gate_proj", "up_proj"]
+    # Hugging Face stores [outputs, inputs]: down_proj has D outputs, and the others D inputs.
     is_transposed = self._embed_dim != (rows if is_down else columns)
     if is_transposed:
       rows, columns = columns, rows

@@ -135,12 +135,13 @@ def _adapted_modules(folder: Path, targets: Any) -> tuple[list[str], str]:
     meant = {targets: [module for module in all_modules if pattern.fullmatch(module)]}
   elif isinstance(targets, list) and targets and all(type(target) is str for target in targets):
     meant = {
-      # A key of ADAPTABLE is accepted even if the file has no such module: `_open_adapters` then
-      # says which tensors are missing.
       target: [module for module in all_modules if f".{module}".endswith(f".{target}")]
-      or [target] * (target in ADAPTABLE)
       for target in targets
     }
+    for target in meant.keys() & ADAPTABLE.keys():
+      # Accepted even if the file has no such module: `_open_adapters` then says which tensors are
+      # missing.
+      meant[target] = meant[target] or [target]
   else:
     return [], "it must be a list of modules, or a regular expression of their names"
   unmatched = [target for target, modules in meant.items() if not modules]
@@ -291,6 +292,7 @@ def save_adapters(
     # A module's other projections get zeros for A and B, so that the adapter changes nothing there.
     if spec.leaf_name not in trained:
       return np.zeros(spec.leaf_shape(sizes), np.float32)
+    # A new array, because JAX keeps the host copy of an array for as long as the array lives.
     return fetch(jnp.array(places.take(leaves, spec.leaf_name), jnp.float32))
 
   tensors: dict[str, np.ndarray] = {}
@@ -306,15 +308,15 @@ def save_adapters(
 
 def _shape_to_json(lora: AdapterShape, of_modules: Iterable[ModuleAdapter]) -> dict[str, Any]:
   """The fields of adapter_config.json that define what the adapters compute."""
-  numbers = {adapter.module: len(adapter.parts) for adapter in of_modules}  # of projections
-  in_blocks = sorted(module for module, number in numbers.items() if number > 1)
+  kernel_counts = {adapter.module: len(adapter.parts) for adapter in of_modules}
+  in_blocks = sorted(module for module, count in kernel_counts.items() if count > 1)
   return {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "r": lora.rank,
     "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
     "use_rslora": lora.rslora,
-    "target_modules": sorted(numbers),
+    "target_modules": sorted(kernel_counts),
     "rank_pattern": _ranks(lora, in_blocks),
     "alpha_pattern": _alphas(lora, in_blocks),
     "lora_dropout": 0.0,

@@ -118,7 +118,10 @@ def module_adapters(config: ModelConfig) -> Iterator[ModuleAdapter]:
 
 
 def _part(spec: TensorSpec) -> Part:
-  """The adapter of the kernel that `spec` describes."""
+  """The adapter of the kernel that `spec` describes.
+
+  For "HE D" and the leaf "DHE", A is "r D" with the leaf "Dr", and B is "HE r" with the leaf "rHE".
+  """
   *_, kernel, _ = spec.leaf_name.split("/")
   outputs, inputs = spec.hf_axes.split()
   a_axes = "".join(letter for letter in spec.leaf_axes if letter in inputs) + RANK

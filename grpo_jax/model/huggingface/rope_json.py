@@ -208,7 +208,7 @@ def _read_longrope(
     original: The number of positions before the scaling.
     refuse: refuse(field, reason) raises ConfigError.
   """
-  if original < 2:
+  if original < 2:  # log(original) is a divisor
     refuse("original_max_position_embeddings", "is 1, which longrope cannot scale: correct it")
   longest = values["max_position_embeddings"]
   fields = {"factor": rope.get("factor") or longest / original}

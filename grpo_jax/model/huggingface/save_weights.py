@@ -42,6 +42,7 @@ def save(
   leaves = flatten_dict(params, sep="/")
   _check_leaves(path, config, leaves)
   files = _assign_to_files(config)
+  # A generator, so that the host holds the tensors of one file at a time.
   tensors_of_files = (
     {name: _tensor(config, specs, leaves, fetch) for name, specs in specs_of_tensor.items()}
     for specs_of_tensor in files
@@ -67,7 +68,7 @@ def _check_leaves(
   found = {
     name: np.shape(leaf)
     for name, leaf in leaves.items()
-    if not name.endswith(("/lora_a", "/lora_b"))
+    if not name.endswith(("/lora_a", "/lora_b"))  # which are merged into kernels
   }
   for name in sorted(found.keys() | wanted.keys()):
     found_shape, wanted_shape = found.get(name, "absent"), wanted.get(name, "absent")
@@ -103,7 +104,7 @@ def _assign_to_files(config: ModelConfig) -> list[Specs]:
   for spec in config_json.saved_tensors(config):
     specs_of_tensor.setdefault(spec.hf_name, []).append(spec)
   files: list[Specs] = []
-  free = 0
+  free = 0  # bytes in the last file. 0: the first tensor begins a file
   for hf_name, specs in specs_of_tensor.items():
     size = 4 * sum(math.prod(spec.hf_shape(sizes)) for spec in specs)  # 4 bytes a float32
     if size > free:

@@ -36,7 +36,7 @@ def has_other_parts(values: Mapping[str, Any]) -> bool:
 def text_values(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
   """Returns the fields of the text part, as config.json of a language model would hold them."""
   whole = VISION.get(values["model_type"])
-  text = values.get("text_config", {} if whole is None else _without_tower(values))
+  text = values["text_config"] if "text_config" in values else _without_tower(values)
   if not isinstance(text, dict):
     refuse("text_config", f"must be an object, got {shown(text)}")
   defaults = dict(_DEFAULTS.get(values["model_type"], {}))
@@ -47,16 +47,16 @@ def text_values(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
   fixed: dict[str, Any] = {"architectures": None}
   if values.get("eos_token_id") is not None:  # transformers stops at these tokens of the whole
     fixed["eos_token_id"] = values["eos_token_id"]
-  if whole is None:
+  if whole is None:  # a model whose tower is never read
     return {**defaults, **text, **fixed}
-  known = {k: v for k, v in text.items() if not re.fullmatch(whole.ignored, f"text_config.{k}")}
+  relevant = {k: v for k, v in text.items() if not re.fullmatch(whole.ignored, f"text_config.{k}")}
   for name in ("rope_scaling", "rope_parameters"):
-    if known.get(name):
-      known[name] = _without_mrope(read_object(known, name, refuse))
+    if relevant.get(name):
+      relevant[name] = _without_mrope(read_object(relevant, name, refuse))
   # The head belongs to the whole model, so its field says whether the head is the embedding.
   tied = values.get("tie_word_embeddings", whole.tied)
   fixed |= {"model_type": whole.text, "tie_word_embeddings": tied}
-  return {**defaults, **whole.text_defaults, **known, **fixed}
+  return {**defaults, **whole.text_defaults, **relevant, **fixed}
 
 
 def _without_tower(values: Mapping[str, Any]) -> dict[str, Any]:

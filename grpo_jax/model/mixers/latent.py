@@ -64,14 +64,14 @@ class LatentAttention(nn.Module):
     c, shape = self.config, self.config.latent
     q_BTHE = self._queries(x_BTD, seen.rope)
     latent_BTN, key_BT1E = self._latents(x_BTD, seen.rope)
-    both = jnp.concatenate([latent_BTN[:, :, None], key_BT1E], axis=-1)  # what is kept of a token
+    # One vector of each token is kept, as key and as value. None stands for values like the keys.
+    to_keep = jnp.concatenate([latent_BTN[:, :, None], key_BT1E], axis=-1)
     up = _Up(c, name="kv_b")()
     up_keys, up_values = up[..., : shape.key_dim], up[..., shape.key_dim :]
     if seen.is_cached:
-      # The cache has the latent and the rotated key as one vector, both as key and as value.
       plain, rotated = q_BTHE[..., : shape.key_dim], q_BTHE[..., shape.key_dim :]
       plain = einsum("bthe,nhe->bthn", plain, up_keys).astype(c.dtype)
-      mean, kept = seen.attend(jnp.concatenate([plain, rotated], -1), both, None)
+      mean, kept = seen.attend(jnp.concatenate([plain, rotated], -1), to_keep, None)
       mean_latents = mean[..., : shape.rank]
       out = einsum("bthn,nhe->bthe", mean_latents, up_values).astype(c.dtype)
     else:
@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
       keys = jnp.concatenate([keys, rotated], -1)
       size = max(c.head_dim, shape.value_dim)  # attention takes heads of one size E
       padded = (_padded(x, size) for x in (q_BTHE, keys, values))
-      out, kept = seen.attend(*padded, kept=(both, None))
+      out, kept = seen.attend(*padded, kept=(to_keep, None))
       out = out[..., : shape.value_dim]
     return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out), kept
 

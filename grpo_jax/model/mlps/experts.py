@@ -381,6 +381,7 @@ def product_in_stack(
 
   N, (L, X, I, O) = len(x_NI), stack_LXIO.shape
   padded = jnp.pad(x_NI, [(0, -N % _LANES), (0, 0)])
+  # The largest block of outputs that divides them. `reads_stacks` checked that _LANES does.
   outputs = next(size for size in (512, 256, _LANES) if O % size == 0)
   out = gmm(
     padded,

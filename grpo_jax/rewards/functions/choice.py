@@ -87,15 +87,15 @@ def _stated(text: str) -> str | None:
   "" if the last statement denies an answer or gives two letters, or if it is `Answer:` without a
   letter. Other forms without a letter are skipped, as in "This answer is supported by ...".
   """
-  no_box_seen = True  # whether no box has been seen yet, from the end
+  has_seen_box = False  # in the text after the match, because the loop begins at the end
   for match in reversed([*_STATES.finditer(text)]):
     if match["denied"]:
       return ""
-    if match["colon"]:
+    if match["colon"]:  # the form that was asked for, so no earlier form counts
       return _read(text, match.end()) or ""
-    if match["box"] and not no_box_seen:  # only the last box counts
+    if match["box"] and has_seen_box:  # only the last box counts
       continue
-    no_box_seen = no_box_seen and not match["box"]
+    has_seen_box = has_seen_box or bool(match["box"])
     letter = _read(text, match.end(), _OPERATOR if match["box"] else _WORD)
     if letter is not None:
       return letter

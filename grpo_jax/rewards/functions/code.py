@@ -51,7 +51,8 @@ from grpo_jax.rewards.sandbox.tests import run_tests
 from grpo_jax.settings import ConfigError, at_least
 
 _THREADS = 32  # the maximum number of threads of a program
-_TRIED, _TRIED_AT_ONCE, _SECONDS = 32, 8, 10.0  # `_check_rows`: rows, rows per call, time limit
+# `_check_rows`: the most rows, rows per call, and the time after which no more calls begin.
+_TRIED, _TRIED_AT_ONCE, _SECONDS = 32, 8, 10.0
 _NAMED = 3  # how many rows without a reward a message lists
 
 
@@ -80,7 +81,7 @@ def _check_rows(
   deadline = time.monotonic() + _SECONDS
   tried, problems = 0, list[str]()
   rows = iter(rows)
-  first = next(rows)
+  first = next(rows)  # it has the same columns as all other rows
   if not {*MAIN_COLUMNS} & first[1].keys():
     raise ConfigError(
       f"{where}: the examples have no tests, which are in one of the columns"
@@ -216,7 +217,7 @@ class _ProgramScorer:
     if not isinstance(problem, _Problem):
       return problem
     place, tests, solution = problem
-    program = _whole(program_of(completion), tests)
+    program = _with_header(program_of(completion), tests)
     if tests.cases:
       clock = TimeLimits(self.seconds, self.case_seconds)
       verdict = run_cases(
@@ -226,7 +227,7 @@ class _ProgramScorer:
         self.sandbox,
         clock,
         place,
-        stops=not self.partial,
+        stops=not self.partial,  # without `partial`, one failure decides the score
       )
     else:
       verdict = run_tests(
@@ -264,7 +265,7 @@ def _problem(number: int, row: Mapping[str, Any]) -> _Readable:
   return _Problem(f"code: {place}", tests, solution)
 
 
-def _whole(program: str, tests: ProgramTests) -> str:
+def _with_header(program: str, tests: ProgramTests) -> str:
   """Puts `tests.header`, which the prompt shows, before the program.
 
   If the program does not define the function of the header, it continues that function. Then only

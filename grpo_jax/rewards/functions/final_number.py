@@ -126,7 +126,8 @@ def _last_number(text: str) -> Value | None:
   if not last_match or last_match[0]["exponent"]:
     return None
   match = last_match[0]
-  # A sign after a term is an operator: the last number of "10-5" is 5, not -5.
+  # A sign after a term is an operator: the last number of "10-5" is 5, not -5. At the start of the
+  # text `before` is "", which is in the text ")]}" but not in the tuple.
   before = text[match.start() - 1 : match.start()]
   sign_is_operator = before.isalnum() or before in tuple(")]}")
   sign = "" if sign_is_operator else match["sign"]
@@ -183,8 +184,9 @@ def _quotient(sign: str, above: str, below: str) -> Value | None:
   """
   if max(len(above), len(below)) > _LONGEST_PART:
     return None
-  # part[:True] is the sign, and part[:False] is empty.
-  parts = [_decimal(part[: part.startswith("-")], part.lstrip("-")) for part in (above, below)]
+  parts = [
+    _decimal("-" if part.startswith("-") else "", part.lstrip("-")) for part in (above, below)
+  ]
   values = [
     Fraction(f"{'-' * one.negative}{one.whole or 0}.{one.fraction or 0}") for one in parts if one
   ]

@@ -60,8 +60,9 @@ def ifeval(
     ConfigError: The package lm-eval is not installed.
   """
   checks = _checks()
-  check = checks.test_instruction_following_loose if loose else None
-  check = check or checks.test_instruction_following_strict
+  check = checks.test_instruction_following_strict
+  if loose:
+    check = checks.test_instruction_following_loose
   prompts = question or [""] * len(completions)
   scores: list[float | NoReward | None] = []
   for text, names, dicts, prompt in zip(
@@ -70,9 +71,11 @@ def ifeval(
     if not isinstance(names, (list, tuple)) or not names or not isinstance(dicts, (list, tuple)):
       scores.append(None)
       continue
+    # 0 is the key of the example, which the checks do not read.
     example = checks.InputExample(0, list(names), str(prompt), list(dicts))
     try:
       followed = check(example, text).follow_instruction_list
+    # An unknown instruction, an argument that it does not take, or fewer dicts than instructions.
     except (KeyError, TypeError, IndexError) as error:
       scores.append(NoReward(f"an instruction of {names!r:.80} is not known ({error!r:.80})"))
       continue

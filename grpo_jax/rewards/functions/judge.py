@@ -40,8 +40,9 @@ _FIELD = re.compile(r"\{(\w+)\}")
 _TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)  # HTTP statuses that are retried
 _MOST_IN_MEMORY = 100_000  # the maximum size of `_replies`
 _replies: dict[str, str] = {}  # by the hash of the request
-# By event loop, then by address and limit: limits the concurrent requests of all calls together.
-_places: weakref.WeakKeyDictionary[
+# By event loop, because a semaphore belongs to one, then by address and limit: the semaphores that
+# limit the concurrent requests of all calls together.
+_semaphores: weakref.WeakKeyDictionary[
   asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]
 ] = weakref.WeakKeyDictionary()
 
@@ -225,13 +226,13 @@ class _Judge:
     client.organization = client.project = None
     client._custom_headers = {}
     loop = asyncio.get_running_loop()
-    semaphores = _places.setdefault(loop, {})
-    limit = semaphores.setdefault((self.url, at_once), asyncio.Semaphore(at_once))
+    of_loop = _semaphores.setdefault(loop, {})
+    request_limit = of_loop.setdefault((self.url, at_once), asyncio.Semaphore(at_once))
     deadline = loop.time() + seconds
 
     async def reply(prompt: str) -> str | JudgeError:
       try:
-        async with asyncio.timeout_at(deadline), limit:
+        async with asyncio.timeout_at(deadline), request_limit:
           return await self._reply(client, prompt, deadline)
       except TimeoutError:
         return JudgeError("no reply in time")
@@ -251,11 +252,12 @@ class _Judge:
     """
     request = [self.url.rstrip("/") + "/chat/completions", self.model, prompt, self.max_tokens]
     key = hashlib.sha256(json.dumps(request).encode()).hexdigest()
-    reply = self._kept(key)
+    reply = self._stored(key)
     if reply is not None:
       return reply
     openai = _openai()
     for attempt in itertools.count(1):
+      # Random, so that requests that failed together are not all repeated at the same moment.
       pause = 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
       try:
         message = {"role": "user", "content": prompt}
@@ -270,7 +272,7 @@ class _Judge:
         problem = f"status {error.status_code} {' '.join(error.response.text.split()):.200}"
         if error.status_code not in _TRY_AGAIN:
           raise JudgeError(problem) from None
-        after = error.response.headers.get("Retry-After", "")
+        after = error.response.headers.get("Retry-After", "")  # seconds. A date is ignored
         pause = float(after) if re.fullmatch(r"\d+(\.\d+)?", after) else pause
       except openai.APIConnectionError as error:
         problem = _shown(_first_cause(error))
@@ -279,10 +281,10 @@ class _Judge:
       if attempt == self.attempts or asyncio.get_running_loop().time() + pause >= deadline:
         raise JudgeError(f"{problem}, tried {attempt} times")
       await asyncio.sleep(pause)
-    self._keep(key, reply)
+    self._store(key, reply)
     return reply
 
-  def _kept(self, name: str) -> str | None:
+  def _stored(self, name: str) -> str | None:
     if name in _replies or not self.cache:
       return _replies.get(name)
     try:
@@ -290,7 +292,7 @@ class _Judge:
     except (OSError, ValueError):
       return None
 
-  def _keep(self, name: str, reply: str) -> None:
+  def _store(self, name: str, reply: str) -> None:
     if len(_replies) < _MOST_IN_MEMORY:
       _replies[name] = reply
     if not self.cache:

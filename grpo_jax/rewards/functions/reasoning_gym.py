@@ -192,10 +192,11 @@ def _score(answer: str, call: str, entry: dict[str, Any], partial: bool) -> floa
   """
   if not answer and entry.get("answer") != "":  # some verifiers return more than 0 for ""
     return 0.0
-  task, dataset = _opened(call)
+  task, dataset = _task_and_dataset(call)
   if not _can_be_evaluated(task, answer):
     return 0.0
   try:
+    # A verifier may warn, print, or draw from the generators that the process shares.
     with warnings.catch_warnings(), gym.same_everywhere(0):
       warnings.simplefilter("ignore")
       score = float(dataset.score_answer(answer, entry))
@@ -220,7 +221,7 @@ def _can_be_evaluated(task: str, answer: str) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _opened(call: str) -> tuple[str, Any]:
+def _task_and_dataset(call: str) -> tuple[str, Any]:
   """The name of a task, and a dataset of the task, whose verifier has the task's parameters."""
   task = gym.parse(call, "column verifier")
   return task.name, gym.open_dataset(task, seed=0, size=1, key="column verifier")

@@ -96,14 +96,14 @@ def _validator(text: str, where: str) -> Any:
     ) from None
   try:
     schema = json.loads(text)
-    kind = jsonschema.validators.validator_for(schema)
-    kind.check_schema(schema)
+    validator_class = jsonschema.validators.validator_for(schema)  # by the schema's "$schema"
+    validator_class.check_schema(schema)
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{where}: the schema is not JSON: {error}") from None
   except jsonschema.SchemaError as error:
     raise ConfigError(f"{where}: it is not a JSON Schema: {error.message:.200}") from None
   # With an empty registry, a reference to an address is an error instead of a request.
-  return kind(schema, registry=referencing.Registry())
+  return validator_class(schema, registry=referencing.Registry())
 
 
 def _read(file: str, where: str) -> str:

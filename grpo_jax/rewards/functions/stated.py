@@ -163,9 +163,10 @@ def as_formula(answer: str) -> str:
     return text.strip(" .")
   text = _NOT_THIS.sub(" ", text).strip().rstrip(".?,;: ")
   text = re.sub(r"\bminus\s+(?=\d)", "-", text, flags=re.I)
-  for opening in (_LABEL, _ABOUT):
+  for opening in (_LABEL, _ABOUT):  # "total = 72" and "≈ 72" become "72"
     found = opening.match(text)
     text = text[found.end() :] if found else text
+  # Words before or after the number go unless they change the value, as "less than" does.
   before = _BEFORE.match(text)
   if before and not _OF_THE_VALUE.search(before[1]):
     text = text[before.end() :]
@@ -184,7 +185,8 @@ def _boxes(text: str) -> tuple[list[tuple[int, int, int]], int]:
 
   Also returns the start of the last box that is not closed, or -1.
   """
-  # `braces` are those that are open: the match of a box, None for others. `depth` counts boxes.
+  # `braces` are those that are open: the match of a box, None for others. `depth` counts boxes. An
+  # escaped brace, as in "\{", matches `_BRACE` too, but is none of the cases below.
   boxes, braces, depth = [], list[re.Match[str] | None](), 0
   for match in _BRACE.finditer(text):
     if match["box"]:

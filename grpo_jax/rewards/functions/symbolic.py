@@ -77,6 +77,7 @@ def _import() -> _Packages:
     ) from None
   # By default, math-verify logs a warning for every answer that reaches the time limit.
   logging.getLogger("math_verify").setLevel(logging.ERROR)
+  # With priority 0, `parse` reads a box before any other formula in the text.
   latex_alone = LatexExtractionConfig(boxed_match_priority=0)
   return _Packages(parse, verify, latex_alone, timeout(SECONDS), TimeoutException, sympy.Float)
 
@@ -118,12 +119,13 @@ def math(completions: list[str], answer: list[Any], **columns: Any) -> list[floa
     ConfigError: math-verify is not installed.
   """
   compare = _Compare(_import())
-  texts = [gold_text(one) or "" for one in answer]
-  golds = {text: as_formula(text) for text in set(texts)}
-  applies = {text: bool(gold and compare.read_formula(gold)) for text, gold in golds.items()}
+  gold_texts = [gold_text(one) or "" for one in answer]
+  # By text, because the completions of a prompt have the same gold answer.
+  golds = {text: as_formula(text) for text in set(gold_texts)}
+  is_read = {text: bool(gold and compare.read_formula(gold)) for text, gold in golds.items()}
   return [
-    float(compare(golds[text], completion)) if applies[text] else None
-    for completion, text in zip(completions, texts, strict=True)
+    float(compare(golds[text], completion)) if is_read[text] else None
+    for completion, text in zip(completions, gold_texts, strict=True)
   ]
 
 

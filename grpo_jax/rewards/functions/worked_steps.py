@@ -37,7 +37,7 @@ def _score_steps(completion: str, equations: list[str], gold: str) -> list[tuple
       reward = i < len(equations) and part == equations[i] and is_finished
     if reward is not None:
       steps.append((max(1, end), float(reward)))
-    if end == len(completion):
+    if end == len(completion):  # after a last semicolon, `split` returns one more, empty part
       break
   return steps
 

@@ -77,8 +77,8 @@ def run_cases(
     RewardError: The sandbox did not start.
   """
   deadline = time.monotonic() + clock.whole
-  # The server needs a limit for processes rather than threads. It writes inputs to files, which may
-  # be larger than those that a program may write.
+  # The server starts a process for each case, so its limit of processes must be more than 1, which
+  # allows only threads. It writes inputs to files that may be larger than those of a program.
   server_limits = dataclasses.replace(
     limits, processes=limits.threads + _SERVER, file_size=limits.memory
   )
@@ -91,13 +91,14 @@ def run_cases(
     "case_seconds": clock.case,
   }
   pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+  # Without a buffer, because `_Talk` reads and writes the file descriptors itself.
   process = runner.start(
     "from cases import run_cases; run_cases()", server_limits, sandbox, bufsize=0, **pipes
   )
   talk, passed = _Talk(process, deadline), 0
   try:
-    is_program = talk.begin(job)
-    for case in cases if is_program else ():
+    compiles = talk.begin(job)
+    for case in cases if compiles else ():  # code that does not compile passes no case
       is_right = _is_right(case, talk)
       passed += is_right
       if stops and not is_right:
@@ -106,7 +107,7 @@ def run_cases(
     message = f"{place}: a sandbox did not start in {clock.whole:g} s"
     raise RewardError(message) from None
   except _Gone:
-    pass
+    pass  # the cases that are left have failed
   finally:
     talk.close()
     runner.stop(process)
@@ -190,7 +191,7 @@ def _is_right(case: Case, talk: _Talk) -> bool:
   """Sends a case to the sandbox. Returns whether the program passes it."""
   if case.function:
     try:
-      arguments = encode(case.input, id)  # `id` is for objects, and the input is plain data
+      arguments = encode(case.input, id)  # `id` is not called, because the input is plain data
     except RecursionError:  # too deeply nested to send
       raise _Gone from None
     talk.say({"function": case.function, "arguments": arguments})
@@ -199,7 +200,7 @@ def _is_right(case: Case, talk: _Talk) -> bool:
   size, _, end = talk.line().partition(" ")
   if not size.isdecimal() or int(size) > _MOST_OUTPUT:
     raise _Gone
-  found = talk.output(int(size))
+  found = talk.output(int(size))  # also after a failure, because the next line comes after it
   if end != "ended":
     return False
   return same_value(case, found) if case.function else same_output(case.output, found, case.near)

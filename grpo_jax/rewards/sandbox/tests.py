@@ -77,7 +77,7 @@ def run_tests(
       job = {"tests": tests.asserts, "setup": tests.setup, "names": tests.names}
       _send(to_checker[1], job | {"solution": solution}, deadline)
       _send(to_player[1], {"code": program, "setup": tests.setup}, deadline)
-    finally:
+    finally:  # a process sees that the other has ended only if no third one holds the pipe open
       for end in (*to_checker, *to_player):
         os.close(end)
     # The verdict: "+", and a character for each test.

@@ -68,7 +68,8 @@ class Forker:
     self._channel, self._run_process = channel, run_process
     self._functions: dict[str, Any] = {}
     self._workers: set[int] = set()
-    self._own: set[int] = set()  # processes that files of functions started when they were loaded
+    # The processes that files of functions started when they were loaded.
+    self._started_by_loading: set[int] = set()
 
   def serve(self) -> None:
     """Receives one request and sends its result."""
@@ -84,7 +85,7 @@ class Forker:
     """Ends every worker, and the processes that loading started."""
     for process in list(self._workers):
       self._end(process)
-    self._own.clear()
+    self._started_by_loading.clear()
     self._end_strays()
 
   def _load(self, key: str, kind: str, data: bytes) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class Forker:
     `kind` and `data` come from `messages.portable`. Returns {}, or {"error": a message}, or
     {"threads": True} if loading started a thread.
     """
-    threads, children = _threads(), _children()
+    threads_before, children_before = _threads(), _children()
     try:
       with self._killed_with_the_run():
         function = messages.load(kind, data)
@@ -101,11 +102,11 @@ class Forker:
       return {"error": str(error)}
     except BaseException as error:
       return {"error": describe(error)}
-    if _threads() > threads:
+    if _threads() > threads_before:
       # A process with threads cannot fork safely: another thread may hold a lock.
       return {"threads": True}
     self._functions[key] = function
-    self._own |= _children() - children
+    self._started_by_loading |= _children() - children_before
     gc.collect()
     gc.freeze()  # so that collections in the workers do not copy the memory that they share
     return {}
@@ -154,7 +155,7 @@ class Forker:
         lambda: functions | {key: messages.load(*one) for key, one in to_load.items()},
       )
     finally:
-      os._exit(0)
+      os._exit(0)  # the worker must not go on with the code of the forker
 
   def _end(self, process: int) -> dict[str, Any]:
     """Kills a worker and all processes that it started. Returns its exit code."""
@@ -170,7 +171,7 @@ class Forker:
 
   def _end_strays(self) -> None:
     """Kills processes that a dead worker left. Their children are then children of this process."""
-    while strays := _children() - self._workers - self._own:
+    while strays := _children() - self._workers - self._started_by_loading:
       for process in strays:
         try:
           os.kill(process, signal.SIGKILL)

@@ -74,6 +74,7 @@ def portable(source: str, function: Callable[..., Any], is_named: bool) -> tuple
     import cloudpickle  # imported here because it is an optional package
   except ImportError:
     raise NotPortable("it needs the package cloudpickle: pip install -e '.[workers]'") from None
+  # By default, a pickle only names the module of a function, for the other process to import.
   module = sys.modules.get(getattr(function, "__module__", None) or "")
   pickles_module = module is not None and not _is_found(module.__name__)
   if pickles_module:

@@ -33,7 +33,9 @@ class Pool:
     self._schedule = Schedule(self._processes, timeout)
 
   def add(self, source: str, function: Callable[..., Any], is_named: bool) -> None:
-    """Adds a function that workers can call, with the key `source`. Waits until no job runs.
+    """Adds a function that workers can call, with the key `source`.
+
+    Waits until no job runs, because it replaces the workers, which lack the function.
 
     Args:
       source: The name of the function in the config.

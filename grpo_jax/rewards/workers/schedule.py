@@ -44,10 +44,10 @@ class Schedule:
     """`timeout`: the time limit of a call, in seconds."""
     self.lock = threading.Condition()
     self._processes, self._timeout = processes, timeout
-    self._new: list[CallBatch] = []
-    self._runs = False
-    self._wakes, self._waker = socket.socketpair()
-    self._waker.setblocking(False)
+    self._new: list[CallBatch] = []  # jobs whose tasks are not in `_tasks` yet
+    self._runs = False  # whether the thread runs
+    self._wakes, self._waker = socket.socketpair()  # `_wait` waits for a byte that `wake` sends
+    self._waker.setblocking(False)  # so that `wake` does not wait while the buffer is full
     self._numbers = itertools.count()
     self._tasks: dict[int, CallTask] = {}  # the unanswered tasks by number
     # Queues with the numbers of tasks that no worker has, by `CallTask.lane`.
@@ -117,7 +117,7 @@ class Schedule:
       self._lanes.setdefault(task.lane, collections.deque()).append(number)
 
   def _drop(self, jobs: set[CallBatch], error: BaseException) -> None:
-    """Ends jobs with an error. Workers that have calls of these jobs are killed."""
+    """Ends jobs with an error. Kills workers that have calls of these jobs, to end these calls."""
     dropped = {number for number, task in self._tasks.items() if task.job in jobs}
     for lane, numbers in self._lanes.items():
       self._lanes[lane] = collections.deque(one for one in numbers if one not in dropped)
@@ -174,9 +174,9 @@ class Schedule:
       # A second retry is alone in its worker. `_may_begin` allows only one more call.
       one_by_one = task.failed > 1 or call.one_worker
       return min(1 if one_by_one else waiting, CALLS_AT_ONCE - len(worker.pending))
-    if worker.pending:
+    if worker.pending:  # async calls, which must end before a sync call may begin
       return 0
-    if task.failed:
+    if task.failed:  # a retry has a worker for itself
       return 1
     # Half of an equal share: workers that are faster than others come back for the rest.
     share = -(-waiting // (2 * len(self._processes.workers)))
@@ -317,7 +317,7 @@ class Schedule:
       self._worker_failed(worker, kind, text=text)
     else:
       self._ended(worker, number)
-      retries = 0 if message.get("final") else 1
+      retries = 0 if message.get("final") else 1  # see `worker._send`
       self._failed(task, kind, text or self._too_late(task.call), retries)
 
   def _ended(self, worker: WorkerProcess, number: int) -> None:

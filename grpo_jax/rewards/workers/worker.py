@@ -41,9 +41,9 @@ def set_up(memory: int) -> None:
   Args:
     memory: The memory limit in bytes, 0 for none.
   """
-  os.setpgid(0, 0)
+  os.setpgid(0, 0)  # so that the forker can kill the group with all that this process starts
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_DFL)
+    signal.signal(number, signal.SIG_DFL)  # instead of the forker's handlers, which do nothing
   # If the machine runs out of memory, the kernel kills this process before all others.
   with contextlib.suppress(OSError):
     Path("/proc/self/oom_score_adj").write_text("1000")
@@ -101,8 +101,8 @@ def _function(functions: dict[str, Any], one: WorkerCall) -> Any:
 def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> None:
   """Sends the outcome of a call of the function `name`.
 
-  After a "crash" the run kills this process. "final" means that a retry would fail, too. The run
-  itself writes the text for a timeout.
+  After a "crash" the run kills this process. "config" means that every call would fail, such as for
+  a missing package, and "final" that a retry would. The run itself writes the text for a timeout.
   """
   reply: dict[str, Any]
   if isinstance(outcome, Answer):
@@ -111,8 +111,8 @@ def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> N
     reply = {"kind": "timeout", "text": ""}
   elif isinstance(outcome, RewardError):
     cause = outcome.__cause__
-    is_config = isinstance(cause, ConfigError)
-    kind = "crash" if isinstance(cause, _ENDINGS) else "config" if is_config else "error"
+    kind = "config" if isinstance(cause, ConfigError) else "error"
+    kind = "crash" if isinstance(cause, _ENDINGS) else kind
     reply = {"kind": kind, "text": str(outcome), "final": isinstance(outcome, ContractError)}
   else:
     reply = {"kind": "crash", "text": f"reward function {name} raised KeyboardInterrupt"}
@@ -131,8 +131,8 @@ async def _answer_side_by_side(
   """
   loop = asyncio.get_running_loop()
   running: set[asyncio.Task[None]] = set()
-  # Another thread sends. If this one waited until the run reads, and the run until this one does,
-  # neither would go on.
+  # Another thread sends. If this thread waited until the run reads, and the run until this thread
+  # reads, neither would go on.
   sender = ThreadPoolExecutor(1)
 
   async def make(number: int, one: WorkerCall) -> None:

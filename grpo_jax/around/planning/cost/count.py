@@ -88,6 +88,8 @@ class InstructionRuns:
 def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> list[InstructionRuns]:
   """Lists how each instruction of a program runs, in conditionals only the cheapest branch.
 
+  experiments/compiled_bytes.py prints the instructions that move the most bytes.
+
   Args:
     text: The text of the program, as `compiled.as_text()` returns it.
     rounds: How many rounds to count for loops that may end early, as in `count`.
@@ -199,9 +201,11 @@ class _Counter:
     if known:
       return int(known), False
     opcodes, constants = self._inside(condition)
+    # These opcodes mean that the condition tests more than the counter.
     if not {"and", "or", "not", "reduce"} & opcodes and len(constants) == 1:
       start, step = _start_and_step(loop, computation, self.module)
       return -((start - constants.pop()) // step), False  # (limit - start) / step, rounded up
+    # A condition has further constants, such as 0. Those that the caller names are limits.
     limits = constants & set(self._rounds)
     if not limits:
       self.notes.add(f"a loop of unknown length is counted once: {loop.name}")
@@ -244,14 +248,14 @@ def _start_and_step(loop: Instruction, computation: Computation, module: Module)
   carried = computation.operand(loop, 0)
   if len(counters) != 1 or carried.opcode != "tuple":
     return 0, 1
-  number = int(counters[0].attribute(r"index=(\d+)"))
-  start = _constant(computation.operand(carried, number), computation)
+  index = int(counters[0].attribute(r"index=(\d+)"))  # of the counter in the carried tuple
+  start = _constant(computation.operand(carried, index), computation)
   step = 0
   if body.root.opcode == "tuple":
-    counted = body.operand(body.root, number)
-    if counted.opcode == "add":
+    next_value = body.operand(body.root, index)
+    if next_value.opcode == "add":
       # One term is the old counter, which counts 0 here, so the sum is the other term.
-      step = sum(_constant(body.operand(counted, term), body) for term in range(2))
+      step = sum(_constant(body.operand(next_value, term), body) for term in range(2))
   return start, max(step, 1)
 
 

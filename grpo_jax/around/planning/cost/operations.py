@@ -36,7 +36,8 @@ def _attention_of_cudnn(instruction: Instruction) -> float:
   scores = math.prod(int(number) for number in re.findall(r"\d+", numbers))
   products = 5 if "__cudnn$fmhaSoftmaxBackward" in instruction.attributes else 2
   share = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes else 1.0
-  return 2.0 * share * products * scores * instruction.arrays[0].dims[-1]
+  head_size = instruction.arrays[0].dims[-1]  # of the output, or of the gradient of the queries
+  return 2.0 * share * products * scores * head_size
 
 
 def declared(instruction: Instruction, name: str) -> float:
@@ -58,8 +59,9 @@ def _convolution(instruction: Instruction, computation: Computation) -> float:
   """
   left = computation.operand(instruction, 0).arrays[0]
   right = computation.operand(instruction, 1).arrays[0]
-  labels = instruction.attribute(r"dim_labels=([\w\->]+)")
+  labels = instruction.attribute(r"dim_labels=([\w\->]+)")  # such as b01f_01io->b01f
   left_labels, right_labels, out_labels = re.split(r"_|->", labels)
+  # In a grouped convolution, an output feature uses only the inputs of its group.
   groups = int(instruction.attribute(r"feature_group_count=(\d+)") or 1)
   batch_groups = int(instruction.attribute(r"batch_group_count=(\d+)") or 1)
   batch = left.dims[left_labels.index("b")] // batch_groups
@@ -87,7 +89,7 @@ def _valid_pairs(instruction: Instruction, axis: int, left: int, right: int, out
     axis: The number of the spatial axis.
     left, right, out: The sizes of the left operand, the window and the output along this axis.
   """
-  window = instruction.attribute(r"window=\{([^}]*)\}")
+  window = instruction.attribute(r"window=\{([^}]*)\}")  # such as size=3x3 pad=1_1x0_0 stride=2x2
 
   def value(key: str, default: str) -> str:
     found = re.search(rf"\b{key}=(\S+)", window)
@@ -95,9 +97,10 @@ def _valid_pairs(instruction: Instruction, axis: int, left: int, right: int, out
 
   stride, left_dilation = int(value("stride", "1")), int(value("lhs_dilate", "1"))
   right_dilation, pad = int(value("rhs_dilate", "1")), int(value("pad", "0_0").split("_")[0])
+  # Where each pair reads in the dilated left operand, which has zeros between its elements. Like
+  # padding, these do not count.
   positions = np.arange(out)[:, None] * stride - pad + np.arange(right) * right_dilation
   inside = (positions >= 0) & (positions < (left - 1) * left_dilation + 1)
-  # Dilation puts zeros between the elements, which also count as padding.
   return int((inside & (positions % left_dilation == 0)).sum())
 
 

@@ -76,7 +76,8 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
     # ((source), destination, context) or (destination, source, context)
     part = min(array.bytes for array in instruction.arrays[:2])
     return sum(_moved(part, (array,)) for array in instruction.arrays[:2])
-  # A collective, whose result may include its operands. Else it counts as large as they are.
+  # A collective reads its operands and writes its result. Some list both as results. If only the
+  # result is listed, as by all-reduce-start, it is as large as the operands.
   if opcode.endswith("-start"):
     operands = sum(x.main_bytes for x in inputs)
     return max(instruction.main_bytes, 2 * operands)
@@ -109,7 +110,7 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
   for user in inside.users[source.name]:
     if (user.is_root and user.opcode == "tuple") or _is_elsewhere(user, inside):
       continue  # passes the array on without reading it
-    if user.opcode in _RENAMES:
+    if user.opcode in _RENAMES:  # a renamed root has no users: it is passed on without reading it
       further = _sliced(user, inside, module)
       if further is None:
         return None

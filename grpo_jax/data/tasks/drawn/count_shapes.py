@@ -29,7 +29,7 @@ def problem(rng: random.Random) -> Problem:
   marks = dict.fromkeys(range(ROWS**2), ".")
   marks |= {cell: "x" if kind == (name, color) else "o" for kind, cell in zip(kinds, cells)}
   steps = " ".join("".join(marks[ROWS * row + i] for i in range(ROWS)) for row in range(ROWS))
-  glance = min(max(count + int(rng.random() * 3) - 1, 0), MOST)
+  glance = min(max(count + int(rng.random() * 3) - 1, 0), MOST)  # off by -1, 0 or 1
   return Problem(shapes, f"How many {color} {name}s?", str(count), steps, str(glance))
 
 

@@ -17,6 +17,7 @@ def problem(rng: random.Random) -> Problem:
   shapes = []
   for cell in range(ROWS**2):
     row, column = divmod(cell, ROWS)
+    # Even the largest shape, with a radius of 0.38 cells, stays in its cell.
     y, x = ((at + 0.5 + 0.12 * (rng.random() - 0.5)) / ROWS for at in (row, column))
     radius = (0.3 + 0.08 * rng.random()) / ROWS
     kind = odd if cell == place else (name, color)

@@ -38,7 +38,9 @@ def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
   if types is None:
     types = [FULL if i % 6 == 5 else SLIDING for i in range(values["num_hidden_layers"])]
   types = [*types[:-1], FULL]  # as transformers does, even if the file says otherwise
-  windows = read_windows({**values, "layer_types": types}, refuse, [], always=True)  # no default
+  # `types` replaces the default, hence the []. Layers with a window have other rotary frequencies,
+  # hence `always`.
+  windows = read_windows({**values, "layer_types": types}, refuse, [], always=True)
   if SLIDING in types and not windows:
     refuse("sliding_window", "is missing, and layer_types names layers with a window: add it")
   _check_rope(values["rope_parameters"], types, refuse)
@@ -83,6 +85,8 @@ def _read_global_heads(values: Values, types: list[str], refuse: Refuse) -> dict
   dim, kv_heads = (read_field(heads, key, int, refuse) for key in _HEADS)
   if values["num_attention_heads"] % kv_heads:
     refuse(_HEADS["num_key_value_heads"], f"({kv_heads}) must divide num_attention_heads")
+  # Only `per_layer_config` can lead here. A saved folder has `_HEADS` instead, from which
+  # transformers would not read this number.
   if kv_heads != values["num_key_value_heads"] and not values["attention_k_eq_v"]:
     refuse("attention_k_eq_v", "is false, where layers differ in num_key_value_heads: set it")
   return {
@@ -97,17 +101,17 @@ def _heads_of_full_attention(by_layer: Any, types: list[str], refuse: Refuse) ->
   Refuses layers whose fields differ, fields other than `_HEADS`, and fields for layers with a
   window. At least the last layer has no window. `by_layer` maps a layer's number to its fields.
   """
-  layers = [str(i) for i, kind in enumerate(types) if kind == FULL]
+  full_layers = [str(i) for i, kind in enumerate(types) if kind == FULL]
   is_object = isinstance(by_layer, dict) and all(isinstance(x, dict) for x in by_layer.values())
-  is_of_full = is_object and set(by_layer) <= set(layers)
-  of_full = [by_layer.get(name, {}) for name in layers] if is_of_full else []
-  are_equal = all(x == of_full[0] and set(x) <= set(_HEADS) for x in of_full)
-  if not (of_full and are_equal):
+  names_only_full = is_object and set(by_layer) <= set(full_layers)
+  fields = [by_layer.get(number, {}) for number in full_layers] if names_only_full else []
+  are_equal = all(x == fields[0] and set(x) <= set(_HEADS) for x in fields)
+  if not (fields and are_equal):
     refuse(
       "per_layer_config",
       f"must give all layers of full_attention the same {' and '.join(_HEADS)}, and others none",
     )
-  return of_full[0]
+  return fields[0]
 
 
 def _read_borrowing_layers(values: Values, types: list[str], refuse: Refuse) -> int:

@@ -32,12 +32,13 @@ EXPERT_VARIES = ("sparse_layers", "shared_dim")
 
 def read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
   """Reads the layers with experts, and the hidden units of the MLP beside the experts."""
-  read_full(values, refuse)
+  read_full(values, refuse)  # refuses windows
   shared, layers = values.get("n_shared_experts"), values["num_hidden_layers"]
   dense = values.get("first_k_dense_replace")
   if type(dense) is not int or not 0 <= dense <= layers:
     refuse("first_k_dense_replace", f"is {dense}: it must be a number of {layers} layers or less")
   count, groups = values["n_routed_experts"], values["n_group"]
+  # The router judges a group by its two best experts.
   if count % groups or count // groups < 2:
     refuse(
       "n_group", f"is {groups}: groups must have the same number of {count} experts, 2 or more"

@@ -57,7 +57,7 @@ def read_windows(
     refuse("sliding_window", f"must be a positive int, got {window!r}")
   if not any(has_window) or not window:
     return ()
-  if window >= values["max_position_embeddings"] and not always:  # it hides nothing
+  if window >= values["max_position_embeddings"] and not always:  # it hides no token of any text
     return ()
   return tuple(window if has else 0 for has in has_window)
 

@@ -38,6 +38,7 @@ def _read_window_of_all(values: Values, refuse: Refuse) -> dict[str, Any]:
 
 def _read_smollm3(values: Values, refuse: Refuse) -> dict[str, Any]:
   """Reads the layers whose queries and keys are not rotated. By default, only they have windows."""
+  # Despite its name, the list has 1 for the layers that are rotated.
   layers, rotates = range(values["num_hidden_layers"]), values.get("no_rope_layers")
   if rotates is None:
     is_last = every(values, "no_rope_layer_interval", 4, refuse)

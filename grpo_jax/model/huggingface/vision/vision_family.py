@@ -78,7 +78,7 @@ class VisionFamily:
       elif "{k}" in entry.leaf_name:
         count = len(v.level_layers)
       for number in range(count):
-        names = dict(i=number, k=number)
+        names = dict(i=number, k=number)  # a name has at most one of them
         yield dataclasses.replace(
           entry, hf_name=entry.hf_name.format(**names), leaf_name=entry.leaf_name.format(**names)
         )

@@ -46,9 +46,9 @@ def read_vision(family: VisionFamily, values: Mapping[str, Any], refuse: Refuse)
     key = family.fields["dim"]
     refuse_of_tower(key, f"({fields['dim']}) must be a multiple of the heads")
   fields |= family.read(values, vision, refuse_of_tower)
-  pairs = ((name, _other(values, vision, name, default)) for name, default in family.others.items())
-  known = tuple((name, value) for name, value in pairs if value is not None)
-  return VisionShape(family=family.model_type, others=known, **family.fixed, **fields)
+  others = {key: _other(values, vision, key, default) for key, default in family.others.items()}
+  other_fields = tuple((key, value) for key, value in others.items() if value is not None)
+  return VisionShape(family=family.model_type, others=other_fields, **family.fixed, **fields)
 
 
 def _check(

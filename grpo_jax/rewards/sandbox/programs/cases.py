@@ -43,10 +43,10 @@ import sys, time
 def run_cases() -> None:
   """Serves the job: forks a process for each case. There it returns when the code has ended."""
   requests, answers = os.dup(0), os.dup(1)
-  os.dup2(2, 1)
+  os.dup2(2, 1)  # so that no print mixes with the answers
   os.close(0)
   lines = os.fdopen(requests, "rb")
-  os.write(answers, b"started\n")  # from here on, the code may end this process
+  os.write(answers, b"started\n")  # if this process ends from here on, the code is at fault
   job = json.loads(lines.readline())
   names: dict[str, Any] = {}
   exec(_PRELUDE, names)
@@ -62,6 +62,7 @@ def run_cases() -> None:
   os.write(answers, b"ready\n")
   for line in lines:
     case = json.loads(line)
+    # Files, which have a size limit, and which nobody needs to read while the program runs.
     input_file, output_file = _new_file(), _new_file()
     _write(input_file, case.get("stdin", "").encode("utf-8", "surrogatepass"))
     os.lseek(input_file, 0, os.SEEK_SET)
@@ -114,12 +115,14 @@ def _become_case(input_file: int, output_file: int, job: dict[str, Any]) -> None
 
 
 def _play(code: Any, names: dict[str, Any], case: dict[str, Any]) -> None:
-  """Runs the program, or calls its function and writes the value. Its threads may still run then.
+  """Runs the program, or calls its function and writes the value.
 
+  Threads of the program may still run when this returns.
   `names` are global names for the program. `case` is {"stdin": text}, or {"function": name,
   "arguments": encoded list}.
   """
   function = case.get("function")
+  # As in a script, `if __name__ == "__main__"` is true, but not where only a function is called.
   module = types.ModuleType("solution" if function else "__main__")
   sys.modules[module.__name__] = module
   module.__dict__.update({**names, **vars(module), "__builtins__": builtins})

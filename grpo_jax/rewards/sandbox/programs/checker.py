@@ -142,12 +142,12 @@ class Remote:
 def run_tests() -> None:
   """Runs the tests, and writes the verdict as the module describes it."""
   verdict, answers, requests = (os.fdopen(os.dup(2), "w"), sys.stdin.buffer, sys.stdout.buffer)
-  sys.set_int_max_str_digits(0)
+  sys.set_int_max_str_digits(0)  # answers may hold long integers
   # Prints of a test are dropped, and its input is empty.
   sys.stdin, sys.stdout, sys.stderr = io.StringIO(), io.StringIO(), io.StringIO()
   job = json.loads(answers.readline())
   player = Player(answers, requests)
-  player.hear()
+  player.hear()  # that the player has started
 
   def say(text: str) -> None:
     print(text, end="", file=verdict, flush=True)
@@ -157,15 +157,15 @@ def run_tests() -> None:
   solution = _parsed(job["solution"]) if job["solution"].strip() else None
   names: dict[str, Any] = {}
   setup = _parsed(job["setup"])
-  needed = foreign(setup, {}) if setup else []
+  foreign_in_setup = foreign(setup, {}) if setup else []
   names |= helpers([setup] if setup else [], {}, solution)
-  # The setup reads these, and neither it nor Python defines them.
-  of_program = [name for name in needed if name not in names]
+  # The names that the setup reads, and that neither the setup nor Python defines.
+  setup_reads = [name for name in foreign_in_setup if name not in names]
   try:
-    names |= {name: player.ask(name=name) for name in of_program}
+    names |= {name: player.ask(name=name) for name in setup_reads}
     exec(compile(job["setup"], "<setup>", "exec"), names)
   except BaseException:  # the setup may raise anything
-    if not of_program:  # else the program may be at fault, and all tests fail
+    if not setup_reads:  # else the program may be at fault, and all tests fail
       say("!")
       raise
     for _ in tests:
@@ -174,16 +174,17 @@ def run_tests() -> None:
   trees = [test for test in tests if test]
   names |= helpers(trees, names, solution)
   required = job["names"]  # each test takes these from the program, even if it redefines them
-  reads = [[*dict.fromkeys([*foreign(test, names), *required])] if test else [] for test in tests]
-  if not (any(reads) or of_program):  # the program may redefine a builtin that the tests read
+  # By test: the names that it takes from the program.
+  reads = [[*dict.fromkeys(foreign(test, names) + required)] if test else [] for test in tests]
+  if not (any(reads) or setup_reads):  # the program may redefine a builtin that the tests read
     name = name_under_test(trees, names, solution)
     reads = [[name] if test and name in names_read(test) else [] for test in tests]
-  used_by_setup = player.uses
+  uses_by_setup = player.uses  # they count for each test, which may check what the setup computed
   for test, read in zip(tests, reads):
-    player.uses = used_by_setup
-    if test is None:
+    player.uses = uses_by_setup
+    if test is None:  # it is not Python
       say("0")
-    elif read or of_program:
+    elif read or setup_reads:
       say("1" if _passes(test, read, names, player) else "0")
     else:
       say("-")

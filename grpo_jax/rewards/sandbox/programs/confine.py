@@ -48,7 +48,7 @@ def confine(limits: dict[str, int], threads: int, in_sandbox: bool) -> None:
   """
   os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads when numpy is imported
   table = _TABLES.get(platform.machine())
-  only_threads = limits.get("NPROC") == 1  # only sandboxes get it
+  only_threads = limits.get("NPROC") == 1  # never without a sandbox: see `runner.values_of`
   if only_threads and table:
     limits = limits | {"NPROC": threads}
   for name, limit in limits.items():
@@ -72,14 +72,16 @@ def _filter_calls(arch: int, clone: int, refused: list[int], only_threads: bool)
   `arch`, `clone` and `refused` see `_TABLES`. With `only_threads`, clone may only make threads.
   """
   # _LOAD 4 loads the architecture, _LOAD 0 the number of the call, _LOAD 16 its first argument.
+  # The numbers of `refused` would be other calls on another architecture, and x32 adds 0x40000000.
   steps = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-  steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERROR | _EPERM)]  # calls of x32
+  steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERROR | _EPERM)]
   for number in refused:
     steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EPERM)]
-  steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | _ENOSYS)]  # libc then uses clone
+  # A filter cannot see the flags of clone3, which are in memory. Without it, libc uses clone.
+  steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | _ENOSYS)]
   in_clone = [(_LOAD, 0, 0, 16), (_HAS_BIT, 0, 1, _NEW_NAMESPACES)]
   in_clone += [(_RETURN, 0, 0, _ERROR | _EPERM)]
-  if only_threads:
+  if only_threads:  # _EAGAIN is what the kernel answers beyond RLIMIT_NPROC
     in_clone += [(_HAS_BIT, 1, 0, _THREAD), (_RETURN, 0, 0, _ERROR | _EAGAIN)]
   steps += [(_EQUAL, 0, len(in_clone), clone), *in_clone, (_RETURN, 0, 0, _ALLOW)]
   code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))

@@ -86,14 +86,14 @@ class _Marks:
   def parametrize(names: Any, values: Any, **options: Any) -> Callable[[Any], Any]:
     """Calls a test once for each of `values`, which are for the arguments `names`."""
     del options
-    given = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+    given_names = [one.strip() for one in names.split(",")] if isinstance(names, str) else [*names]
 
     def marked(test: Any) -> Any:
       def call(*arguments: Any, **keywords: Any) -> None:
-        for value in values:
-          is_one = len(given) == 1 and not isinstance(value, param)
-          several = [value] if is_one else value
-          test(*arguments, **keywords, **dict(zip(given, several, strict=True)))
+        for value in values:  # with one argument it is the argument itself, else a sequence
+          is_argument = len(given_names) == 1 and not isinstance(value, param)
+          given = zip(given_names, [value] if is_argument else value, strict=True)
+          test(*arguments, **keywords, **dict(given))
 
       return call
 

@@ -31,7 +31,8 @@ _NUMPY_SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 def encode(value: Any, number_of: Any) -> Any:
   """Encodes a value as JSON. number_of(value) returns the number of an object that is not plain.
 
-  It raises an exception if such an object cannot be sent.
+  It raises an exception if such an object cannot be sent. Each type is checked before its base
+  class: bool before int, namedtuple before tuple, Counter and OrderedDict before dict.
   """
   if value is None or isinstance(value, bool):
     return value
