@@ -274,7 +274,7 @@ def test_the_lock_of_a_run_that_was_killed_on_this_machine_counts_at_once(run):
 def test_a_lock_file_proves_nothing_without_file_locks_or_from_another_machine(
   run, monkeypatch, is_elsewhere
 ):
-  """Such as a cache folder that machines share. The other run may be alive, so its lock must age."""
+  """Such as in a cache folder that machines share. The other run may live, so its lock must age."""
   holder = f"process 1 on {'elsewhere' if is_elsewhere else socket.gethostname()} since 2026"
   run.copy.mkdir()
   (run.copy / LOCK_FILE).write_text(holder)

@@ -292,3 +292,9 @@ def test_rows_of_trl_need_no_file(tmp_path):
   files = dict(train_dataset=f"{tmp_path}/a.jsonl", eval_dataset=f"{tmp_path}/b.jsonl")
   task = make_task(from_trl({"max_steps": 1}, **files, say=None).data)
   assert [row["prompt"] for row in (*task.train, *task.test)] == ["1", "2", "3"]
+  (tmp_path / "both").mkdir()
+  (tmp_path / "a.jsonl").rename(tmp_path / "both/train.jsonl")
+  (tmp_path / "b.jsonl").rename(tmp_path / "both/test.jsonl")
+  folder = dict(train_dataset=f"{tmp_path}/both", eval_dataset=f"{tmp_path}/both")
+  task = make_task(from_trl({"max_steps": 1}, **folder, say=None).data)
+  assert [row["prompt"] for row in (*task.train, *task.test)] == ["1", "2", "3"]

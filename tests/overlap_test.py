@@ -85,6 +85,12 @@ def test_two_lengths_by_hand():
   assert (found.step_seconds, found.seats_filled) == pytest.approx((12, 1))
 
 
+def test_a_chunk_ends_when_more_than_a_tenth_of_the_rows_have_ended_and_others_wait():
+  """Of 10 seats, two are free after 2 rounds. The last two rows take them, and none waits."""
+  found = simulate(job([1, 2] + [8] * 8 + [3, 3], chunk=8, seats=10), 1, 1, 0)
+  assert found.step_seconds == pytest.approx(8 + 1)
+
+
 def test_room_hides_a_long_tail():
   """Every fourth batch takes 20 rounds, the others one. On average, both sides need 5.75 s."""
   tail = [[1], [1], [1], [20]]
@@ -249,7 +255,10 @@ class TwoSides:
       while to_come or in_seats:
         free = self.job.seats - len(in_seats)
         in_seats, to_come = in_seats + to_come[:free], to_come[free:]
+        # While rows wait, a chunk ends once more than a tenth of the rows have ended.
         rounds = min(self.job.chunk, max(in_seats))
+        while to_come and sum(left < rounds for left in in_seats) > self.job.seats // 10:
+          rounds -= 1
         yield rounds * self.round_seconds
         in_seats = [left - rounds for left in in_seats if left > rounds]
       self.clock.start(self.score(number))

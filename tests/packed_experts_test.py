@@ -63,6 +63,25 @@ def test_experts_in_one_tensor_are_those_of_single_tensors(tmp_path):
   )
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("width", [4, 8, 3])  # with D = 8, gate_up_proj or down_proj is square
+def test_transposed_matrices_are_recognised_where_one_is_square(width, is_transposed, tmp_path):
+  rng, beginning = np.random.default_rng(0), "model.layers.0.mlp.experts"
+  both_XOI = rng.normal(size=(2, 2 * width, 8)).astype(np.float32)
+  down_XOI = rng.normal(size=(2, 8, width)).astype(np.float32)
+  tensors = {f"{beginning}.gate_up_proj": both_XOI, f"{beginning}.down_proj": down_XOI}
+  if is_transposed:
+    tensors = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in tensors.items()}
+  save_file(tensors, tmp_path / "model.safetensors")
+  files = packed_experts.UnpackedExperts(TensorFiles([tmp_path / "model.safetensors"]), 8)
+  parts = dict(gate_proj=both_XOI[:, :width], up_proj=both_XOI[:, width:], down_proj=down_XOI)
+  for part, expected_XOI in parts.items():
+    for expert in range(2):
+      name = f"{beginning}.{expert}.{part}.weight"
+      whole = tuple(map(slice, [0, 0], files.shapes[name]))
+      np.testing.assert_array_equal(files.read(name, whole), expected_XOI[expert])
+
+
 @pytest.mark.parametrize("scales", [None, np.zeros((2, 3), np.uint8)])
 def test_missing_or_wrong_scales_are_named(scales, tmp_path):
   tensors = {"a_blocks": np.zeros((2, 4, 1, 16), np.uint8)}

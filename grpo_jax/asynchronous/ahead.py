@@ -258,7 +258,7 @@ class Beside(Ahead):
     self._chunk = 0  # with in_flight, the number of the run's next chunk
     # `_is_drawing`: the thread draws a batch, or with in_flight may have rows in flight.
     self._is_drawing = self._is_closed = False
-    # The step before which a checkpoint waits. The thread then draws only what the checkpoint needs.
+    # The step before which a checkpoint waits. The thread then draws only what that one needs.
     self._checkpoint_step: int | None = None
     self._error: BaseException | None = None  # that ended the thread
     self._thread: threading.Thread | None = None

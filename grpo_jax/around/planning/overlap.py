@@ -3,8 +3,7 @@
 The simulation follows grpo_jax/asynchronous/ahead.py. The sampler decodes batch after batch in
 chunks of rounds. Between two chunks, waiting rows of the batch replace rows that have ended. A
 batch whose rows have all ended is scored, and then the learner updates with it. With a staleness
-bound s, the sampler starts batch k after step k - s - 1, so it is at most s batches ahead. A real
-sampler also ends a chunk once a tenth of its rows have ended while others wait. This is left out.
+bound s, the sampler starts batch k after step k - s - 1, so it is at most s batches ahead.
 
 With a bound of 0, sampler and learner take turns.
 """
@@ -14,6 +13,8 @@ import dataclasses
 import itertools
 
 import numpy as np
+
+from grpo_jax.sampler.seats import IDLE_SHARE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +147,9 @@ def _decoded(job: Workload, number: int) -> _Batch:
   while waiting or seated_tokens:
     while waiting and len(seated_tokens) < job.seats:
       seated_tokens.append(waiting.pop())
-    chunk = min(job.chunk, max(seated_tokens))  # ends early if all rows have ended
+    # A chunk ends early if all rows have ended, or if so many have ended while others wait.
+    ended = int(IDLE_SHARE * job.seats) if waiting else len(seated_tokens) - 1
+    chunk = min(job.chunk, sorted(seated_tokens)[ended])
     rounds += chunk
     seated_tokens = [tokens_left - chunk for tokens_left in seated_tokens if tokens_left > chunk]
   return _Batch(rounds, tokens)

@@ -82,8 +82,12 @@ class UnpackedExperts:
     del self.shapes[name], self.dtypes[name]
     beginning, is_down = name.rsplit(".", 1)[0], name.endswith(_DOWN)
     parts = ["down_proj"] if is_down else ["gate_proj", "up_proj"]
-    # Hugging Face stores [outputs, inputs]: down_proj has D outputs, and the others D inputs.
-    is_transposed = self._embed_dim != (rows if is_down else columns)
+    # Hugging Face stores [outputs, inputs]: gate_up_proj has D inputs, and down_proj D outputs. The
+    # matrices of one of the two may be square, so both are looked at.
+    of_D = [(f"{beginning}.gate_up_proj", 2), (f"{beginning}.down_proj", 1)]
+    shapes = self._files.shapes
+    found = {shapes[part][axis] for part, axis in of_D if len(shapes.get(part, ())) == 3}
+    is_transposed = found != {self._embed_dim}
     if is_transposed:
       rows, columns = columns, rows
     height = rows // len(parts)
