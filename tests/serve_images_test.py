@@ -122,11 +122,10 @@ def test_an_image_is_answered_as_by_the_policy(family, tmp_path):
     third = served.asked([{"role": "user", "content": said}, *rest], logprobs=True)
     served.assert_same([{"role": "user", "content": place}, *rest], [picture()], third)
     new, whole = served.engine.counts.computed_tokens - before, len(third.prompt_token_ids)
-    prompt = len(first.prompt_token_ids)
-    if family == "qwen3_5":  # it recurs, so the end of the first answer says nothing of its prompt
-      assert new <= whole + 8
-    elif family.startswith("qwen"):  # the windows of others have forgotten the beginning
-      assert new <= whole - prompt + 8
+    # Windows of others have forgotten the beginning. Qwen3.5 recurs, so it knows whole texts or
+    # nothing, and the random answer is no valid UTF-8: in the next prompt, it has other tokens.
+    if family.startswith("qwen3_vl"):
+      assert new <= whole - len(first.prompt_token_ids) + 8
     two = [shown(picture(2, 30, 12)), text("and"), shown(picture(3))]
     places = [{"type": "image"}, text("and"), {"type": "image"}]
     both = served.asked([{"role": "user", "content": two}], logprobs=True)
