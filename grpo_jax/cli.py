@@ -189,6 +189,10 @@ def open_policy(change: Change = unchanged) -> "Policy":
     raise ConfigError(
       "give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER"
     )
+  if values.workdir is None and values.step is not None:
+    raise ConfigError(
+      f"flag --step={values.step} is for the checkpoints of --workdir: leave it out"
+    )
   # Imported here, so that commands without a policy and mistakes in the flags need no jax.
   from grpo_jax.evaluation.policy import policy_of_config, policy_of_run
 

@@ -177,8 +177,7 @@ class _Header:
 
   def read(self) -> GGUFFile:
     """Reads the header. Raises ConfigError if the file is damaged or not a GGUF file."""
-    # The shortest header has 24 bytes: "GGUF", the version and two counts.
-    if self._size < 24 or self._take(4) != _MAGIC:
+    if self._size < len(_MAGIC) or self._take(len(_MAGIC)) != _MAGIC:
       raise ConfigError(f"{self._file} is not a GGUF file: its first bytes are not GGUF")
     version = self._number("<u4")
     if version not in _VERSIONS:

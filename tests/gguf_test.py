@@ -530,7 +530,7 @@ def tensor(name, shape, kind=0, offset=0):
 
 HOSTILE = {
   "empty": (b"", "is not a GGUF file"),
-  "short": (b"GGUF", "is not a GGUF file"),
+  "short": (b"GGUF", "damaged or cut off"),
   "wrong magic": (b"GGML" + bytes(64), "is not a GGUF file"),
   "random": (np.random.default_rng(0).bytes(4096), "is not a GGUF file"),
   "a web page": (b"<!DOCTYPE html>" + bytes(64), "is not a GGUF file"),

@@ -48,6 +48,16 @@ class Silent:
 class Kept(Safe):
   pickles = False
 
+class Breaks(Safe):
+  def dial(self, number: str) -> str:
+    """Turns the dial.
+
+    Args:
+      number: Digits.
+    """
+    self.tried.append(number)
+    raise ValueError("broken")
+
 class Waits(Safe):
   async def get_reward(self):
     return 2.0
@@ -102,6 +112,17 @@ def test_what_has_no_room_is_paid_for(tmp_path):
   small = Collected(config_of(tmp_path, "Safe", ("environment", "seen"), T=9))
   full = [row for row in small.rows if row["rewards/seen"] and len(row["turns"]) == 1]
   assert full and all(row["reward"] == 2 * row["rewards/seen"] for row in full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [9, 40])
+def test_a_call_that_fails_is_counted_whether_its_answer_fits_or_not(tmp_path, length):
+  """Calls of the last turn are not made, and count as calls that have not failed."""
+  functions = ("environment", "seen", "messages")
+  small = Collected(config_of(tmp_path, "Breaks", functions, T=length))
+  failed, calls = (sum(row[f"rewards/{name}"] for row in small.rows) for name in functions[1:])
+  assert 0 < failed <= calls
+  assert small.metrics["tools/failure_frequency"] == pytest.approx(failed / calls)
 
 
 def test_parameters_and_schemas(tmp_path):

@@ -778,6 +778,7 @@ def test_a_run_that_goes_on_is_served(tmp_path):
   "flags, message",
   [
     (["--rows=0"], "flag --rows=0: it must be at least 1"),
+    (["--step=5"], "flag --step=5 is for the checkpoints of --workdir"),
     (["--prefix_cache_mib=-1"], "flag --prefix_cache_mib=-1: it must be at least 0"),
     (["--port=70000"], "flag --port=70000: it must be between 0 and 65535"),
     (["--api_key_file=/no/such"], "flag --api_key_file=/no/such: it cannot be read"),

@@ -175,7 +175,7 @@ class Collector:
       first_group = int(host.get(_NEXT, first_group * (1 + algo.max_resample_rounds)))
     self.flow.restart(index, first_group)
     self._hosts = {index - 1: there(host)}
-    self._positions = {}
+    self._positions = {}  # so the next draw continues from the position in `host`
 
   def skip(self, scored: Scored) -> None:
     """Skips the next step, because a checkpoint already has its batch, `scored`."""

@@ -60,6 +60,8 @@ class StopRequest:
 def leaving_on_second_signal(request: StopRequest) -> Iterator[None]:
   """In the block, the first SIGTERM, Ctrl-C or SIGHUP requests a stop, and the second one exits.
 
+  A SIGTERM within `_SAME_SECONDS` of the first signal does not count.
+
   A thread reads the signals, because the main thread may be inside a compiler or a function that
   does not return. The signals also have handlers, because their default would end the process. A
   signal that was already ignored, such as SIGHUP under `nohup`, stays ignored.
@@ -136,7 +138,8 @@ def _watch(
 ) -> None:
   """Reads the signals that the interpreter's C handler writes to a socket, until it is closed.
 
-  The first signal in `numbers` calls on_signal(number, None), and the next one exits.
+  The first signal in `numbers` calls on_signal(number, None), and the next one exits. A SIGTERM
+  within `_SAME_SECONDS` of the first does not count.
   """
   first_at: float | None = None
   while data := reader.recv(64):

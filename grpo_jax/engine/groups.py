@@ -314,7 +314,8 @@ class EngineGroups:
         at, count = (p, row.member), len(row.tokens)
         tokens_PGT[at][:count], sampled_PGT[at][:count] = row.tokens, row.is_sampled
         logprobs_PGT[at][:count] = np.minimum(row.logprobs, 0)  # rounding may put one above 0
-        # A greedy choice has probability 1, so its behaviour log-prob is 0.
+        # Servers draw without filters (`run/checks.py` refuses them), so a token is drawn with its
+        # own log-prob. A greedy choice has probability 1, so its behaviour log-prob is 0.
         behavior_PGT[at] = logprobs_PGT[at] if row.temperature else 0
         lengths_PG[at], stopped_by_PG[at] = count, row.stopped_by
     completions = Completions(

@@ -118,7 +118,8 @@ def _try_texts(function: Callable[..., Any], columns: Columns, tell: Tell) -> No
 def _outcome_in_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
   """Runs `act` in a fork of this process, and returns the first outcome that it reports.
 
-  The fork is killed after that. If it reports none in time, `act` runs in this process.
+  The fork is killed after that. If it reports none in time, it probably waits for a lock that a
+  thread of this process held when it was forked. Then `act` runs in this process.
 
   Args:
     act: Makes a trial call. Its argument is the function that reports an outcome.

@@ -79,6 +79,8 @@ class _Asked(NamedTuple):
     is_last: Whether limits allow no further turn.
     methods: The names of the environment's methods that are tools. None if the environment has a
       `step`, or if there is no environment.
+    failures: How many calls have failed already. Not 0 only if their answers do not fit, and the
+      environment is asked for its reward alone.
   """
 
   row: StoppedRow
@@ -88,6 +90,7 @@ class _Asked(NamedTuple):
   requests: list[Request]
   is_last: bool
   methods: Collection[str] | None = None
+  failures: int = 0
 
 
 class _Answer(NamedTuple):
@@ -219,7 +222,9 @@ class Talk:
         # The methods' answers do not fit, so the row ends. Ask the environment for its reward. The
         # answer to this request has no messages, so the row ends when it comes.
         asked = asked._replace(
-          requests=[self._request_of_methods(asked.row, [], True)], is_last=True
+          requests=[self._request_of_methods(asked.row, [], True)],
+          is_last=True,
+          failures=answer.failures,
         )
         outcomes = self._talkers.runner.start(asked.requests)
         self._questions[at] = _Question(asked, outcomes, time.monotonic())
@@ -370,10 +375,10 @@ class Talk:
     # the row ends, and the environment in this state is closed.
     problem, kind = self._problem_of(_first_without_server(of_tools) or of_methods)
     if problem:
-      return _Answer([], problem=problem, kind=kind)
+      return _Answer([], failures=asked.failures, problem=problem, kind=kind)
     if of_methods["done"]:
-      pickled = of_methods["environment"]
-      return _Answer([], of_methods["reward"], environment=pickled, has_ended=True)
+      reward, pickled = of_methods["reward"], of_methods["environment"]
+      return _Answer([], reward, asked.failures, environment=pickled, has_ended=True)
     # In the order of the calls again, which mix tools and methods.
     tools, contents = iter(of_tools), iter(of_methods["contents"])
     ordered = [
@@ -384,7 +389,11 @@ class Talk:
   def _turns_and_reply(
     self, asked: _Asked, answer: _Answer
   ) -> tuple[Conversation, list[int] | None]:
-    """Returns (the turn and its reply, the reply's token ids). The ids are None if the row ends."""
+    """Returns (the turn and its reply, the reply's token ids).
+
+    The ids are None if the row ends, or if no reply fits. `_take_answers` may then drop the result
+    and ask the environment for its reward first.
+    """
     row, end = asked.row, len(asked.row.tokens)
     start, fields = self._conversation(row).tokens, _as_fields(asked)
     turns = [Turn(POLICY, asked.text, start, end, answer.reward, fields)]

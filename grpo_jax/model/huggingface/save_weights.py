@@ -74,8 +74,8 @@ def _check_leaves(
     found_shape, wanted_shape = found.get(name, "absent"), wanted.get(name, "absent")
     if found_shape != wanted_shape:
       raise ConfigError(
-        f"{path} is not written: parameter {name} is {found_shape}, by its config it should be"
-        f" {wanted_shape}"
+        f"{path or 'the folder'} is not written: parameter {name} is {found_shape}, by its"
+        f" config it should be {wanted_shape}"
       )
 
 

@@ -22,8 +22,7 @@ from grpo_jax.rewards.marks import answers_by, in_process, reads
 # Allowed between the marker and the number: emphasis, currency, the opening of a formula. No words,
 # except for the name in x = 72, see `_BEFORE`.
 _OPENING = r"(?:[\s*_`:=(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)(?![a-zA-Z]))*"
-# A run of digits, commas and dots is one match, so that "1,0,0" is an invalid number and not three
-# valid ones.
+# A run of digits, commas and dots is one match, so that "1,0,0" is not three valid numbers.
 _RUN = r"(?P<sign>[-+−–]?)(?:\\?[$€£¥])?(?P<run>(?:(?<![\w.)])\.)?[0-9][0-9.,]*)"
 _BEFORE = rf"{_OPENING}(?:[A-Za-z]\w{{0,19}}\s?={_OPENING})?"
 _ANSWER = re.compile(_BEFORE + _RUN)
@@ -35,6 +34,8 @@ _FRACTION = re.compile(
 )
 _NUMBER = re.compile(_RUN + r"(?P<exponent>[eE][-+]?[0-9]+)?")
 _DECIMAL = re.compile(r"([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]+))?")
+# Behind a number: signs, words and single letters that are more than a unit, such as 5k and 2x.
+# Letters that are common units are left out, as in 5m, 5g and 5h.
 _CHANGES_THE_VALUE = re.compile(
   r"\\(?:pi|sqrt|infty)|[π√∞]|n['’]t\b"
   r"|\A(?:!|\s*[/–—](?!\s*[a-zA-Z])|[b-eiknp-rt-zBKM](?![a-zA-Z]))"
@@ -107,7 +108,10 @@ def _score(
   answers: list[Any],
   quotients: bool = True,
 ) -> list[float | None]:
-  """Compares answers with gold answers, which may be quotients such as 1/2 if `quotients`."""
+  """Compares answers with gold answers, which may be quotients such as 1/2 if `quotients`.
+
+  `flexible` reads no quotients in completions, so a gold quotient would never be reached.
+  """
   golds = [_leading_number(gold_text(answer) or "", quotients) for answer in answers]
   return [
     None if gold is None else float(find_answer(text) == gold)
@@ -121,7 +125,7 @@ def _after_anchor(text: str) -> Value | None:
 
 
 def _last_number(text: str) -> Value | None:
-  """The last number of a text. None if there is none, or it has an exponent."""
+  """The last number of a text. None if there is none, or it is invalid or has an exponent."""
   last_match = collections.deque(_NUMBER.finditer(text), maxlen=1)
   if not last_match or last_match[0]["exponent"]:
     return None
@@ -155,8 +159,9 @@ def _in_box(text: str) -> Value | None:
 def _leading_number(text: str, quotients: bool = True) -> Value | None:
   """The number at the start of `text`, after markup. With `quotients`, 1/2 and \\frac12 count.
 
-  Returns None if `text` does not start with a number, or if the rest of the line has another
-  number or changes the value.
+  It reads gold answers and, for `strict` and `boxed`, the answers of completions. Returns None if
+  `text` does not start with a number, or if the rest of the line has another number or changes the
+  value. A completion is then wrong, and a row with such a gold answer has no score.
   """
   text = _LATEX_COMMA.sub(",", text)  # 1{,}000 becomes 1,000
   fraction = _FRACTION.match(text) if quotients else None

@@ -1,8 +1,9 @@
 """Encodes values as JSON, for the checker, and for the player, which runs untrusted code.
 
-None, bools, numbers and texts encode to themselves; other plain values encode to lists that begin
-with a type name. Any other object stays in the player and is sent as ["object", number]. An object
-of a subclass is sent as one of the base class, so methods of the program never run in the checker.
+None, bools, ints, floats and texts encode to themselves; other plain values encode to lists that
+begin with a type name. Any other object stays in the player and is sent as ["object", number]. An
+object of a subclass is sent as one of the base class, so methods of the program never run in the
+checker.
 """
 
 import builtins
