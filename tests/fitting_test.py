@@ -214,6 +214,20 @@ def test_rows_that_stay_in_flight_leave_room_for_the_cache_of_an_evaluation():
     assert choose(config, memory=memory) == 0 < choose(config, memory=memory - 100)
 
 
+def test_rows_whose_weights_change_in_flight_have_copies_of_their_prompts():
+  """Each free seat goes to the oldest group, so no two rows share a place."""
+  mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
+  shape = shape_on(mesh)
+  config = dataclasses.replace(CONFIG, rollout=Rollout(max_staleness=1, weights="in_flight"))
+  # 16 rows of a device, each with 32 + 64 tokens.
+  expected = 16 * (32 + 64) * 3 * 2 * 8 * 2 * 4 + 2 * 16 * 96 * 4
+  assert sampler_bytes(dataclasses.replace(config, eval=Eval(every=0)), shape) == expected
+  evaluation = dataclasses.replace(config, eval=Eval(every=1, batch=8, samples=16))
+  assert sampler_bytes(evaluation, shape, call=(8, 16)) == sampler_bytes(
+    dataclasses.replace(CONFIG, eval=evaluation.eval), shape, call=(8, 16)
+  )
+
+
 @pytest.mark.slow
 def test_an_update_finds_the_rows_that_stay_in_flight_in_its_account():
   whole = Run(small_config(old_logprobs="sampler")).programs

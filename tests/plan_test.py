@@ -144,6 +144,18 @@ def test_the_base_that_the_sampler_reads_is_held_by_the_update_too(tmp_path):
   assert held == sum(update.held.values()) + update.gradients
 
 
+@pytest.mark.parametrize("rows", [0, 4])
+def test_rows_whose_weights_change_in_flight_have_a_place_each(rows):
+  """In the plan, too. So several places have the same prompt."""
+  config = small_config(old_logprobs="sampler")
+  config = with_section(config, "rollout", max_staleness=1, weights="in_flight")
+  built = small_run(with_section(config, "sampling", rows=rows))
+  sample = next(program for program in programs(built) if program.name == "sample")
+  flights = [stage.program.lower(*stage.arguments).out_info[0] for stage in sample.stages[:1]]
+  count = rows or config.batch.prompts * config.batch.group_size
+  assert [flight.grid for flight in flights] == [(count, 1)]
+
+
 @pytest.mark.parametrize("sampler", [0, 1])
 def test_rows_in_flight_are_chosen_beside_what_the_plan_of_the_sampler_says(
   sampler, tmp_path, monkeypatch

@@ -21,7 +21,7 @@ from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.sampler.filters import changes_draws
 from grpo_jax.sampler.programs import most_rewound
 from grpo_jax.sampler.sampling import longest_chunk, sizes_up_to
-from grpo_jax.sampler.seats import first_grid
+from grpo_jax.sampler.seats import Grid, first_grid
 from grpo_jax.sampler.weights import SamplingWeights
 from grpo_jax.types import Batch, Images, TrainState, Visual
 
@@ -170,8 +170,15 @@ def sampler_bytes(
   logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4  # float32
   rows = config.sampling.rows if rows is None else rows
   calls = sampler_calls(config) if call is None else [call]
-  # The first grid of a call is the largest: rows only ever move to smaller grids.
+  # The first grid of a call is the largest: rows only ever move to smaller grids. If groups follow
+  # without end, each row has a place and a copy of its prompt (see `Sampler.pace`).
   grids = [first_grid(*call, rows, shape.row_shards) for call in calls]
+  of_training = config.batch.prompts, config.batch.group_size
+  if config.rollout.weights == "in_flight":
+    grids = [
+      Grid(grid.rows, 1) if call == of_training else grid
+      for grid, call in zip(grids, calls, strict=True)
+    ]
   of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
   sizes = [
     grid.places * (of_prompts * cache.place + of_images)

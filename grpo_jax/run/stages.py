@@ -168,14 +168,18 @@ class _ProgramArguments:
     is_encoded = self._run.parameters.encodes_first and name in ("sample", "greedy")
     keeps_experts = name == "sample" and self._config.learner.router_replay
     sampler = self._run.programs.sampler(keeps_experts=keeps_experts)
-    pace, programs = sampler.pace(prompts, group_size), sampler.programs
+    in_order = name == "sample" and self._config.rollout.weights == "in_flight"
+    pace, programs = sampler.pace(prompts, group_size, in_order), sampler.programs
     grid, S = pace.grid, self._config.data.max_prompt_tokens
     settings = self._settings(grid.rows)
     at_first = min(grid.places, prompts)
+    # The prompt of each place, where several places have the same one.
+    prompt_N = self._host_array("int32", grid.places) if in_order else None
     flight = programs.abstract(grid, pace.slots[0], self._sampled, S, settings)
     visual_of_all = self._held.waiting if is_encoded else 0.0
     visual_of_others = visual_of_all * (1 - at_first / prompts)  # those of the first are arguments
-    begin = grid, pace.slots[0], self._sampled, self._prompts(at_first, is_encoded), None, settings
+    begun = self._prompts(at_first, is_encoded), prompt_N, settings
+    begin = grid, pace.slots[0], self._sampled, *begun
     cache = device_bytes(flight.cache)
     yield Stage(programs.begin, begin, cache=cache, visual=visual_of_others)
     waves = -(-prompts * group_size // grid.rows)

@@ -326,7 +326,12 @@ class FlightPrograms:
     return on_each_shard(self._config, move, flight, rows_NQ % shard.rows, places_N % shard.places)
 
   def _resume(self, flight: Flight, resumed: Resumed) -> Flight:
-    """Drops all but the first `kept_R` tokens of paused rows, and stores the tokens of replies."""
+    """Rolls the cache of all paused rows, and stores the tokens of replies that have come.
+
+    It runs before each chunk, also for rows that go on pausing: windows keep only as many slots as
+    one chunk can write behind a row's tokens. A row keeps its first `kept_R` tokens, and drops
+    those that it drew after a stop text. Which rows then draw is an argument of `_chunk`.
+    """
 
     def resume(flight: Flight, *arrays: jax.Array) -> Flight:
       rows, (is_resumed_R, kept_R, token_R, given_RT, limit_R) = flight.rows, arrays

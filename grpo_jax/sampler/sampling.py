@@ -113,7 +113,9 @@ class Sampler:
     Args:
       prompts: How many groups should fit, a multiple of the mesh's row shards.
       members: G, the completions of each group.
-      in_order: Whether free seats go to the oldest groups first, for an endless stream of groups.
+      in_order: Whether free seats go to the oldest groups first, for an endless stream of groups
+        (rollout.weights=in_flight). It costs a copy of the prompt for each row, which
+        `run.memory.sampler_bytes` counts.
     """
     shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
     grid = seats_lib.first_grid(prompts, members, self._rows(prompts, members), shards)

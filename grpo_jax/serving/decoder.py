@@ -21,7 +21,7 @@ from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.prefixes import ScoredPrompts
 from grpo_jax.sampler.rows import Drawn, Extras
 from grpo_jax.sampler.stream import by_row
-from grpo_jax.serving.device_flight import DeviceFlight, Placed, Sizes
+from grpo_jax.serving.device_flight import DeviceFlight, PlacedPrompt, Sizes
 from grpo_jax.serving.images import SeenImages
 from grpo_jax.serving.prefix_cache import Beginning, PrefixCache
 
@@ -134,8 +134,8 @@ class _Plan(NamedTuple):
       these calls, so that it can use their results.
   """
 
-  whole: list[Placed]
-  continued: list[Placed]
+  whole: list[PlacedPrompt]
+  continued: list[PlacedPrompt]
   seeing: list[int]
   later: dict[int, tuple[int, ...]]
 
@@ -174,7 +174,7 @@ class Decoder:
     self._begun: dict[int, _Begun] = {}
     self._waiting: dict[int, tuple[int, ...]] = {}
     # The scored prompts of calls since the last `take_scores`, with their scores on the devices.
-    self._scores: list[tuple[list[Placed], ScoredPrompts]] = []
+    self._scores: list[tuple[list[PlacedPrompt], ScoredPrompts]] = []
     key = np.asarray(jax.random.key_data(jax.random.key(0)))  # rows differ by their numbers
     self._new = NewRows(
       is_new_R=np.zeros(self._rows, bool),
@@ -269,7 +269,7 @@ class Decoder:
     self._counts.prompt_tokens += sum(len(row.prompt) for row in rows.values())
     seated = Seated({}, set())
     # Scores need every token of a prompt, so these prompts are computed whole.
-    scored = [Placed(p, row.prompt) for p, row in rows.items() if row.is_scored]
+    scored = [PlacedPrompt(p, row.prompt) for p, row in rows.items() if row.is_scored]
     self._score(scored, seated.computed, params)
     self._images = {p: row.images for p, row in rows.items() if row.images}
     if self._begun:
@@ -287,7 +287,9 @@ class Decoder:
     self._counts.calls = self._device.calls
     return seated
 
-  def _score(self, prompts: list[Placed], computed: dict[int, int], params: model.Params) -> None:
+  def _score(
+    self, prompts: list[PlacedPrompt], computed: dict[int, int], params: model.Params
+  ) -> None:
     """Computes whole prompts, and log-probs of their tokens for `take_scores`."""
     for place, tokens, _ in prompts:
       self._known.put(place, tokens)
@@ -391,11 +393,11 @@ class Decoder:
         now.append(place)
         computed[place] = len(prompt) - beginning.tokens
       if beginning.tokens:
-        plan.continued.append(Placed(place, prompt[:end], beginning))
+        plan.continued.append(PlacedPrompt(place, prompt[:end], beginning))
       elif place in self._images:
         plan.seeing.append(place)
       else:
-        plan.whole.append(Placed(place, prompt[:end]))
+        plan.whole.append(PlacedPrompt(place, prompt[:end]))
     return plan
 
   def _least(self, place: int, tokens: int) -> int:
@@ -429,10 +431,10 @@ class Decoder:
 
     Adds place -> tokens to `computed` for the prompts that are complete now.
     """
-    pieces = list[Placed]()
+    pieces = list[PlacedPrompt]()
     for place, begun in [*self._begun.items()]:
       end = begun.tokens + self._device.piece
-      pieces.append(Placed(place, begun.prompt[:end], Beginning(place, begun.tokens)))
+      pieces.append(PlacedPrompt(place, begun.prompt[:end], Beginning(place, begun.tokens)))
       self._begun[place] = begun._replace(tokens=end)
       if end >= len(begun.prompt):
         del self._begun[place]

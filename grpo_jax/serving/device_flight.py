@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
   texts: int = 0
 
 
-class Placed(NamedTuple):
+class PlacedPrompt(NamedTuple):
   """A prompt, or the first tokens of one, that a call computes for a place.
 
   Attributes:
@@ -109,7 +109,7 @@ class DeviceFlight:
       self._decode(params, new, nobody_R, Chunk(np.int32(0), np.int32(0)))
       self.keep([])
     # Batches have one prompt or the most prompts on each shard (see `_batch_size`).
-    nothing = Placed(self._rows, (0, 0), Beginning(0, 1))
+    nothing = PlacedPrompt(self._rows, (0, 0), Beginning(0, 1))
     for length in self._lengths:
       for count in {1, self._at_once(length) * self._shards}:
         self._arrive([nothing._replace(tokens=(0,))] * count, length, params)
@@ -200,26 +200,26 @@ class DeviceFlight:
     self._flight, *results = self.programs.chunk(*arguments)
     return results
 
-  def compute(self, prompts: list[Placed], params: model.Params) -> None:
+  def compute(self, prompts: list[PlacedPrompt], params: model.Params) -> None:
     """Computes whole prompts, in batches of similar lengths."""
     for length, batch in self._by_length(prompts):
       self._arrive(batch, length, params)
 
   def compute_scored(
-    self, prompts: list[Placed], params: model.Params
-  ) -> list[tuple[list[Placed], ScoredPrompts]]:
+    self, prompts: list[PlacedPrompt], params: model.Params
+  ) -> list[tuple[list[PlacedPrompt], ScoredPrompts]]:
     """Computes whole prompts and the log-probs of their tokens. Returns both by batch."""
     return [
       (batch, self._arrive(batch, length, params, is_scored=True))
       for length, batch in self._by_length(prompts)
     ]
 
-  def compute_pieces(self, prompts: list[Placed], params: model.Params) -> None:
+  def compute_pieces(self, prompts: list[PlacedPrompt], params: model.Params) -> None:
     """Computes the last tokens of prompts, at most `piece` of each, in one call."""
     self._go_on(prompts, self.piece, params)
 
   def compute_suffixes(
-    self, prompts: list[Placed], params: model.Params, images: Mapping[int, SeenImages]
+    self, prompts: list[PlacedPrompt], params: model.Params, images: Mapping[int, SeenImages]
   ) -> None:
     """Computes what comes after known beginnings. Long suffixes take several calls.
 
@@ -229,15 +229,15 @@ class DeviceFlight:
       images: The images of prompts by place. All are in the known beginnings.
     """
     while prompts:
-      by_length: dict[int, list[Placed]] = {}
-      unfinished = list[Placed]()
+      by_length: dict[int, list[PlacedPrompt]] = {}
+      unfinished = list[PlacedPrompt]()
       for place, tokens, beginning in prompts:
         end = beginning.tokens + self.longest_suffix
         if end < len(tokens):  # the next call continues what this one puts into the place
-          unfinished.append(Placed(place, tokens, Beginning(place, end)))
+          unfinished.append(PlacedPrompt(place, tokens, Beginning(place, end)))
         suffix = min(self.longest_suffix, len(tokens) - beginning.tokens)
         length = _first_holding(self._suffixes, suffix)
-        by_length.setdefault(length, []).append(Placed(place, tokens[:end], beginning))
+        by_length.setdefault(length, []).append(PlacedPrompt(place, tokens[:end], beginning))
       for length, entries in by_length.items():
         for batch in _split(entries, self._suffixes[length] * self._shards):
           self._go_on(batch, length, params, images)
@@ -287,9 +287,9 @@ class DeviceFlight:
     """Gives each place n the prompt of place from_N[n]."""
     self._flight = self._flight.with_prompts(self.programs.copy(self._flight.prompts_only, from_N))
 
-  def _by_length(self, prompts: list[Placed]) -> Iterator[tuple[int, list[Placed]]]:
+  def _by_length(self, prompts: list[PlacedPrompt]) -> Iterator[tuple[int, list[PlacedPrompt]]]:
     """Splits prompts into batches. Yields (padded length, batch)."""
-    by_length: dict[int, list[Placed]] = {}
+    by_length: dict[int, list[PlacedPrompt]] = {}
     for prompt in prompts:
       length = _first_holding(self._lengths, len(prompt.tokens))
       by_length.setdefault(length, []).append(prompt)
@@ -302,7 +302,7 @@ class DeviceFlight:
     return max(1, min(_MOST_PROMPTS, self._rows // self._shards, _TOKENS_AT_ONCE // length))
 
   def _arrive(
-    self, prompts: list[Placed], length: int, params: model.Params, is_scored: bool = False
+    self, prompts: list[PlacedPrompt], length: int, params: model.Params, is_scored: bool = False
   ) -> ScoredPrompts | None:
     """Computes a batch of whole prompts, padded to `length`. Returns scores if `is_scored`."""
     count = self._batch_size(len(prompts), self._at_once(length))
@@ -318,14 +318,16 @@ class DeviceFlight:
 
   def _go_on(
     self,
-    prompts: list[Placed],
+    prompts: list[PlacedPrompt],
     length: int,
     params: model.Params,
     images: Mapping[int, SeenImages] | None = None,
   ) -> None:
     """Computes a batch of suffixes, which are padded to `length`."""
     count = self._batch_size(len(prompts), self._suffixes[length])
-    nothing = Placed(self._rows, (0, 0), Beginning(0, 1))  # padding: its place is past the last
+    nothing = PlacedPrompt(
+      self._rows, (0, 0), Beginning(0, 1)
+    )  # padding: its place is past the last
     places, tokens, beginnings = zip(*_filled(prompts, count, nothing), strict=True)
     numbers, known = np.array(beginnings, np.int32).T
     suffixes = [prompt[begun:] for prompt, begun in zip(tokens, known, strict=True)]

@@ -243,8 +243,8 @@ def _in_byte_symbols(token: str) -> str:
 def _on_characters(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
   """The parts of tokenizer.json for a character-level BPE, as sentencepiece makes it.
 
-  A space is written as ▁. Gemma splits a text at its spaces. Other families may add a space before
-  a text, which decoding removes.
+  A space is written as ▁. Families other than Gemma may add a space before a text, which decoding
+  removes.
   """
   architecture, tokens = file.metadata.get("general.architecture"), vocabulary.tokens
   is_gemma = architecture in _GEMMA
@@ -283,7 +283,7 @@ def _spaces_as_marks(architecture: Any, adds_space: bool) -> dict[str, Any]:
   marked = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
   normalizer: dict[str, Any] | None = None
   pre_tokenizer: dict[str, Any] | None = None
-  if architecture in _GEMMA:
+  if architecture in _GEMMA:  # as in Gemma's tokenizer.json, whose Split finds no space any more
     normalizer = marked
     pre_tokenizer = {
       "type": "Split",

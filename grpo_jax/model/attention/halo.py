@@ -17,7 +17,7 @@ from grpo_jax.model.attention.view import View
 
 
 class _Seen(NamedTuple):
-  """What a device's queries see, in order: the halo, the device's own slots, padding to chunks.
+  """The slots that a device's queries see: the halo, then its own slots, then padding to chunks.
 
   The keys and values are in float32, because each chunk of queries adds to their gradients.
 
