@@ -42,8 +42,9 @@ def settings_idle_at_ratio_one(algo: Algo) -> tuple[str, ...]:
   """The names of the settings that the user changed, but that do not change the gradient.
 
   The run names them in a remark. They act on the ratio or its old log-probs. With one update per
-  batch, the old policy is the policy itself, and the ratio is 1. With several updates, the result
-  is empty.
+  batch, the old policy is the policy itself, and the ratio is 1, if the current policy drew the
+  batch. The caller checks that with `Config.old_is_policy`. With several updates, the result is
+  empty.
   """
   if not algo.old_is_policy:
     return ()

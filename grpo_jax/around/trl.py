@@ -43,8 +43,8 @@ def from_trl(
       registered as with `grpo_jax.register_tool`.
     peft_config: A `peft.LoraConfig`, or a dict of its fields. None trains all weights.
     processes: The number of processes of TRL's run, which multiplies its batch.
-    say: Called with one line for each field that was set, and with the flags that make the same
-      config from `--config=default`. None prints nothing.
+    say: Called with one line for each field that was set or is refused, and with the flags that
+      make the same config from `--config=default`. None prints nothing.
 
   Returns:
     The config. `config.replace({...})` changes more settings.

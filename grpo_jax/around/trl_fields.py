@@ -427,7 +427,7 @@ FIELDS: dict[str, Field] = {
   "num_completions_to_print": _not_here(None, "the terminal shows a few completions"),
   "log_unique_prompts": _not_here(False, "the terminal shows a few completions"),
   "log_completions_hub_repo": _not_here(None, "completions are in the run's folder"),
-  "log_multimodal": _not_here(True, "there are no images"),
+  "log_multimodal": _not_here(True, "the report shows the images"),
 }
 # Fields of earlier versions of TRL.
 EARLIER = {"max_prompt_length": _same(512, "data.max_prompt_tokens")}

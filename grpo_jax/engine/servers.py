@@ -252,14 +252,14 @@ class Servers:
           return
         # A server that draws is checked every _CHECK_READY seconds, and others each time.
         wanted, is_due = self._wanted, time.monotonic() - looked_at >= _CHECK_READY
-        if not (state.is_gone or not state.is_known or self._lacks_weights(state) or is_due):
+        if state.is_known and not self._lacks_weights(state) and not is_due:
           continue
       looked_at = time.monotonic()
       try:
         state.server.is_there()
         if not state.is_known:
           self._check(state.server)
-        if wanted is not None and (state.weights is not wanted or not state.is_known):
+        if wanted is not None and state.weights is not wanted:
           self._prove(state, wanted)
         self._mark_back(state)
       except ServerGone as error:

@@ -182,13 +182,15 @@ def _problem(kind: str) -> str:
   """Tries a kind of sandbox. Returns why it does not work on this machine, or "" if it does."""
   if not sys.platform.startswith("linux"):
     return "it needs Linux"
-  tools = ("bwrap", "setpriv") if kind == "bwrap" else ("unshare", "mount", "pivot_root", "setpriv")
+  tools = ["bwrap"] if kind == "bwrap" else ["unshare", "mount", "pivot_root"]
+  if kind == "unshare" or not os.geteuid():  # bwrap drops the rights of others by itself
+    tools.append("setpriv")
   for tool in tools:
     if not _tool(tool):
       return f"there is no {tool}"
   # In a sandbox, /tmp is empty, /proc is missing, and Python is the one that runs this process.
   program = (
-    "import json, os, sys;"
+    "import os, sys;"
     " print(os.listdir('/tmp'), os.path.exists('/proc/1'), sys.version.split()[0], end='')"
   )
   streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
