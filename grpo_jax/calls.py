@@ -49,7 +49,7 @@ def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
       raise ValueError
     return function, typing.cast(dict[str, Any], options)
   except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-    # Deeply nested brackets raise the last two.
+    # The last two: a syntax tree that is too deep, as of a sum with thousands of terms.
     raise ConfigError(
       f"{key}: {shown(name)}: write parameters as {function}(name=value, ...), with plain values:"
       " numbers, strings in quotes, True, False, None or lists"

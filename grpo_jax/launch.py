@@ -112,7 +112,7 @@ def _to_start(
   todo, finished = [], 0
   for run, last_step in zip(runs, last_steps):
     state = progress(run.workdir, last_step)
-    if state.holder or run.title in queued:  # a process trains it, or its job waits
+    if state.holder or run.title in queued:
       why = queued.get(run.title) or f"{state.holder} trains it"
       say(f"left alone {run.title}: {why}")
     elif state.is_finished:

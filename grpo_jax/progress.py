@@ -89,8 +89,8 @@ def describe(works: Sequence[Work], now: float) -> str:
 
   Returns:
     A line such as "step 1: sampling 210 of 512 completions (12s, about 17s left)". The first time
-    is how long the innermost work has taken, and the second is that of the innermost work with an
-    estimate.
+    is how long the innermost work has taken. The second is how long the innermost work that has an
+    estimate will still take.
   """
   text = ": ".join(work.text for work in works)
   seconds = now - works[-1].began

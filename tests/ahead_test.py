@@ -425,6 +425,25 @@ def test_a_checkpoint_draws_what_the_schedule_gives_older_weights_in_flight(tmp_
   assert second.log[:2] == [(5, [3, 3, 3]), (6, [4, 4, 4])]
 
 
+def test_a_checkpoint_does_not_wait_for_what_the_bound_forbids(tmp_path):
+  """The schedule is of a run with a larger bound."""
+  lines = [json.dumps({"batch": n, "weights": [[0, max(0, n - 3)]]}) + "\n" for n in range(STEPS)]
+  (tmp_path / "other.jsonl").write_text("".join(lines))
+  (tmp_path / "run").mkdir()
+  schedule = WeightSchedule(tmp_path / "run", str(tmp_path / "other.jsonl"), in_flight=False)
+  ahead = Beside(Draws(), config_of(1, "newest"), schedule)
+  _, host = learned(ahead, end=1)
+  found = []
+  thread = threading.Thread(
+    target=lambda: found.append(ahead.saved(1, host, lambda: "w1")), daemon=True
+  )
+  thread.start()
+  thread.join(20)
+  assert found and sorted(found[0]["ahead"]) == ["1"]
+  ahead.close()
+  schedule.close()
+
+
 def test_a_checkpoint_draws_what_the_schedule_gives_older_weights(tmp_path):
   """A run was killed before its first checkpoint, and began again. It had drawn less by then."""
   lines = [json.dumps({"batch": batch, "weights": [[0, 0]]}) + "\n" for batch in range(3)]

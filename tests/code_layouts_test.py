@@ -523,6 +523,18 @@ def test_loop():
 def test_pairs(x, y):
     assert f(x) == y
 
+@pytest.mark.parametrize(("x",), [(1,), pytest.param(2)])
+@pytest.mark.parametrize("times,", (times for times in (2, 2)))
+def test_other_ways_to_write_it(times, x):
+    tried.append((times, x))
+    assert f(x) == times * x
+
+tried = []
+
+def test_all_are_tried():
+    test_other_ways_to_write_it()
+    assert tried == [(2, 1), (2, 1), (2, 2), (2, 2)]
+
 @pytest.mark.parametrize("f_of", [pytest.param(0), 0])
 def test_single(f_of):
     from solution import f as twice
@@ -532,7 +544,7 @@ def test_single(f_of):
 
 def test_a_file_for_pytest_keeps_its_helpers():
   row = {"test": PYTEST}
-  assert len(layouts.layout_of(row).tests(row).asserts) == 9
+  assert len(layouts.layout_of(row).tests(row).asserts) == 11
   forged = "def f(x): return 5\ndef test_helper(x): return 5\ndef test_cases(): return [(0, 5)]"
   programs = ["def f(x): return 2 * x", forged, "def g(x): return 2 * x"]
   assert scores_of(programs, [row] * 3, partial=True) == [1, 0, 0]

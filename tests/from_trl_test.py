@@ -19,6 +19,7 @@ from grpo_jax.batches.collect import Collector
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.run.checks import check_config
 from grpo_jax.scoring.scorers import Scorers
+from grpo_jax.settings import ConfigError
 from tests.small_qwen import make_checkpoint, problems
 from tests.small_run import small_run
 
@@ -295,6 +296,16 @@ def test_rows_of_trl_need_no_file(tmp_path):
   (tmp_path / "both").mkdir()
   (tmp_path / "a.jsonl").rename(tmp_path / "both/train.jsonl")
   (tmp_path / "b.jsonl").rename(tmp_path / "both/test.jsonl")
+  (tmp_path / "both/no_test").mkdir()
+  (tmp_path / "both/no_test/train.jsonl").write_text('{"prompt": "1"}\n')
+  for wrong, message in (
+    ("", "no test split"),
+    ("no_test", "no test split"),
+    ("no", "cannot read"),
+  ):
+    wrong = f"{tmp_path}/both/{wrong}" if wrong else ""
+    with pytest.raises(ConfigError, match=message):
+      from_trl({"max_steps": 1}, train_dataset=f"{tmp_path}/both", eval_dataset=wrong, say=None)
   folder = dict(train_dataset=f"{tmp_path}/both", eval_dataset=f"{tmp_path}/both")
   task = make_task(from_trl({"max_steps": 1}, **folder, say=None).data)
   assert [row["prompt"] for row in (*task.train, *task.test)] == ["1", "2", "3"]

@@ -151,9 +151,15 @@ def test_rows_whose_weights_change_in_flight_have_a_place_each(rows):
   config = with_section(config, "rollout", max_staleness=1, weights="in_flight")
   built = small_run(with_section(config, "sampling", rows=rows))
   sample = next(program for program in programs(built) if program.name == "sample")
-  flights = [stage.program.lower(*stage.arguments).out_info[0] for stage in sample.stages[:1]]
-  count = rows or config.batch.prompts * config.batch.group_size
-  assert [flight.grid for flight in flights] == [(count, 1)]
+  prompts, members = config.batch.prompts, config.batch.group_size
+  begin = sample.stages[0]
+  assert begin.program.lower(*begin.arguments).out_info[0].grid == (rows or prompts * members, 1)
+  # A sampler computes the other prompts when the first rows have ended.
+  first = -(-rows // members) or prompts
+  assert len(begin.arguments[3].lengths_n) == first
+  arrive = [stage for stage in sample.stages[1:] if not stage.rounds]
+  later = sum(stage.runs * len(stage.arguments[2].lengths_n) for stage in arrive)
+  assert later == prompts - first
 
 
 @pytest.mark.parametrize("sampler", [0, 1])

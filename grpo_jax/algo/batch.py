@@ -31,8 +31,8 @@ def to_batch(
     prompts_PS: int32, the prompts.
     prompt_lengths_P: int32, their lengths.
     temperature_P: float32, the temperature at which their completions were sampled.
-    live_P: bool or a number for each group. 0 leaves the group out of the loss, because dynamic
-      sampling found too few groups whose rewards differ.
+    live_P: bool or a number for each group. 0 leaves the group out of the loss: it only fills the
+      batch, because dynamic sampling found too few groups whose rewards differ.
     algo: Reads `mask_truncated`.
   """
   mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]

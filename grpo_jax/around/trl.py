@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import difflib
+from pathlib import Path
 import shlex
 from typing import Any
 
@@ -10,7 +11,7 @@ from grpo_jax.algo import presets
 from grpo_jax.around.trl_fields import EARLIER, FIELDS, OF_PROGRAMS, Changes, Port, Refused
 from grpo_jax.config import PROJECTIONS, Config, changed, from_dict, to_dict
 from grpo_jax.data.files.given import keep_rows
-from grpo_jax.data.files.splits import rows_of, rows_of_test
+from grpo_jax.data.files.splits import rows_of
 from grpo_jax.environments.names import register_tool
 from grpo_jax.rewards.names import name_of, register_reward
 from grpo_jax.settings import ConfigError, shown
@@ -171,7 +172,12 @@ def _data(train: Any, test: Any) -> tuple[Changes, int | None]:
   if isinstance(train, str) and test is not None:
     train = rows_of(train, "train")
   if isinstance(test, str):
-    test = rows_of_test(test, "")
+    # The rows of a single file, or those that a program gave, count as training rows.
+    is_folder = Path(test).expanduser().is_dir()
+    found = rows_of(test, "test" if is_folder else "train") if test else None
+    if found is None:
+      raise ConfigError(f"from_trl: eval_dataset {test!r} has no test split: name a file of rows")
+    test = found
   path = train if is_path else keep_rows(train, test, key="from_trl: train_dataset")
   rows = rows_of(path, "train")
   first_row = rows[0]

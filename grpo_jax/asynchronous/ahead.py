@@ -258,7 +258,8 @@ class Beside(Ahead):
     self._chunk = 0  # with in_flight, the number of the run's next chunk
     # `_is_drawing`: the thread draws a batch, or with in_flight may have rows in flight.
     self._is_drawing = self._is_closed = False
-    # The step before which a checkpoint waits. The thread then draws only what that one needs.
+    # The step before which a checkpoint is saved. Until the step begins, the thread draws only what
+    # the checkpoint still needs. None at other times.
     self._checkpoint_step: int | None = None
     self._error: BaseException | None = None  # that ended the thread
     self._thread: threading.Thread | None = None
@@ -300,8 +301,8 @@ class Beside(Ahead):
       next_weights = self._lasting(params()) if index in self._known_versions() else None
       with self._changed:
         # A checkpoint has no older weights, so all batches that they draw must be drawn now. With
-        # newest or in_flight, others may get newer weights. So the thread ends what it has begun,
-        # and draws only what the schedule gives older weights.
+        # newest or in_flight, newer weights may draw the other batches. So the thread ends what it
+        # has begun, and draws only what the schedule gives older weights.
         end = min(index + self._bound, self._steps) if self._schedule is None else 0
         if self._schedule is not None:
           self._checkpoint_step = index
@@ -478,14 +479,14 @@ class Beside(Ahead):
       return False
     if self._changes:
       scheduled = self._schedule.chunk(self._chunk)
-      # Weights that are too old for the next step are not used: the run has left the schedule.
-      is_known = (
-        scheduled is not None and self._collector.flow.step <= scheduled.version + self._bound
-      )
-      version = scheduled.version if is_known else None
+      version = None if scheduled is None else scheduled.version
+      step = self._collector.flow.step
     else:
-      version = self._version_of(self._next)
-    return version in self._weights and version < self._checkpoint_step
+      version, step = self._version_of(self._next), self._next
+    if version not in self._weights or version >= self._checkpoint_step:
+      return False
+    # Weights that are too old for the step are not used: a schedule of another bound says so.
+    return step <= version + self._bound
 
   def _version_of(self, number: int) -> int | None:
     """The version of the weights that draw a batch. None means the newest."""

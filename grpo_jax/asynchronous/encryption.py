@@ -48,7 +48,7 @@ class Encrypted:
     )
     is_first = True
     while not self._has_agreed():
-      # After the deadline, the wait is as good as none. A timeout must not be negative.
+      # A timeout must be positive. After the deadline it is as short as this.
       connected.settimeout(max(1e-3, until - time.monotonic()))
       data = connected.recv(_BLOCK)
       if not data:

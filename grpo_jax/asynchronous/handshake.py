@@ -190,8 +190,8 @@ def names(certificate: dict[str, Any], host: str) -> bool:
     address = None
   for kind, name in certificate.get("subjectAltName", ()):
     if kind == "IP Address" and address is not None:
-      with contextlib.suppress(ValueError):  # OpenSSL may add a newline, which `strip` removes
-        if ipaddress.ip_address(name.strip()) == address:
+      with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(name.strip()) == address:  # OpenSSL may end it with a newline
           return True
     if kind == "DNS" and address is None:
       wanted = host.lower().rstrip(".")

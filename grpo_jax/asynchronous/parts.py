@@ -66,7 +66,7 @@ class DrawnPart:
     """
     # The row has paused `turn` times in this process. `known` has replies to any process, by turn.
     turn, known = self.turns.get(row, 0), self.replies.setdefault(row, [])
-    # It must not pause again before the reply to its last pause, or after the reply that ended it.
+    # A row pauses again only after the reply to its last pause, and never after one that ended it.
     if turn > len(known) or (known and turn == len(known) and known[-1][1] is None):
       raise BadMessage("it sent a row that pauses, and that had paused or ended before")
     if turn == len(known) and row[0] not in self.missing:

@@ -286,8 +286,8 @@ def _receive(
   """Receives messages in a thread, until the connection has ended.
 
   Weights go to `weights`, and "go_on" messages to `replies`. All others, except "alive", go to
-  `inbox`, as does the error that ends the connection. `is_gone` is set when the learner needs no
-  more completions.
+  `inbox`, as does the error that ends the connection. `is_gone` is set once the learner needs no
+  more completions, because the run or the connection has ended.
   """
 
   def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:

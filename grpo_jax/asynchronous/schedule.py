@@ -102,8 +102,8 @@ class WeightSchedule:
 
   def versions_from(self, chunk: int) -> set[int]:
     """The versions of the weights that draw in this chunk and later known ones."""
-    now = self.chunk(chunk)
-    later = {one.version for number, one in self._chunks.items() if number >= chunk}
+    now, chunks = self.chunk(chunk), [*self._chunks.items()]  # a copy, as the thread adds chunks
+    later = {one.version for number, one in chunks if number >= chunk}
     return later | ({now.version} if now else set())
 
   def close(self) -> None:

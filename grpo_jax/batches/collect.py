@@ -223,10 +223,10 @@ class Collector:
     """
     index = self.flow.step
     drawn, before = self.flow.take(), self._hosts[index - 1]
-    idle = self.flow.seats_idle()  # not in `scored`, which may run when later rows are drawn
+    idle = self.flow.seats_idle()  # not in `scored`: when that runs, later rows may have been drawn
     add_greedy: Callable[[Rewards], Rewards] | None = None
     if self._greedy_rollout is not None:
-      # This waits for scores, which decide with dynamic sampling which prompts are learned from.
+      # This waits for scores: with dynamic sampling, they decide which prompts are learned from.
       prompts = self._groups_to_learn(drawn.result()).prompts
       add_greedy = self._begin_greedy(policy, prompts, index, clock)
 
@@ -463,7 +463,7 @@ class Collector:
     """
     live_P, completions, rewards = scored.live_P, scored.completions, scored.rewards
     prompts_PS, prompt_lengths_P = prompts.prompts_PS, prompts.prompt_lengths_P
-    if scored.asked is not None:  # a harness chose other prompts
+    if scored.asked is not None:  # a harness may have changed the prompts
       width = prompts_PS.shape[1]
       prompts_PS, prompt_lengths_P = scored.asked.prompts_PS, scored.asked.lengths_P
       if prompt_lengths_P.max() <= width:  # drop padding, which would cost as much as tokens

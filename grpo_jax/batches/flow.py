@@ -258,7 +258,7 @@ class Flow:
         prompts = encoded_first(self._run, prompts)
       self._decode_images_ahead(self.next + size)
       temperature = temperature_at(config.sampling, step, config.steps)
-      # Keys and rows depend on `number` alone, so that its draws do not depend on `size`.
+      # Keys and rows depend on `number` alone, so that a group's draws do not depend on `size`.
       opened = [
         Opened(
           number=number,

@@ -144,7 +144,7 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
   if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
     platforms = os.environ.get("JAX_PLATFORMS", "")
     return BAD_INPUT, f"error: JAX_PLATFORMS={_one_line(platforms)}: {_one_line(error)}"
-  # Not for a SystemExit of this package, which a failed write may have caused, too.
+  # A SystemExit of this package keeps its code, even if a failed write is among its causes.
   failed_write = write_errors.explain(error, workdir) if isinstance(error, Exception) else None
   return (FAILED, f"error: {_one_line(failed_write)}") if failed_write else None
 

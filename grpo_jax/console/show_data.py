@@ -57,7 +57,7 @@ def open_data(
     options = chat.options_of(config.data.chat_template_kwargs)
     tokens = dataclasses.replace(tokens, chat_options=options)
     task = tasks.make_task(config.data)
-    in_memory = isinstance(task.train, list)  # otherwise each example is read from a file
+    in_memory = isinstance(task.train, list)  # otherwise each example is read or made anew
     looked_at = range(len(task.train) if in_memory else min(len(task.train), _LOOKED_AT))
     needs_processor = (
       config.model.path

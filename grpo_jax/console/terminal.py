@@ -152,7 +152,7 @@ class Terminal:
     table.add_column("length", justify="right", width=6)
     prompts = without_common_parts([row["prompt"] for row in rows])
     for prompt, row in list(zip(prompts, rows))[:_MAX_COMPLETIONS]:
-      # A cell has at most three lines.
+      # About three lines of a cell.
       table.add_row(
         self._text(shorten(visible(prompt), 3 * prompt_width)),
         self._text(shorten(visible(_written(row)), 3 * completion_width)),

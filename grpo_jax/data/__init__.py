@@ -1,4 +1,4 @@
 """The data of a run: tasks, tokenizers, prompts, and a loader that is a pure function of the step.
 
-The package may import settings and timing, and never jax.
+The package never imports jax.
 """

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
   with doing("reading the data"):
     if values.stats:
       for line in statistics_lines(config):
-        print(line, flush=True)  # the next line may come only after another split was read
+        print(line, flush=True)  # the next line may have to wait for another split
     else:
       width = shutil.get_terminal_size((100, 24)).columns
       print("\n".join(step_lines(drawn(config, values.step), values.prompts, width)))

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
   if len(urls) > 1:  # this process keeps one server running
     raise ConfigError(f"flag --url is missing: name one of rollout.engine_urls = {urls}")
   key = engine.read_key()
-  if key:  # the run sends it without the blanks around it, so the server must compare that
+  if key:  # as the run sends it, without the blanks around it
     environment = {**environment, engine.key: key}
   folder = Path(rollout.engine_folder).expanduser() if rollout.engine_restart else None
   keep.keep(lambda weights: server_command(urls[0], weights), environment, folder)

@@ -72,7 +72,7 @@ class Client:
     try:
       connection.request("GET" if body is None else "POST", path, content, self._headers)
       response = connection.getresponse()
-      answer = response.read(_MOST_BYTES + 1)  # one more byte shows that it is too large
+      answer = response.read(_MOST_BYTES + 1)  # one byte too many shows that it is too large
     except TimeoutError:
       raise ServerGone(f"{self.url} did not answer {path} within {seconds:g} seconds") from None
     except (OSError, http.client.HTTPException, AttributeError) as error:

@@ -116,7 +116,7 @@ class ExternalEngine:
         passes what an earlier call returned, and gets it back.
 
     Returns:
-      The written weights. None if no server draws.
+      The written weights. None if no server draws or `params` is None.
     """
     if self.servers is None or params is None or isinstance(params, Written):
       return params if isinstance(params, Written) else None

@@ -235,8 +235,8 @@ class EngineGroups:
     # Several samplers may share the servers and use the same numbers, so `id(self)` is in the key.
     job = RowRequest(ask, (id(self), request.number), self._done)
     self._rows_of[job] = row
-    # For each turn, because all servers may be gone by now, or another sampler may have brought
-    # them other weights. Otherwise this returns at once.
+    # All servers may be gone by now, or another sampler may have brought them other weights.
+    # Otherwise this returns at once.
     self._hub.servers.use(self._current)
     self._hub.servers.submit(job)
 
@@ -314,8 +314,8 @@ class EngineGroups:
         at, count = (p, row.member), len(row.tokens)
         tokens_PGT[at][:count], sampled_PGT[at][:count] = row.tokens, row.is_sampled
         logprobs_PGT[at][:count] = np.minimum(row.logprobs, 0)  # rounding may put one above 0
-        # Servers draw without filters (`run/checks.py` refuses them), so a token is drawn with its
-        # own log-prob. A greedy choice has probability 1, so its behaviour log-prob is 0.
+        # Servers draw without filters (`run/checks.py` refuses them), so the behaviour log-prob of
+        # a token is its log-prob. A greedy choice has probability 1, so there it is 0.
         behavior_PGT[at] = logprobs_PGT[at] if row.temperature else 0
         lengths_PG[at], stopped_by_PG[at] = count, row.stopped_by
     completions = Completions(

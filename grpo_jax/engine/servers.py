@@ -221,7 +221,7 @@ class Servers:
   def _look_around(self, what: str) -> None:
     """Raises any error of a thread. If no server is reachable, prints that it waits for `what`.
 
-    Only then a request to stop ends the wait: with a server, the run completes the batch first.
+    Only then does a request to stop end the wait: with a server, the run completes the batch first.
     """
     if self._is_closed:
       raise SamplingClosed("the run has ended")

@@ -226,7 +226,7 @@ def _tagged(
   while (start := text.find(opens, place)) >= 0:
     end = text.find(closes, start)
     if end < 0:
-      # Without this line, no tool would answer the turn. Other calls get their answers anyway.
+      # Without an error line, nothing would answer the turn, unless it has other calls.
       if not calls and not malformed:
         malformed.append(f"the call has no end: {closes} is missing")
       break

@@ -140,7 +140,7 @@ class Environments:
   async def _opening(self, factory: names.Factory, example: Mapping[str, Any]) -> Opening:
     """Makes an environment for an example, gets its first messages and closes it.
 
-    Each completion makes its own object later, in a worker (`acting._environment_of`).
+    Each completion makes its own object later (`acting._environment_of`).
     """
     method = "__init__()"  # the method that runs, for the error line
     try:

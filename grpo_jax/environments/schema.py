@@ -91,7 +91,7 @@ def _hints(
   except Exception as error:  # a hint in quotes can be any expression
     raise ConfigError(f"{where}: its type hints cannot be read: {error}") from None
   first = next(iter(parameters), "")
-  # Methods of environments are looked up in the class, so that `self` is not bound.
+  # Methods of environments are looked up in the class, so `self` is not bound.
   if first in ("self", "cls") and first not in hints:
     del parameters[first]
   for argument, parameter in parameters.items():
@@ -158,7 +158,7 @@ def _schema(hint: Any, where: str) -> Schema:
     return _one_of(list(arguments), where)
   if origin is list:
     return {"type": "array", "items": _schema(arguments[0], where)}
-  # As in transformers, tuple[int] and tuple[int, ...] are refused: list[int] says what they mean.
+  # tuple[int] and tuple[int, ...] are refused, as in transformers, which recommends list[int].
   if origin is tuple and len(arguments) > 1 and ... not in arguments:
     return {"type": "array", "prefixItems": [_schema(one, where) for one in arguments]}
   if origin is dict:  # arguments: (type of keys, type of values). Keys in JSON are always texts

@@ -9,7 +9,7 @@ from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments.tool_calls import FORMATS, Call, family_of
 from grpo_jax.settings import ConfigError
 
-# The call that `are_read` renders. Its odd words occur in no template.
+# The question and the call that `are_read` renders. Their odd words occur in no template.
 _ASKED = {"role": "user", "content": "Zq7Question"}
 _NAME, _ARGUMENTS = "zq7tool", {"zq7text": "Zq7Value"}
 _TOLD_HERMES = re.compile(r"<tool_call>\s*\{")

@@ -33,6 +33,6 @@ def check_numbers(numbers: Mapping[str, float | None], prefix: str) -> None:
         f"{prefix}{name} is {shown(value)}: it must be at least {least} and at most {most}"
       )
   temperature = numbers.get("temperature")
-  # 0 is greedy. Other temperatures divide logits in float32, so they may not be smaller than this.
+  # 0 is greedy. Other temperatures divide logits in float32, so they must be well in its range.
   if temperature and temperature < SMALLEST_FLOAT:
     raise ConfigError(f"{prefix}temperature is {temperature}: for the likeliest token set 0")

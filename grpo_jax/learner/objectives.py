@@ -68,7 +68,7 @@ class Objective:
 def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
   """The objective that `algo` describes, plus the routers' balance loss (`with_balance_loss`)."""
   options = StatsOptions(config, learner, algo.has_entropy_bonus, algo.needs_full_kl)
-  options_of_look = StatsOptions(config, learner)  # without gradients or a full KL
+  options_of_look = StatsOptions(config, learner)  # without a gradient of entropies or a full KL
 
   def look(params: model.Params, part: Batch) -> TokenStats:
     return batch_stats(params, None, part, options_of_look)

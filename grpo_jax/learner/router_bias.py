@@ -25,7 +25,7 @@ def moved_biases(params: Any, routing: Routing, config: model.ModelConfig, rate:
   moved = dict(params)
   for name, places in model.sparse_stacks(config).items():
     experts = params[name]["experts"]
-    # L has all sparse layers of the model, and the stack those at `places`.
+    # L counts all sparse layers of the model, and the stack has those at `places`.
     balance = experts["balance"] + step_LX[jnp.array(places)]
     moved[name] = {**params[name], "experts": {**experts, "balance": balance}}
   return moved

@@ -86,7 +86,8 @@ def train_step(
   M, m, G, T = begun.parts.batch.completions_PGT.shape
   sums = no_gradients(given, rule) if M > 1 else None
   sums = add_gradients(given, sums, PackedSegment(0, 0, M), rule)  # in rows of T
-  # The tokens computed in a part, with padding. A TPU or GPU computes T tokens of a row, not T - 1.
+  # The tokens computed in a part, with padding. A TPU or GPU computes one more in each row, which
+  # is not counted here.
   in_part = m * (batch.prompts_PS.shape[1] + G * (T - 1))
   computed_parts = (begun.parts.needed_M >= 0).sum()  # not those without loss tokens
   return finish(state, begun, sums, in_part * computed_parts, rule)
@@ -189,8 +190,8 @@ def add_gradients(
 
   def goes_on(loop: tuple[jax.Array, Sums]) -> jax.Array:
     i, _ = loop
-    # The first bound follows from the second, which may be an array. `grpo_jax.plan` finds the
-    # most rounds of this loop as a constant in its condition.
+    # The second bound, which may be an array, implies the first. But the first is a constant, from
+    # which `grpo_jax.plan` knows the most rounds of this loop.
     return (i < len(has_tokens)) & (i < segment.end) & has_tokens[i]
 
   def add(loop: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:

@@ -247,8 +247,8 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Prefix:
   """Appends the tokens of each prompt's row to the prompt. The number of slots S stays.
 
-  The endpoint so completes a prompt whose beginning it had computed before, and keeps the text of a
-  row that ended, in case that a later request begins with it (sampler/prefixes.py).
+  With it, the endpoint completes prompts whose beginnings were computed before. It also keeps the
+  texts of rows that ended, in case later requests begin with them (sampler/prefixes.py).
 
   A stack with fewer slots than the longer prompt has tokens keeps the last tokens, as in
   `within_windows`.

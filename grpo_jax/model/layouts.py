@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 def in_order(
   x: jax.Array, order: tuple[int, ...], rows: NamedSharding | None, spec: PartitionSpec
 ) -> jax.Array:
-  """Constrains the order of an array's axes in memory: of keys in the cache, and of logits.
+  """Constrains the order of an array's axes in memory, for the cache and for logits.
 
   The compiler cannot partition a layout constraint: on a mesh, each device would first gather the
   whole array. So each device constrains its shard, within a shard_map.

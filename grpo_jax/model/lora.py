@@ -71,8 +71,8 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   Raises:
     ConfigError: The model lacks one of the projections, or the projection cannot have an adapter.
   """
-  # The kernels of single layers, in the order of their names: what a seed draws does not depend on
-  # how layers are stacked.
+  # Each layer has its own kernels, and keys are given out in the order of their names. So what a
+  # seed draws does not depend on how layers are stacked.
   kernel_shapes = {
     name: leaf.shape[1:]
     for stack, leaf in flatten_dict(base, sep="/").items()

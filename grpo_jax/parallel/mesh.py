@@ -62,7 +62,8 @@ def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sh
       f"config key mesh.sampler is {len(devices)}: it must be a multiple of mesh.expert x"
       f" mesh.tensor = {expert * tensor}"
     )
-  # The rest is `fsdp`: where it is 1, `fitting.sampling_tensor` does not choose a wider `tensor`.
+  # The other devices are along `fsdp`, because `fitting.sampling_tensor` chooses a wider `tensor`
+  # only where `fsdp` or `context` is above 1.
   sizes = (1, len(devices) // (expert * tensor), expert, tensor)
   return jax.make_mesh(sizes, AXES, axis_types=_auto(AXES), devices=devices)
 

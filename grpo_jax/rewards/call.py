@@ -198,7 +198,7 @@ def check_arguments(
   """
   if inspect.isasyncgenfunction(function):
     raise ConfigError(f"{key}: {name} yields in an async function: return a list instead")
-  # Each name once: a column may have the name of one of EXTRA_ARGUMENTS, which then hides it.
+  # Each name once: one of EXTRA_ARGUMENTS replaces a column of the same name.
   names = [name for name in dict.fromkeys([*columns, *EXTRA_ARGUMENTS]) if name != HIDDEN]
   try:
     signature = inspect.signature(function)

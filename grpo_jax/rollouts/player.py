@@ -105,7 +105,7 @@ class PolicyPlayer:
     self._prompts_of, self._settings_at, self._members = prompts_of, settings_at, members
     self._decode_text, self._hosts, self._talkers = decode_text, hosts, talkers
     self._talk = None if talkers is None else Talk(talkers, members)
-    self._latest: tuple[PromptBatch, Prompts] | None = None  # the latest batch, and converted
+    self._latest: tuple[PromptBatch, Prompts] | None = None  # (batch, its `Prompts`)
     self.ended = 0
 
   def submit(self, groups: Sequence[Opened]) -> None:

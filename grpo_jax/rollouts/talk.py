@@ -79,8 +79,8 @@ class _Asked(NamedTuple):
     is_last: Whether limits allow no further turn.
     methods: The names of the environment's methods that are tools. None if the environment has a
       `step`, or if there is no environment.
-    failures: How many calls have failed already. Not 0 only if their answers do not fit, and the
-      environment is asked for its reward alone.
+    failures: How many calls have failed already. It is 0 until the answers to the calls turn out
+      not to fit, and the environment is asked for its reward alone.
   """
 
   row: StoppedRow
@@ -292,7 +292,8 @@ class Talk:
       is_last: Whether this is the policy's last turn.
     """
     index, example = (row.prompt, row.member), self._example(row.prompt)
-    is_first = index not in self._states  # `_answer_of_methods` stores a state after each turn
+    # `_answer_of_methods` stores a state after each turn: "" if the object stays in its worker.
+    is_first = index not in self._states
     return {
       "task": str(example.get("task", "")),
       "example": example if is_first else None,  # later, the environment has it

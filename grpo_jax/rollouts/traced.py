@@ -91,7 +91,7 @@ class Harness:
     """
     settings, key = how
     endpoint = self._serving(params)
-    # A text. With a conversation's name, the recorder hashes it to the seed of each call.
+    # The recorder hashes this text with a conversation's name, which makes the seed of each call.
     seed = "/".join(map(str, np.asarray(jax.random.key_data(key)).tolist()))
     endpoint.recorder.begin(settings, seed)
     shape = (len(prompts.prompt_lengths_P), members)

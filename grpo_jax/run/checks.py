@@ -162,7 +162,7 @@ def _check_rollout(config: Config) -> None:
     rollout.weights,
     "it needs rollout.max_staleness above 0; set 'fixed'",
   )
-  # (key, whether its value needs no sampling ahead, a value that never does).
+  # (key, whether its value needs no sampling ahead, a value that needs none).
   for name, is_allowed, off in (
     ("weights", rollout.weights != "newest", "fixed"),
     # With an engine, a replay learns from the completions of the file, whatever weights drew them.

@@ -181,9 +181,10 @@ def sampler_bytes(
     ]
   of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
   sizes = [
-    grid.places * (of_prompts * cache.place + of_images)
+    grid.places * of_prompts * cache.place
+    + min(grid.places, prompts) * of_images
     + grid.rows * (cache.row + max(grown * cache.row, logits))  # no logits exist while it grows
-    for grid in grids
+    for grid, (prompts, _) in zip(grids, calls, strict=True)
   ]
   return max(sizes) / shape.row_shards
 

@@ -172,7 +172,9 @@ class _ProgramArguments:
     pace, programs = sampler.pace(prompts, group_size, in_order), sampler.programs
     grid, S = pace.grid, self._config.data.max_prompt_tokens
     settings = self._settings(grid.rows)
-    at_first = min(grid.places, prompts)
+    # The prompts of the first rows. In order, all rows of a prompt get seats before the next one's.
+    filled = -(-grid.rows // group_size) if in_order else grid.places
+    at_first = min(-(-filled // pace.shards) * pace.shards, prompts)
     # The prompt of each place, where several places have the same one.
     prompt_N = self._host_array("int32", grid.places) if in_order else None
     flight = programs.abstract(grid, pace.slots[0], self._sampled, S, settings)
@@ -192,12 +194,12 @@ class _ProgramArguments:
       written = min(slots, programs.decoding.max_tokens - 1)
       rounds = written - written_before
       if slots == pace.slots[-1]:
-        if prompts > grid.places:
+        if prompts > at_first:
           waiting = (
             self._prompts(pace.prompts_at_once, is_encoded),
             self._host_array("int32", pace.prompts_at_once),
           )
-          runs = -(-(prompts - grid.places) // pace.prompts_at_once)
+          runs = -(-(prompts - at_first) // pace.prompts_at_once)
           cache = device_bytes(flight.cache)
           arrive = flight, self._sampled, *waiting
           yield Stage(programs.arrive, arrive, runs, cache=cache, visual=visual_of_all)

@@ -178,7 +178,7 @@ def _with_rows_varying_fastest(x_BV: jax.Array, sharding: NamedSharding | None) 
     spec = PartitionSpec()
     if sharding is not None:
       size = sharding.mesh.shape["tensor"]
-      # As in the head, `tensor` splits the vocabulary only if it divides it.
+      # As in the head, `tensor` splits the vocabulary only if its size divides V.
       spec = PartitionSpec(sharding.spec[0], None if x_BV.shape[1] % size else "tensor")
     return in_order(x_BV, (1, 0), sharding, spec)
 

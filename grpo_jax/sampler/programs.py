@@ -328,9 +328,10 @@ class FlightPrograms:
   def _resume(self, flight: Flight, resumed: Resumed) -> Flight:
     """Rolls the cache of all paused rows, and stores the tokens of replies that have come.
 
-    It runs before each chunk, also for rows that go on pausing: windows keep only as many slots as
-    one chunk can write behind a row's tokens. A row keeps its first `kept_R` tokens, and drops
-    those that it drew after a stop text. Which rows then draw is an argument of `_chunk`.
+    While rows pause, it runs before each chunk, also for rows without a reply: layers with a window
+    keep only as many slots as one chunk can write after a row's tokens. A row keeps its first
+    `kept_R` tokens, and drops those that it drew after a stop text. Which rows then draw is an
+    argument of `_chunk`.
     """
 
     def resume(flight: Flight, *arrays: jax.Array) -> Flight:
@@ -341,7 +342,7 @@ class FlightPrograms:
       by_R = jnp.where(is_resumed_R, rows.idle_R + rows.drawn_R - kept_R, 0)
       cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid))
       settings = rows.settings
-      if settings.max_tokens is not None:  # otherwise all rows end at T, and so does `limit_R`
+      if settings.max_tokens is not None:  # otherwise every row ends at T
         most_R = jnp.where(is_resumed_R, limit_R, settings.max_tokens)
         settings = settings.replace(max_tokens=most_R)
       rows = rows.replace(

@@ -191,7 +191,7 @@ def _draw(
   limit = decoding.max_tokens
   if rows.settings.max_tokens is not None:
     limit = jnp.minimum(limit, rows.settings.max_tokens)
-  is_barred_RV = None  # if no row is kept from drawing a token
+  is_barred_RV = None  # every row may draw every token
   if rows.settings.min_tokens is not None:  # too short rows draw no stop id
     is_stop_V = jnp.zeros(logits_RV.shape[1], bool).at[stop_ids].set(True)
     is_barred_RV = (rows.drawn_R < rows.settings.min_tokens)[:, None] & is_stop_V

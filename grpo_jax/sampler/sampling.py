@@ -128,7 +128,7 @@ class Sampler:
       smaller = [Grid(size * shards, 1) for size in sizes if size >= _FEWEST_ROWS]
     groups = grid.places // members if in_order else grid.places  # that are in flight at once
     # Later prompts are computed in batches of this size. Free places wait for a whole batch, or a
-    # smaller one is padded, so a batch is small: an eighth of the groups, a size not measured.
+    # smaller one is padded, so the size is small. The eighth is a guess, not measured.
     prompts_at_once = max(1, groups // shards // 8) * shards
     slots = tuple(sizes_up_to(tokens, model.slots_step(self._config)))
     return Pace(grid, tuple(smaller), slots, prompts_at_once, shards, in_order)

@@ -159,7 +159,7 @@ def fill_places(seats: Seats, batch: int = 1) -> list[Arrival]:
   Args:
     seats: The seats, which are updated.
     batch: Queued prompts get places only if this many of them fit, or all that are left, because
-      a program computes so many together. If not, the result is empty.
+      one call of a program computes this many. If not, the result is empty.
   """
   has_row_N = (seats.row_NQ != NOBODY).any(1)
   # Where prompt_N is NOBODY, -1, the index reads some prompt, which the first term masks.
@@ -275,7 +275,7 @@ def can_sit(seats: Seats, fill: Callable[[Seats, int], Sequence[Arrival]], batch
 def move_together(seats: Seats, grids: Sequence[Grid]) -> Move | None:
   """Moves all rows into the smallest grid of `grids` that holds them, if no row waits.
 
-  A round of decoding costs as much as the grid has seats, whether they are taken or not.
+  A round of decoding computes all seats of the grid, taken or not.
 
   Returns:
     The move, or None if a row waits or no grid is both smaller and large enough.

@@ -24,7 +24,7 @@ def end_at(texts: Sequence[str], decode_text: Callable[[list[int]], str]) -> End
   def end(ids: Sequence[int], checked: int) -> int | None:
     if not holds(ids):
       return None
-    # Without the tokens after the first `checked`, `ids` held no stop text.
+    # The first `checked` tokens held no stop text.
     return next(count for count in range(checked + 1, len(ids) + 1) if holds(ids[:count]))
 
   return end

@@ -182,7 +182,7 @@ class Stream:
         self._add_groups(max(len(requests), 2 * len(self._going_X)), request)
       x = self._free.pop(0)
       self._requests[x], self._place_of[request.number] = request, x
-      # `_limits_XG` is for whole rows. The limits in `_settings` end at the first turn.
+      # `_limits_XG` limits whole rows, and `_settings` limits only the first turn.
       T, limits = self._programs.decoding.max_tokens, request.settings.max_tokens
       self._limits_XG[x] = T if limits is None else np.minimum(limits, T)
       new_settings = by_row(self._row_settings(request), 1, self._members)
@@ -216,9 +216,9 @@ class Stream:
       paused = [self._stopped_row(row) for row in pausing]
       self._count_ended([row for row in stopped if not self._requests[row // G].pauses])
     ready, groups = self._ready, len(self._requests)
-    # At least a quarter of the groups is returned at a time, because the caller spends time on each
-    # call. With free seats, groups are returned at once, so that the caller can submit others. The
-    # same holds if no row draws: the caller's next step depends on what it gets now.
+    # At least a quarter of the groups in flight is returned at a time, because the caller spends
+    # time on each call. With free seats, groups are returned at once, so that the caller can submit
+    # others. The same holds if no row draws: the caller's next step depends on what it gets now.
     is_few = 4 * len(ready) < min(groups, self._pace.grid.places) and not self._has_room
     ended_rows, self._ended_rows = self._ended_rows, 0
     if not ready or (is_few and self.draws):
@@ -595,7 +595,7 @@ class Stream:
       joined = jax.tree.map(lambda *x: np.concatenate(x), self._drawn, empty)
       self._drawn = joined
       self._settings = jax.tree.map(lambda *x: np.concatenate(x), self._settings, settings)
-      # Repeats old keys, which `submit` overwrites.
+      # np.resize repeats old keys, which `submit` overwrites.
       self._keys_X2 = np.resize(self._keys_X2, (old + more, len(like.key)))
       self._is_given = np.concatenate([self._is_given, np.zeros((more, G, T), bool)])
     self._settings = jax.tree.map(np.array, self._settings)  # copies: broadcast views are read-only

@@ -357,8 +357,8 @@ class Decoder:
     """Decides how the prompts {place: tokens} of `missing` are computed.
 
     Adds to `computed` the prompts that are complete after the planned calls, with how many tokens
-    these compute. Prompts of which only a first piece is planned come to `_begun`, and prompts of
-    which nothing is computed now to `_waiting`.
+    these compute. Adds prompts of which only a first piece is planned to `_begun`, and prompts for
+    which there is no room in these calls, or which wait for a begun one, to `_waiting`.
     """
     plan, device = _Plan([], [], [], {}), self._device
     now = list[int]()  # places whose prompts are complete after the planned calls
@@ -406,7 +406,7 @@ class Decoder:
     if not longest:  # the cache is off, and no prompt can have so many
       return tokens + 1
     # The suffix must fit in a call or be at most half of the prompt. Otherwise the whole prompt is
-    # computed faster. And a suffix can have no images.
+    # computed faster. Also, a suffix can have no images.
     least = max(_LEAST_KNOWN, min(tokens - longest, -(-tokens // 2)))
     return max(least, self._images[place].end) if place in self._images else least
 

@@ -58,10 +58,10 @@ class PlacedPrompt(NamedTuple):
   """A prompt, or the first tokens of one, that a call computes for a place.
 
   Attributes:
-    place: The place that gets it. The result of one past the last place is dropped.
+    place: The place that gets it. Past the last place, the result is dropped.
     tokens: Token ids.
-    beginning: The entry of the prefix cache that has the first of these tokens. Without tokens, all
-      are computed.
+    beginning: The entry of the prefix cache that has the first of these tokens, and how many. With
+      0, all are computed.
   """
 
   place: int
@@ -107,7 +107,7 @@ class DeviceFlight:
         self._flight = self.programs.grow(self._flight, slots)
         self.programs.grow(self._flight, smallest)  # a later chunk may shrink the cache
       self._decode(params, new, nobody_R, Chunk(np.int32(0), np.int32(0)))
-      self.keep([])
+      self._keep_batch([])
     # Batches have one prompt or the most prompts on each shard (see `_batch_size`).
     nothing = PlacedPrompt(self._rows, (0, 0), Beginning(0, 1))
     for length in self._lengths:
@@ -155,7 +155,7 @@ class DeviceFlight:
     leaves_early: bool,
     extras: Extras | None = None,
   ) -> tuple[Drawn, jax.Array]:
-    """Starts to decode a chunk, after the rows' caches got as many slots as it needs.
+    """Gives the rows' cache as many slots as a chunk needs, and starts to decode the chunk.
 
     Args:
       params: The parameters.
@@ -276,10 +276,12 @@ class DeviceFlight:
 
   def keep(self, rows: list[tuple[int, int, int]]) -> None:
     """Adds texts to the cache. Entries are (row, how many tokens it drew, index of the text)."""
-    if not self._texts_kept:
-      return
-    for batch in _split(rows, _MOST_PROMPTS) or [[]]:  # `compile` calls the program without rows
-      filled = _filled(batch, _MOST_PROMPTS, (0, 0, self._texts_kept))
+    for batch in _split(rows, _MOST_PROMPTS):
+      self._keep_batch(batch)
+
+  def _keep_batch(self, rows: list[tuple[int, int, int]]) -> None:
+    if self._texts_kept:
+      filled = _filled(rows, _MOST_PROMPTS, (0, 0, self._texts_kept))
       ended = EndedRows(*np.array(filled, np.int32).T)
       self._texts = self.programs.keep(self._flight, self._texts, ended)
 
@@ -325,9 +327,8 @@ class DeviceFlight:
   ) -> None:
     """Computes a batch of suffixes, which are padded to `length`."""
     count = self._batch_size(len(prompts), self._suffixes[length])
-    nothing = PlacedPrompt(
-      self._rows, (0, 0), Beginning(0, 1)
-    )  # padding: its place is past the last
+    # The place of padding is past the last one.
+    nothing = PlacedPrompt(self._rows, (0, 0), Beginning(0, 1))
     places, tokens, beginnings = zip(*_filled(prompts, count, nothing), strict=True)
     numbers, known = np.array(beginnings, np.int32).T
     suffixes = [prompt[begun:] for prompt, begun in zip(tokens, known, strict=True)]

@@ -79,8 +79,8 @@ class PrefixCache:
   ) -> Beginning:
     """Finds the entry that shares the longest beginning with a prompt.
 
-    At least one token of the prompt must be left to compute. Only the same prompt in `among` counts
-    with all its tokens, because it is copied when it is complete.
+    At least one token of the prompt must be left to compute. Only an equal prompt in `among` counts
+    with all its tokens, because it is copied once it is complete.
 
     Args:
       prompt: Token ids.

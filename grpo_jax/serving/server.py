@@ -333,7 +333,7 @@ class Server:
       with contextlib.ExitStack() as held:  # the memory of the body, until it is parsed
         hold = held.enter_context(self._bodies.holding())
         body = await _body_of(request, self._settings.body_bytes, hold)
-        if self._is_stopping:  # checked last, because the body may take seconds to arrive
+        if self._is_stopping:  # checked only now, because the body may take seconds to arrive
           raise stopping()
         stack.enter_context(self._answering(request))
         threads = self._small if len(body) <= _SMALL_BODY else self._large

@@ -73,14 +73,14 @@ def run_steps(
     signals: signals(stop_request) -> a context in which SIGTERM, Ctrl-C and SIGHUP are handled.
 
   Returns:
-    The state, and the last step that was taken. If the callback asked to stop, it is earlier than
-    the run's last step.
+    The state, and the last step that was taken. If the callback asked to stop, it may be earlier
+    than the run's last step.
 
   Raises:
     ConfigError: The config or the folder cannot be used. No step was taken.
     RunFailed: The run cannot continue. The state is saved if that was possible.
-    Stopped: The run was asked to stop, but not by the callback. The state is saved, and the same
-      call continues the run.
+    Stopped: The run was asked to stop, but not by the callback. The state is saved if a step was
+      taken that can be learned from, as the message says. The same call continues the run.
   """
   config = as_begun(config, workdir)
   with contextlib.ExitStack() as stack:
@@ -97,9 +97,11 @@ def run_steps(
       try:
         with trainer.saving_on_failure(state, step, f"step {step + 1}"), trainer.doing(step):
           result = take_step(state, step)
-      except SamplingClosed:  # the run was asked to stop, and no sampler process is connected
+      except SamplingClosed:  # the run was asked to stop, and no sampler process or server is there
         break
       state, step = result.state, step + 1
+      # The row of a step is written before its checkpoint, or a kill between them would lose it. A
+      # run that resumes drops only rows after its checkpoint.
       with trainer.saving_on_failure(state, step, f"evaluation after step {step}"):
         metrics = trainer.reporter.step(step, state.train.params, result.metrics, result.rows)
       with trainer.saving_on_failure(state, step, f"callback after step {step}"):
@@ -224,7 +226,7 @@ class GrpoStep:
     batch = batch.replace(images=None, visual=None)
     batch, metrics = with_advantages(batch, collected.rewards, state.train.coefs.kl)
     batch = batch.replace(**image_fields)
-    # Waits, so that the time of this work does not count as that of the update.
+    # Without the wait, the time of this work would count as that of the update.
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
   def _with_old_logprobs(self, train: TrainState, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -65,7 +65,7 @@ class Reporter:
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
     is_first = run.hosts.is_first
-    # A notebook gets plain text, without HTML and the colours for which its kernel asks.
+    # A notebook gets plain text, without HTML and without the colours that its kernel asks for.
     plain = {"color_system": None, "width": 100} if notebook.is_running() else {}
     console = Console(
       file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first, force_jupyter=False, **plain

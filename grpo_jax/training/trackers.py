@@ -135,7 +135,7 @@ def _open_mlflow(start: Start) -> OpenTracker:
     return run_id
 
   run_id = start.identity(create)
-  client.update_run(run_id, status="RUNNING")  # a run that continues was ended by `close`
+  client.update_run(run_id, status="RUNNING")  # `close` may have ended the run that continues now
 
   def log(step: int, values: dict[str, float]) -> None:
     now = int(1000 * time.time())  # milliseconds, as MLflow wants them

@@ -211,8 +211,8 @@ class Trainer:
       return ()
     if has_drawn_ahead(state.host):
       return ()
-    # Older policies would have drawn `max_staleness` batches. This one draws the batch after them
-    # in any run.
+    # Older policies would have drawn the next `max_staleness` batches. This policy draws the batch
+    # after those in any run.
     count = min(rollout.max_staleness, self.last_step - step)
     return (
       f"the checkpoint of step {step} has no batch that was drawn ahead: its policy draws the next"

@@ -60,7 +60,7 @@ def _chance_of_all_wrong(answers: jax.Array, wrong: jax.Array, k: int) -> jax.Ar
   """C(wrong, k) / C(answers, k): the chance that k of the answers are all wrong."""
   chance = jnp.ones(answers.shape)
   for i in range(k):
-    # A factor is 0 once all wrong answers are drawn. The 1 avoids 0 / 0 if there are fewer than k.
+    # A factor is 0 once all wrong answers are drawn. The 1 avoids 0 / 0 with fewer than k answers.
     chance = chance * (jnp.maximum(wrong - i, 0) / jnp.maximum(answers - i, 1))
   return chance
 

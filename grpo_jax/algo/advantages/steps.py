@@ -31,7 +31,7 @@ def process(rewards: Rewards, mask_PGT: jax.Array, algo: StdSettings) -> jax.Arr
   ends_PGT = rewards.step_ends_PGT * rewards.scored_PG[..., None]
   std_P11 = masked.std(rewards.step_rewards_PGT, ends_PGT, algo.std_ddof, (1, 2))
   z_PGT = masked.centered(rewards.step_rewards_PGT, ends_PGT, (1, 2)) / (std_P11 + algo.std_eps)
-  # z is 0 where no step ends, so the sum from a token to the end has each later step once.
+  # z is 0 where no step ends, so the sum from a token to the last one has each step once.
   to_come_PGT = jnp.flip(jnp.cumsum(jnp.flip(z_PGT, -1), -1), -1)
   return masked.masked(to_come_PGT, mask_PGT)
 

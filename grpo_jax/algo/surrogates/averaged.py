@@ -124,9 +124,9 @@ class VespoSettings(Settings):
 def vespo(terms: Terms, algo: VespoSettings) -> jax.Array:
   """-sg[phi] A lp, phi = W^k e^(lambda (1 - W)) (VESPO 2602.10693, eq. 12).
 
-  W is the product of the row's ratios, limited to [1e-8, e^20] with the limits of TRL.
-  (k, lambda) is (k_pos, lambda_pos) where A >= 0, else (k_neg, lambda_neg). The weights of a
-  correction multiply the limited W.
+  W is the product of the row's ratios, limited to [1e-8, e^20] as in TRL. (k, lambda) is
+  (k_pos, lambda_pos) where A >= 0, else (k_neg, lambda_neg). The weights of a correction multiply
+  the limited W.
 
   Args:
     terms: Arrays [P, G, T].

@@ -46,7 +46,7 @@ class Process(abc.ABC):
 
   @abc.abstractmethod
   def kill(self) -> None:
-    """Kills the process and its children. A local process also kills children that outlived it."""
+    """Kills the process and its children. `LocalProcess` also kills children that outlived it."""
 
   @property
   def has_failed(self) -> bool:

@@ -147,7 +147,7 @@ def _decoded(job: Workload, number: int) -> _Batch:
   while waiting or seated_tokens:
     while waiting and len(seated_tokens) < job.seats:
       seated_tokens.append(waiting.pop())
-    # A chunk ends early if all rows have ended, or if so many have ended while others wait.
+    # A chunk ends early once all rows have ended. While others wait, more than IDLE_SHARE suffice.
     ended = int(IDLE_SHARE * job.seats) if waiting else len(seated_tokens) - 1
     chunk = min(job.chunk, sorted(seated_tokens)[ended])
     rounds += chunk

@@ -66,7 +66,7 @@ def lengths_of(workdir: str, group_size: int) -> np.ndarray:
   if saved_G != group_size:
     members = rng.integers(0, saved_G, (len(lengths_NG), group_size))
     lengths_NG = np.take_along_axis(lengths_NG, members, 1)
-  # In another order, so that each simulated batch has groups of all these steps.
+  # In random order, so that a simulated batch mixes groups of these steps.
   return rng.permutation(lengths_NG)
 
 

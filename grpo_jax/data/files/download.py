@@ -19,7 +19,7 @@ def is_name(path: str) -> bool:
 
 
 def dataset_files(name: str) -> list[Path]:
-  """Downloads the files of an exam from huggingface.co into its cache. Returns their sorted paths.
+  """Downloads files of a data set from huggingface.co into the cache. Returns their sorted paths.
 
   Args:
     name: OWNER/NAME/FILE for which `is_name` is true. FILE may be a pattern, whose * also matches

@@ -83,7 +83,8 @@ class Parquet:
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
       row[name] = plain(value, where, keeps_bytes=name in IMAGE_COLUMNS)
     row = without_added_nulls(row)
-    for name, places in self._json.items():  # after that: Arrow adds no nulls inside a JSON text
+    # After `without_added_nulls`, because Arrow adds no nulls inside a JSON text.
+    for name, places in self._json.items():
       row[name] = _decoded(row[name], places, f"{self.where(index)} column {name!r}")
     return row
 
@@ -206,7 +207,7 @@ def _copy(path: Path) -> tuple[Any, list[int]]:
   os.close(descriptor)
   counts = []
   try:
-    # By default, pyarrow reads whole row groups into memory. These options read a MiB at a time.
+    # With these options, pyarrow reads a MiB at a time, and not whole columns of a row group.
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as parquet:
       schema = _without_dictionaries(parquet.schema_arrow)
       with pyarrow.OSFile(name, "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:

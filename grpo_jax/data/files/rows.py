@@ -61,7 +61,7 @@ class JsonLines:
     begins, ends, lacks_braces = _lines(self._file)
     self._begins, self._ends = begins, ends
     self._lines = np.arange(len(begins))  # the number of each row's line, from 0
-    # Only these lines are parsed now. `_is_empty` reads them by the numbers of all lines.
+    # Only these lines are parsed now. `_is_empty` still needs the places of all lines.
     empty = [line for line in np.flatnonzero(lacks_braces) if self._is_empty(line)]
     if empty:
       self._lines = np.delete(self._lines, empty)

@@ -102,7 +102,7 @@ class PromptImages:
     """Assigns a row's images to a conversation. The result and errors are as in `place_images`."""
     messages, found = place_images(with_sources(messages, where, ""), images, where)
     check_count(len(found), where)
-    # The sources of messages were made without a setting, and may not download.
+    # `with_sources` makes sources that may not download.
     with_setting = [
       dataclasses.replace(image, may_download=self._may_download)
       if isinstance(image, ImageSource)

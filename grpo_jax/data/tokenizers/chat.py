@@ -125,7 +125,7 @@ def options_of(entries: Sequence[str]) -> dict[str, Any]:
     ConfigError: An entry is not NAME=VALUE with a JSON-like value, or its name is one of the
       variables that the run sets.
   """
-  # The entries are written like the arguments of a call. The name of the call has no meaning.
+  # The entries are written like the arguments of a call, whose name only appears in errors.
   _, options = calls.parse(f"chat_template({', '.join(entries)})", _OPTIONS)
   for name in options.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
     raise ConfigError(f"{_OPTIONS}: the chat template gets {name} from the run; leave it out")

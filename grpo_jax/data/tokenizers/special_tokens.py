@@ -29,8 +29,9 @@ def all_texts(files: Mapping[str, bytes]) -> set[str]:
   for name in ("special_tokens_map.json", "tokenizer_config.json"):
     values = read_json(files, name)
     for key in ("additional_special_tokens", "extra_special_tokens"):
-      tokens = values.get(key) or ()  # transformers 4 also takes {role: token}
-      found |= set(map(_text, tokens.values() if isinstance(tokens, dict) else tokens))
+      tokens = values.get(key) or ()  # transformers 4 has {role: token}, 5 a list
+      if isinstance(tokens, dict | list):
+        found |= set(map(_text, tokens.values() if isinstance(tokens, dict) else tokens))
   return found - {""}
 
 

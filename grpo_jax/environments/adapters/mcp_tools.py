@@ -109,7 +109,7 @@ class _Connection:
       self._loop, self._client, self.tools = self._ready.result(_SECONDS + 2 * _SECONDS_OF_END)
     except (KeyboardInterrupt, SystemExit):
       raise
-    except BaseException as error:  # the thread's, such as a group of errors
+    except BaseException as error:  # mostly the thread's, such as a group of errors
       first_error = _first_of(error)
       said = " ".join(str(first_error).split())[:200] or type(first_error).__name__
       raise ConfigError(

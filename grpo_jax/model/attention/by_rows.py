@@ -34,7 +34,8 @@ def by_rows(attend_rows: AttendRows) -> AttendGroups:
     """Attends within the prompts, then from each completion's row to prompt and completion."""
     P, _, H, E = q_PNHE.shape
     S, G, T = view.prompt_slots, view.completions, view.slots
-    # A prompt's padding comes last, so its tokens do not see it: a query sees no later key.
+    # A prompt's padding needs no mask. It comes after the tokens, and a token sees later keys only
+    # within its picture.
     prompt_out = attend_rows(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], None, view)
     if G == 0:
       return prompt_out

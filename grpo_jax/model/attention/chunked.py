@@ -30,8 +30,7 @@ def _attend_rows(
   C = k_BCKE.shape[1]
   # The scores of one chunk of queries, [H, chunk, keys], should be at most MAX_SCORES numbers. If
   # they are fewer, several rows are computed together. Their number divides B, so that lax.map need
-  # not compile a smaller last batch, too.
-  # At least 8 queries, which a TPU computes as fast as one.
+  # not compile a smaller last batch, too. A TPU's tile has 8 rows, hence chunks of multiples of 8.
   queries = MAX_SCORES // (H * _keys_of_chunk(min(T, MAX_CHUNK), C, view))
   chunk = min(T, MAX_CHUNK, max(8, queries // 8 * 8))
   rows = MAX_SCORES // (H * chunk * _keys_of_chunk(chunk, C, view))
@@ -107,7 +106,7 @@ def _chunk_attention(
     width = _keys_of_chunk(Q, C, view)
     # The last chunk may end in padding, which sees the same keys as the last query.
     place_Q = jnp.minimum(past + start + jnp.arange(Q), C - 1)
-    # The chunk reads `width` keys: those from the window of its first query to its last query.
+    # The chunk reads `width` keys, from the first that its first query sees to its last query's.
     first_key = jnp.clip(past + start - view.hiding_window + 1, 0, C - width) if width < C else 0
 
     def in_reach(x: jax.Array) -> jax.Array:

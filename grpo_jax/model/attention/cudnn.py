@@ -28,7 +28,7 @@ def make_attend(implementation: str = "cudnn") -> AttendGroups:
     view: View,
   ) -> jax.Array:
     """Attends within prompts or, if there are completions, within rows of prompt and completion."""
-    # How many tokens a token sees to its left and to its right, itself not included.
+    # (left, right): how many tokens a token sees on each side of itself.
     window = (view.hiding_window - 1, 0) if view.hiding_window else None
 
     def causal(q_BCHE: jax.Array, k_BCKE: jax.Array, v_BCKE: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from grpo_jax.model.mixers.seen import KeysAndValues
 
 _BLOCKS = (512, 256, SLOTS)  # slots that are read at a time
 _BLOCK_BYTES = 2**18  # of a row's keys in a block. With more, a v5e's kernel does not compile.
-_ROWS = 8  # rows whose blocks are read together: a tile of a TPU has 8 rows
+_ROWS = 8  # the most rows whose blocks are read together
 _HIDDEN = -1e30  # a score that stands for minus infinity, without its NaNs
 
 
@@ -142,7 +142,7 @@ def own_attention(
   most_slots = _BLOCK_BYTES // (E * arrays[0].dtype.itemsize)
   fitting = [size for size in _BLOCKS if C % size == 0 and size <= most_slots]
   slots = max(fitting, default=SLOTS)
-  # At most _ROWS rows are read together: of one prompt and, if it has fewer rows, of several.
+  # The rows that are read together are of one prompt, and of further prompts if _ROWS has room.
   members = _divisor(G, _ROWS)
   prompts = _divisor(P, _ROWS // members)
   blocks = _Blocks(slots, C // slots, prompts, members, structure)
@@ -187,8 +187,8 @@ def _by_slot(blocks: _Blocks, x: jax.Array) -> pl.BlockSpec:
   """The rows' block of slots in keys, values [L, P, K, G, C, E] or scales [L, P, K, G, 1, C].
 
   The grid's last axis, `back`, counts blocks back from the newest token's. The functions return the
-  index of a block, from the indices of the grid and the scalars that `_kernel` explains. In `x`,
-  scales still have the shape [..., C, 1], from before `own_attention` swaps their last two axes.
+  index of a block, from the indices of the grid and the scalars that `_kernel` explains. Scales are
+  given as [..., C, 1]: `own_attention` swaps their last two axes when it calls the kernel.
   """
 
   def where(p: Any, k: Any, g: Any, *rest: Any) -> tuple[Any, ...]:

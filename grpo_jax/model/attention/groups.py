@@ -104,8 +104,8 @@ def _attention(config: ModelConfig, groups: Groups) -> AttendStream:
   """The attention of groups, whose tokens may be split over devices."""
   S, name = groups.prompt_slots, attention_of(config)[0]
   attend = implementation(name)
-  # `dense` can attend within the stream. With N <= 2 T slots in it, a head has N^2 <= 4 T^2 scores
-  # there, and G T^2 in rows.
+  # `dense` can attend within the stream. If that has N <= 2 T slots, a head has N^2 <= 4 T^2 scores
+  # there, instead of G T^2 in rows.
   is_stream = (
     name == "dense"
     and groups.packing is not None

@@ -154,7 +154,7 @@ def chunk_size(queries: int, scores: int) -> int:
     queries: How many there are in all. The chunks are about equally long.
     scores: The scores of one query, of all prompts and heads.
   """
-  # At least 8 queries, which a TPU computes as fast as one.
+  # A TPU's tile has 8 rows, hence at least 8 queries.
   most = min(queries, MAX_CHUNK, max(8, MAX_SCORES // scores))
   return -(-queries // -(-queries // most))
 
@@ -344,7 +344,7 @@ def _pair(
   a, b = pieces
   devices, here = jax.lax.axis_size(ring.axis), jax.lax.axis_index(ring.axis)
   source = (here - number) % devices  # the device whose keys these are: each turn passes them on
-  # The numbers of both pieces in the text, by the zigzag.
+  # The places of both pieces in the text, which the zigzag determines.
   query_piece = 2 * devices - 1 - here if a else here
   key_piece = 2 * devices - 1 - source if b else source
   chunk = q.shape[3]

@@ -116,8 +116,8 @@ def softmax_attention(
 def _factors(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | float]:
   """Vectors [..., C, E] in a dtype, and a factor [..., 1, 1, C] of the products with them.
 
-  The factor is the scale of an `Int8` vector. To scale its scores takes fewer products than to
-  scale its E numbers.
+  The factor is the scale of an `Int8` vector. While a token is decoded, a vector has fewer scores
+  than numbers, so fewer products scale the scores.
   """
   if not isinstance(x, Int8):
     return x, 1.0

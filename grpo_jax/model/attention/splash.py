@@ -117,7 +117,7 @@ def _kernel(
   return splash.make_splash_mha(
     splash.MultiHeadMask([mask_of(T, past, view.hiding_window)] * heads),
     block_sizes=sizes,
-    head_shards=1,  # `by_rows.on_mesh` has already split the heads over devices
+    head_shards=1,  # the heads are already split over devices
     q_seq_shards=1,
     attn_logits_soft_cap=view.cap or None,
     interpret=interpret,

@@ -48,7 +48,7 @@ def family_and_config(
   def refuse(key: str, reason: str) -> NoReturn:
     raise ConfigError(f"{file}: {key} {reason}")
 
-  tower = None  # the VisionShape. None: the model is read as its text part alone
+  tower = None  # the VisionShape, or None if the model is read without a tower
   if has_other_parts(values):
     text = text_values(values, refuse)
     if vision and values["model_type"] in VISION:  # the text part is checked before the tower
@@ -91,7 +91,7 @@ def _read_labels(
 ) -> int:
   """Reads `ModelConfig.labels` from the architecture and `id2label`. It must be among `labels`.
 
-  Without `architectures`, as in the text part of a larger model, it counts as a language model.
+  A config without `architectures`, such as that of a text part, counts as one of a language model.
   """
   labels_of = {family.architecture_with(count): count for count in labels}
   found = values.get("architectures") or [family.architecture]

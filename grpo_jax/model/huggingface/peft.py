@@ -139,8 +139,8 @@ def _adapted_modules(folder: Path, targets: Any) -> tuple[list[str], str]:
       for target in targets
     }
     for target in meant.keys() & ADAPTABLE.keys():
-      # Accepted even if the file has no such module: `_open_adapters` then says which tensors are
-      # missing.
+      # These are accepted even if the file has no such module: `_open_adapters` then says which
+      # tensors are missing.
       meant[target] = meant[target] or [target]
   else:
     return [], "it must be a list of modules, or a regular expression of their names"
@@ -292,7 +292,7 @@ def save_adapters(
     # A module's other projections get zeros for A and B, so that the adapter changes nothing there.
     if spec.leaf_name not in trained:
       return np.zeros(spec.leaf_shape(sizes), np.float32)
-    # A new array, because JAX keeps the host copy of an array for as long as the array lives.
+    # JAX keeps the host copy of an array for as long as the array lives, so a new array is fetched.
     return fetch(jnp.array(places.take(leaves, spec.leaf_name), jnp.float32))
 
   tensors: dict[str, np.ndarray] = {}

@@ -120,7 +120,7 @@ def module_adapters(config: ModelConfig) -> Iterator[ModuleAdapter]:
 def _part(spec: TensorSpec) -> Part:
   """The adapter of the kernel that `spec` describes.
 
-  For "HE D" and the leaf "DHE", A is "r D" with the leaf "Dr", and B is "HE r" with the leaf "rHE".
+  For the axes "HE D" and the leaf "DHE", A has "r D" and the leaf "Dr", and B "HE r" and "rHE".
   """
   *_, kernel, _ = spec.leaf_name.split("/")
   outputs, inputs = spec.hf_axes.split()

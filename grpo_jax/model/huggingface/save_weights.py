@@ -68,7 +68,7 @@ def _check_leaves(
   found = {
     name: np.shape(leaf)
     for name, leaf in leaves.items()
-    if not name.endswith(("/lora_a", "/lora_b"))  # which are merged into kernels
+    if not name.endswith(("/lora_a", "/lora_b"))  # adapters are merged into kernels
   }
   for name in sorted(found.keys() | wanted.keys()):
     found_shape, wanted_shape = found.get(name, "absent"), wanted.get(name, "absent")
@@ -104,7 +104,7 @@ def _assign_to_files(config: ModelConfig) -> list[Specs]:
   for spec in config_json.saved_tensors(config):
     specs_of_tensor.setdefault(spec.hf_name, []).append(spec)
   files: list[Specs] = []
-  free = 0  # bytes in the last file. 0: the first tensor begins a file
+  free = 0  # bytes that the last file can still take. At first there is no file
   for hf_name, specs in specs_of_tensor.items():
     size = 4 * sum(math.prod(spec.hf_shape(sizes)) for spec in specs)  # 4 bytes a float32
     if size > free:

@@ -119,7 +119,7 @@ class GatedDelta(nn.Module):
     tails = (jnp.zeros((J, width - 1, *heads[x][1:]), c.dtype) for x in "qkv")
     empty = Memory(jnp.zeros((J, R, c.delta.key_dim, N), jnp.float32), Tails(*tails))
     out, kept = seen.recur(scan_tokens, weights, tokens, empty)
-    # An RMS norm of each head's output, gated by z.
+    # Each head's output gets an RMS norm, and z gates it.
     scale = self.param("norm_scale", nn.initializers.ones, (N,))
     out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + c.norm_eps)
     out = ((out * scale).astype(c.dtype) * nn.silu(z.astype(jnp.float32))).astype(c.dtype)
@@ -136,9 +136,9 @@ class GatedDelta(nn.Module):
     mixed = Tails(*(project(x, heads[x]) for x in "qkv"))
     decay = self.param("decay", nn.initializers.zeros, (J, R))
     bias = self.param("decay_bias", nn.initializers.ones, (J, R))
-    # As in Mamba 2 (2405.21060), a token decays the state by exp(-exp(decay) softplus(a + bias)),
-    # where a is its projection: always between 0 and 1. A sampler may hold both parameters in
-    # bfloat16, in which exp would lose further digits.
+    # As in Mamba 2 (2405.21060), a token decays the state by exp(-exp(decay) softplus(x + bias)),
+    # where x is its projection "a". This is always between 0 and 1. A sampler may hold both
+    # parameters in bfloat16, in which exp would lose further digits.
     decay, bias = decay.astype(jnp.float32), bias.astype(jnp.float32)
     log_decay = -jnp.exp(decay) * nn.softplus(project("a", (J, R)).astype(jnp.float32) + bias)
     strength = nn.sigmoid(project("b", (J, R))).astype(jnp.float32)

@@ -46,13 +46,13 @@ def _attend_pictures(
 ) -> jax.Array:
   """Attention within pictures, for as many pictures and queries at a time as MAX_SCORES allows."""
   B, N, A, _ = q_BNAE.shape
-  # All queries of a picture, if their scores fit, or else a chunk of them, of at least 8 because a
-  # TPU computes 8 as fast as one.
+  # All queries of a picture are computed together if their scores fit, and otherwise a chunk of
+  # them. A TPU's tile has 8 rows, hence at least 8.
   chunk = N if A * N * N <= MAX_SCORES else min(MAX_CHUNK, N, max(8, MAX_SCORES // (A * N)))
   fitting = max(1, MAX_SCORES // (A * N * chunk))
   if B <= fitting and chunk == N:  # all pictures at once, without a loop
     return jax.vmap(jax.checkpoint(_attend))(q_BNAE, k_BNAE, v_BNAE, seen_BN, seen_BN)
-  # A divisor of B, so that lax.map need not compile a smaller last batch, too.
+  # The number divides B, so that lax.map need not compile a smaller last batch, too.
   at_a_time = max(n for n in range(1, B + 1) if B % n == 0 and n <= fitting)
 
   def picture(of_picture: tuple[jax.Array, ...]) -> jax.Array:
@@ -69,7 +69,7 @@ def _attend_picture(
   chunks = -(-N // chunk)
   padding = chunks * chunk - N
   q_NAE = jnp.pad(q_NAE, ((0, padding), (0, 0), (0, 0)))
-  sees_N = jnp.pad(seen_N, (0, padding), mode="edge")  # padding sees keys, too, or it would be NaN
+  sees_N = jnp.pad(seen_N, (0, padding), mode="edge")  # without keys, padding would be NaN
   # The gradient of keys and values, to which each chunk adds, is summed in float32.
   keys_and_values = k_NAE.astype(jnp.float32), v_NAE.astype(jnp.float32)
 

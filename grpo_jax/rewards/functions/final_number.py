@@ -161,8 +161,7 @@ def _leading_number(text: str, quotients: bool = True) -> Value | None:
 
   It reads gold answers and, for `strict` and `boxed`, the answers of completions. Returns None if
   `text` does not start with a number, or if the rest of the line has another number or changes the
-  value. A completion is then wrong, and a row with such a gold answer has no score. `flexible` sets
-  `quotients` to False for gold answers, because it reads no quotients in completions.
+  value. A completion is then wrong, and a row with such a gold answer has no score.
   """
   text = _LATEX_COMMA.sub(",", text)  # 1{,}000 becomes 1,000
   fraction = _FRACTION.match(text) if quotients else None

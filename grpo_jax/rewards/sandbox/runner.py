@@ -129,7 +129,7 @@ def start(
     f"import sys; sys.path.insert(0, {folder!r}); sys.path.append({packages!r});"
     f" from confine import confine; confine({values}, {limits.threads}, {kind != NONE})\n{program}"
   )
-  # The Python under a virtual environment, because a sandbox has no folder of the environment.
+  # The Python that a virtual environment was made with, because a sandbox lacks the environment.
   python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
   command = [python, "-I", "-S", "-B", "-X", "utf8", "-c", source]
   wrapped = _WRAP[kind](command, limits)
@@ -214,7 +214,7 @@ def _bwrap(command: list[str], limits: SandboxLimits) -> list[str]:
   """
   wrapped = [_tool("bwrap"), "--die-with-parent", "--new-session", "--clearenv"]
   wrapped += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-  if os.geteuid():  # only root may make the namespaces above without one of users
+  if os.geteuid():  # only root may make the namespaces above without a user namespace
     wrapped += ["--unshare-user", "--cap-drop", "ALL"]
   else:
     # The limit of processes does not apply to root, so setpriv changes the user. It needs these

@@ -205,7 +205,7 @@ class _Counter:
     if not {"and", "or", "not", "reduce"} & opcodes and len(constants) == 1:
       start, step = _start_and_step(loop, computation, self.module)
       return -((start - constants.pop()) // step), False  # (limit - start) / step, rounded up
-    # A condition has further constants, such as 0. Those that the caller names are limits.
+    # A condition may have further constants, such as 0. Those that the caller names are limits.
     limits = constants & set(self._rounds)
     if not limits:
       self.notes.add(f"a loop of unknown length is counted once: {loop.name}")

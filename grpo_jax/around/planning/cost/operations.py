@@ -89,7 +89,7 @@ def _valid_pairs(instruction: Instruction, axis: int, left: int, right: int, out
     axis: The number of the spatial axis.
     left, right, out: The sizes of the left operand, the window and the output along this axis.
   """
-  window = instruction.attribute(r"window=\{([^}]*)\}")  # such as size=3x3 pad=1_1x0_0 stride=2x2
+  window = instruction.attribute(r"window=\{([^}]*)\}")  # such as size=3x3 stride=2x2 pad=1_1x0_0
 
   def value(key: str, default: str) -> str:
     found = re.search(rf"\b{key}=(\S+)", window)

@@ -110,7 +110,7 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
   for user in inside.users[source.name]:
     if (user.is_root and user.opcode == "tuple") or _is_elsewhere(user, inside):
       continue  # passes the array on without reading it
-    if user.opcode in _RENAMES:  # a renamed root has no users: it is passed on without reading it
+    if user.opcode in _RENAMES:  # a root has no users and adds 0: it is only passed on
       further = _sliced(user, inside, module)
       if further is None:
         return None

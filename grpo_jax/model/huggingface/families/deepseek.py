@@ -41,9 +41,9 @@ LATENT = (
 def read(values: Values, refuse: Refuse) -> dict[str, Any]:
   """Reads the shape of latent attention and the layers with experts."""
   sizes = {name: read_field(values, key, int, refuse) for name, key in _SHAPE.items()}
-  has_rank = values.get("q_lora_rank") is not None  # null: queries come from the token itself
+  has_rank = values.get("q_lora_rank") is not None  # null: queries have no latent
   query_rank = read_field(values, "q_lora_rank", int, refuse) if has_rank else 0
-  if sizes["rope_dim"] % 2:  # numbers are rotated in pairs
+  if sizes["rope_dim"] % 2:  # pairs of numbers are rotated
     refuse(_SHAPE["rope_dim"], f"is {sizes['rope_dim']}: it must be even")
   interleaved = read_field(values, "rope_interleave", bool, refuse)
   return {

@@ -8,8 +8,8 @@ from grpo_jax.model.config import ModelConfig
 def sizes(config: ModelConfig) -> dict[str, int]:
   """The length of each axis letter that `TensorSpec` uses.
 
-  The decoder's capital letters mean the same as in types.py, those of the vision tower do not. The
-  sizes of parts that a model lacks, such as experts, are 0 or left out.
+  The decoder's capital letters mean the same as in types.py, and those of the vision tower do not.
+  The sizes of parts that a model lacks, such as experts, are 0 or left out.
   """
   found = {
     "V": config.vocab_size,

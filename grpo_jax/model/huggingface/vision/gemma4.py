@@ -25,7 +25,7 @@ def _read(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
     "patch": (3 * read_field(vision, "patch_size", int, refuse) ** 2,),  # 3 colours of each pixel
     "rope_theta": read_field(theta, "rope_theta", float, refuse),
     "both_ways": "windows" if text.get(_BOTH_WAYS) == "vision" else "",
-    "pad_id": text.get("pad_token_id") or 0,  # whose layer embeddings visual tokens get
+    "pad_id": text.get("pad_token_id") or 0,  # visual tokens get its layer embeddings
   }
 
 

@@ -62,7 +62,7 @@ def run_cases() -> None:
   os.write(answers, b"ready\n")
   for line in lines:
     case = json.loads(line)
-    # Files, which have a size limit, and which nobody needs to read while the program runs.
+    # Files and not pipes: they have a size limit, and nobody needs to read while the program runs.
     input_file, output_file = _new_file(), _new_file()
     _write(input_file, case.get("stdin", "").encode("utf-8", "surrogatepass"))
     os.lseek(input_file, 0, os.SEEK_SET)
@@ -118,6 +118,7 @@ def _play(code: Any, names: dict[str, Any], case: dict[str, Any]) -> None:
   """Runs the program, or calls its function and writes the value.
 
   Threads of the program may still run when this returns.
+
   `names` are global names for the program. `case` is {"stdin": text}, or {"function": name,
   "arguments": encoded list}.
   """

@@ -86,13 +86,17 @@ class _Marks:
   def parametrize(names: Any, values: Any, **options: Any) -> Callable[[Any], Any]:
     """Calls a test once for each of `values`, which are for the arguments `names`."""
     del options
-    given_names = [one.strip() for one in names.split(",")] if isinstance(names, str) else [*names]
+    is_text = isinstance(names, str)
+    given_names = [*filter(None, map(str.strip, names.split(",")))] if is_text else [*names]
+    # With one argument in a text, a value is the argument itself, else a sequence.
+    is_argument = is_text and len(given_names) == 1
+    values = list(values)  # a generator could be read only once
 
     def marked(test: Any) -> Any:
       def call(*arguments: Any, **keywords: Any) -> None:
-        for value in values:  # with one argument it is the argument itself, else a sequence
-          is_argument = len(given_names) == 1 and not isinstance(value, param)
-          given = zip(given_names, [value] if is_argument else value, strict=True)
+        for value in values:
+          is_one = is_argument and not isinstance(value, param)
+          given = zip(given_names, [value] if is_one else value, strict=True)
           test(*arguments, **keywords, **dict(given))
 
       return call
