@@ -126,6 +126,14 @@ def test_columns_get_other_names_and_templates(tmp_path):
   assert prompts.make([0])[0].text == "Ann has 2. How many?"
 
 
+@pytest.mark.parametrize("name", ["prompts", "messages", "other"])
+def test_a_column_that_the_first_row_lacks_can_be_copied(tmp_path, name):
+  """Also one that is named like an argument of reward functions."""
+  rows = [{"question": "a"}, {"question": "b", name: "there"}]
+  data = Data(task="columns", path=str(folder(tmp_path, rows, rows)), columns=(f"copy={name}",))
+  assert [row["copy"] for row in tasks.make_task(data).train] == [None, "there"]
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_example_has_the_columns_of_all_rows(tmp_path, place):
   """Wherever the row is that has more of them than the others."""

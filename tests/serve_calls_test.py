@@ -187,6 +187,18 @@ def test_arguments_that_are_nested_too_deeply_are_refused(tmp_path):
     assert caught.value.param == "messages"
 
 
+@pytest.mark.parametrize("arguments, is_read", [("null", True), ("[1]", False), ("7", False)])
+def test_arguments_are_an_object(tmp_path, arguments, is_read):
+  call = {"id": "1", "type": "function", "function": {"name": "set", "arguments": arguments}}
+  said = {"role": "assistant", "content": "", "tool_calls": [call]}
+  messages = [*MESSAGES, said, {"role": "tool", "tool_call_id": "1", "content": "3"}]
+  if is_read:
+    assert ask(tmp_path, DEEPSEEK, "Done.", messages=messages)[0].message.content == "Done."
+    return
+  with pytest.raises(openai.BadRequestError, match="must be a JSON object"):
+    ask(tmp_path, DEEPSEEK, "Done.", messages=messages)
+
+
 def test_an_answer_with_a_call_that_the_limit_cut_is_recorded_as_cut():
   texts = Texts(None, lambda *given: [5])
   asked = chat_request({"messages": MESSAGES, "tools": SET_TOOLS}, LIMITS, texts)

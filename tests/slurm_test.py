@@ -119,6 +119,12 @@ def test_nodes_of_a_job_serve_the_engine_of_its_run(tmp_path):
     script([run], Options(engine=("--cpu",)), tmp_path / "slurm-1.sh")
 
 
+@pytest.mark.parametrize("option", ["--job-name=x", "-Jx", "--comment=mine"])
+def test_options_by_which_jobs_are_found_cannot_be_given(option, tmp_path):
+  with pytest.raises(ConfigError, match=f"flag --sbatch={option}: leave it out"):
+    script(units(str(tmp_path), FLAGS), Options(sbatch=(option,)), tmp_path / "slurm-1.sh")
+
+
 def test_a_dry_run_with_servers_needs_an_engine(fake_slurm, capsys):
   workdir = f"--workdir={fake_slurm / 'run'}"
   words = ["--on=slurm", "--engine_hosts=1", "--dry_run", workdir, "--", *FLAGS[:1]]

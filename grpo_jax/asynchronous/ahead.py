@@ -77,7 +77,7 @@ class Ahead:
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
     """The host state for a checkpoint, with the drawn batches for step `index` and later steps.
 
-    Waits for the batches that the existing weights can draw.
+    Waits for the batches that only weights before this step can draw, and for their scores.
 
     Args:
       index: The number of the next GRPO step.

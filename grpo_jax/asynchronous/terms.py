@@ -1,6 +1,6 @@
 """The terms on which a learner and its sampler processes must agree to draw the same completions.
 
-Devices, the sharding over them, and the folders of models may differ.
+Devices, the sharding over them, the folders of models and `sampling.rows` may differ.
 """
 
 import hashlib

@@ -306,7 +306,9 @@ class Flow:
       """Waits for the scores and the checks of these groups, and puts them together."""
       found = scores.result()
       checks_PG = np.full(found.extras_PG.shape, np.nan, np.float32)
-      if checks is not None:  # the check is one function, whose 1 means right
+      # A check only measures how many completions are right (eval.check_training). It has one
+      # function, which gives 1 for a right answer.
+      if checks is not None:
         checks_PG = (checks.result().rewards.scores_PGJ[..., 0] == 1).astype(np.float32)
       groups = ScoredGroups(
         indices_P=indices_P,

@@ -274,7 +274,7 @@ class Servers:
 
   def _prove(self, state: _ServerState, wanted: Written) -> None:
     """Brings weights to a server, and scores the probe. Raises ServerRefused on a mismatch."""
-    before = state.weights if state.is_known else None
+    before = state.weights
     name = self._bring(state.server, wanted, before)
     scores = state.server.score(self._probe.tokens_BN.tolist(), name)
     previous = None if before is None else (before.logprobs_BN, state.scores)

@@ -208,7 +208,7 @@ async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: boo
   except Exception as error:
     if "tool" in request:
       return {"content": f"error: {_message(error)}", "failed": True}
-    # A `Mistake` names the method. Here, only the values of these two are checked.
+    # The error of a wrong return value names the method. Of these two alone, values are checked.
     method = "get_reward()" if "calls" in request else "step()"
     return {"error": problem_with(error, method, parts.of_task(request.get("task", "")))}
 

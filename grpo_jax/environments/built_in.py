@@ -13,6 +13,7 @@ from grpo_jax.settings import ConfigError
 # Limits of the calculator, so that no expression of a policy takes long to compute.
 _MOST_CHARACTERS = 200
 _LARGEST = 1e300  # floats end at 1.8e308
+_NO_VALUE = "the value is no number or too large"
 _LARGEST_EXPONENT = 64
 _RETRY = "environment.name: retry"  # begins error messages
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -44,6 +45,8 @@ def calculator(expression: str) -> str:
   except (SyntaxError, ValueError, MemoryError, RecursionError):
     raise ValueError(f"{expression!r} is not an arithmetic expression") from None
   value = _value(tree.body)
+  if not abs(value) <= _LARGEST:  # 1e999 is infinite, and 1e999 - 1e999 is not a number
+    raise ValueError(_NO_VALUE)
   # 6 / 3 gives "2", not "2.0". From 2**53 on, a float may not be exact.
   if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
     value = int(value)
@@ -63,7 +66,7 @@ def _value(node: ast.AST) -> int | float:
       raise ValueError(f"an exponent is larger than {_LARGEST_EXPONENT}")
     value = _OPERATORS[type(node.op)](left, right)
     if isinstance(value, complex) or abs(value) > _LARGEST:  # complex: (-1) ** 0.5
-      raise ValueError("the value is no number or too large")
+      raise ValueError(_NO_VALUE)
     return value
   raise ValueError("only numbers, + - * / // % ** and parentheses are allowed")
 

@@ -1,7 +1,7 @@
 """Completes prompts with a policy, for training, evaluation and `sample`.
 
-To sample somewhere else, let `make_rollout` return another callable (params, prompts, key,
-temperature) -> Rollouts.
+To sample somewhere else, let `make_rollout` return the `whole_batches` of another callable (params,
+prompts, key, temperature) -> Rollouts.
 """
 
 from collections.abc import Callable, Iterator
@@ -162,7 +162,8 @@ def make_rollout(
 
   if remote is None:
     sampler = run.programs.sampler(max_tokens, keeps_experts)
-    if run.parameters.sampling.is_apart and jax.process_count() > 1:  # each samples its own rows
+    # Each process samples its own rows. `check_apart` refuses tools and environments there.
+    if run.parameters.sampling.is_apart and jax.process_count() > 1:
       draws = functools.partial(Draws, end=end, at_once=at_once // jax.process_count())
       own = OwnRows(sampler, group_size, draws, settings_at, run.hosts, decode)
       return whole_batches(own, decode)
@@ -174,7 +175,9 @@ def make_rollout(
     return sampler.prompts(batch.prompts_PS, batch.prompt_lengths_P, images)
 
   def player(feed: Feed, prompts: int, *, changes: bool) -> GroupPlayer:
-    if remote is not None:
+    if (
+      remote is not None
+    ):  # it cuts at stop texts by itself, and training has no other `max_tokens`
       draws = remote(feed, group_size, keeps_experts)
     else:
       # If weights change, tokens of a row have several versions, and groups follow without end.

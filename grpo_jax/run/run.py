@@ -266,7 +266,8 @@ def _config_of_exam(config: Config, entry: exams.Entry, problems: int, positions
       f"a completion may have {max_tokens} tokens, and sampling.min_tokens is"
       f" {config.sampling.min_tokens}, so none could end by itself; set max_tokens"
     )
-  # Settings for the run's own data must not change the exam's prompts.
+  # Settings for the run's own data must not change the exam's prompts. How the model is talked to,
+  # such as data.system, holds for exams, too.
   data = dataclasses.replace(
     config.data,
     task="columns",

@@ -3,7 +3,7 @@
 The seats are a grid [N, Q]. Each of the N places has one prompt, and the members of the prompt's
 group take its Q seats one after another. So a prompt is computed and stored once, however many
 members it has. When no row waits and few seats are taken, the remaining rows move into a smaller
-grid, in which a prompt may have several places.
+grid. A prompt may have several places there, and in a first grid with more places than prompts.
 
 The places may be split over shards, such as the devices of a mesh. Rows never leave their shard.
 """
@@ -36,11 +36,14 @@ class Grid(NamedTuple):
 def first_grid(prompts: int, members: int, rows: int = 0, shards: int = 1) -> Grid:
   """Chooses the grid with which a call starts.
 
+  If not all rows fit, all prompts start with fewer seats each, rather than some prompts with all
+  their rows. Places beyond P get copies of prompts.
+
   Args:
     prompts: P, a multiple of `shards`.
     members: G, the completions of each prompt.
-    rows: The most rows in flight. 0 means all.
-    shards: How many shards the places are split over.
+    rows: The most rows in flight, but at least one for each shard. 0 means all.
+    shards: How many shards the places are split over. The number of places is a multiple of it.
 
   Returns:
     A grid with a seat for every row if `rows` allows it. Otherwise as many places as `rows` allows,

@@ -111,7 +111,7 @@ def _with_object(call: Any) -> dict[str, Any]:
   arguments = function.get("arguments")
   if isinstance(arguments, str):
     try:
-      arguments = json.loads(arguments or "{}")
+      arguments = json.loads(arguments or "{}") or {}  # some clients write null for none
     except (ValueError, RecursionError):
       raise ValueError("messages: the arguments of a call must be JSON") from None
     if is_too_deep(arguments):  # `read_json` could not see into this text
@@ -119,4 +119,6 @@ def _with_object(call: Any) -> dict[str, Any]:
         f"messages: the arguments of a call are nested deeper than {DEEPEST} levels; send flatter"
         " ones"
       )
+    if not isinstance(arguments, dict):
+      raise ValueError("messages: the arguments of a call must be a JSON object")
   return call | {"function": function | {"arguments": arguments}}

@@ -112,9 +112,16 @@ class Recorder:
   def earlier(self, name: str, messages: Messages, tools: Any) -> tuple[Trace, Messages] | None:
     """Finds the completion that a client's messages continue.
 
+    The next prompt then keeps the tokens that the policy drew for its answer.
+
+    Args:
+      name: The conversation.
+      messages: The messages of the client's request.
+      tools: The tools of the request with the options of the chat template.
+
     Returns:
       (completion, the messages after its answer). It is the latest completion of the conversation
-      for which `messages` begin with its messages and then its answer, and whose tools are the
+      for which `messages` begin with its messages and then its answer, and whose `tools` were the
       same. None if there is none, or no message follows the answer.
     """
     with self._lock:

@@ -312,11 +312,20 @@ def _check_time_limit(options: Options) -> None:
 
 
 def _options(units: Sequence[Unit], options: Options, path: Path) -> list[str]:
-  """The options of sbatch for these units, quoted for a shell. Raises ConfigError for newlines."""
+  """The options of sbatch for these units, quoted for a shell.
+
+  Raises ConfigError for newlines, and for a name or a comment of the user.
+  """
   is_sweep = bool(units[0].name)
   # sbatch replaces %A, %a and %j by numbers, and %% by %.
   log = f"{path.parent}/slurm-".replace("%", "%%") + ("%A_%a.log" if is_sweep else "%j.log")
-  lines = [f"--job-name={job_name(units)}", f"--comment={path}"]
+  lines = [f"--job-name={job_name(units)}", f"--comment={path}"]  # by which `queued` finds the job
+  for given in options.sbatch:
+    if given.startswith(("--job-name", "--comment", "-J")):
+      raise ConfigError(
+        f"flag --sbatch={given}: leave it out, because the launcher finds its jobs by their"
+        " --job-name and --comment"
+      )
   if is_sweep:
     limit = f"%{options.at_once}" if options.at_once else ""
     lines.append(f"--array=0-{len(units) - 1}{limit}")

@@ -101,6 +101,8 @@ class Idefics3(SquareKind):
 def make(fields: Fields, around: Fields, vision: Fields, tokens: dict[str, Any]) -> Idefics3:
   """Makes the processor from the fields in a model's folder.
 
+  Fields that are missing have the defaults of transformers' Idefics3 classes.
+
   Args:
     fields: The fields of the image processor.
     around: The fields of the processor that contains the image processor.

@@ -63,7 +63,8 @@ class ExampleMaker:
   """Makes examples from rows with any columns.
 
   An example has all columns that occur in any row, and the fields that data.columns adds. A column
-  that its row lacks is None.
+  that its row lacks is None. Columns `prompts` and `messages` that nothing uses, and that the first
+  row lacks, are left out: reward functions get arguments of these names from the run.
   """
 
   def __init__(
@@ -112,7 +113,8 @@ class ExampleMaker:
     in_templates = itertools.chain(*(fields_of(source) for source in self._added.values()))
     # For a name that no row has, `fill` raises an error that lists the existing fields.
     self._columns_read = [name for name in dict.fromkeys(in_templates) if _has(rows, names, name)]
-    used = {name.partition(".")[0] for name in (*self._columns_read, *needed)}
+    copied = [source for source in self._added.values() if "{" not in source]
+    used = {name.partition(".")[0] for name in (*self._columns_read, *copied, *needed)}
     self._names = [
       name for name in names if name in rows[0] or name in used or name not in _REWARD_ARGUMENTS
     ]
