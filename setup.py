@@ -82,7 +82,7 @@ setup(
     "ifeval": ["lm-eval[ifeval]>=0.4.9"],
     "judge": ["openai"],
     "serve": ["aiohttp>=3.14"],
-    "reasoning_gym": ["reasoning-gym>=0.1.25"],
+    "reasoning-gym": ["reasoning-gym>=0.1.25"],
     "openenv": ["openenv>=0.10"],
     "verifiers": ["verifiers>=0.4"],
     "textarena": ["textarena>=0.7.4"],

@@ -238,6 +238,7 @@ TABLE = {
   "kl_cov": ("group_normalized", "token", "kl_cov", "token_mean", dict(minibatches=4)),
   "pass_at_k": ("pass_at_k", "token", "ppo_clip", "token_mean", {}),
   "max_rl": ("max_rl", "token", "ppo_clip", "token_mean", {}),
+  "raft": ("reward", "token", "reinforce", "token_mean", {}),
   "process": ("process", "token", "ppo_clip", "sequence_mean", dict(kl_coef=0.04)),
   "areal": (
     "batch_normalized",

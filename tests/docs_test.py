@@ -100,6 +100,27 @@ def test_the_readme_is_a_front_page():
   assert sum("--config=configs/arithmetic.py --workdir=/tmp/arithmetic" in x for x in lines) == 1
 
 
+def test_every_extra_that_pages_and_errors_name_can_be_installed():
+  """pip 23.2, which comes with Python 3.11, only finds an extra by its normalized name."""
+  [extras] = [
+    [key.value for key in node.value.keys]
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+    if isinstance(node, ast.keyword) and node.arg == "extras_require"
+  ]
+  assert not [extra for extra in extras if re.sub(r"[-_.]+", "-", extra).lower() != extra]
+  texts = [*LINKED, *(ROOT / "colabs").glob("*.ipynb")]
+  for folder in ("grpo_jax", "configs", "experiments", "tests"):
+    texts += (ROOT / folder).rglob("*.py")
+  named = {
+    extra: path
+    for path in texts
+    for group in re.findall(r"""(?:\.|grpo[-_]jax)\[([\w,-]+)\]['"]""", path.read_text())
+    for extra in group.split(",")
+  }
+  assert len(named) > 20
+  assert not {extra: path for extra, path in named.items() if extra not in extras}
+
+
 @each(LINKED)
 def test_every_relative_link_leads_somewhere(page):
   wrong = []
@@ -148,7 +169,7 @@ NEEDED = {
   r"environment\.name=openenv": "openenv",
   r"\.gguf|configs/smollm2": "gguf",
   r"\.parquet": "parquet",
-  r"task=reasoning_gym|grpo_jax\.data --(list|knobs)": "reasoning_gym",
+  r"task=reasoning_gym|grpo_jax\.data --(list|knobs)": "reasoning-gym",
   r"configs/(math|moe|qwen3_vl)\.py|functions=\"\('math'": "math",
   r"functions=\"\('judge": "judge",
   r"functions=\"\('json_schema": "schema",
@@ -180,8 +201,8 @@ def without_blocks(text):
 
 @each(MANUAL)
 def test_a_page_installs_what_its_commands_need(page):
-  extras = set(re.findall(r'^    "(\w+)": ', (ROOT / "setup.py").read_text(), flags=re.M))
-  installs = re.findall(r"pip install -e '\.\[([\w,]+)\]'", page.read_text())
+  extras = set(re.findall(r'^    "([\w-]+)": ', (ROOT / "setup.py").read_text(), flags=re.M))
+  installs = re.findall(r"pip install -e '\.\[([\w,-]+)\]'", page.read_text())
   given = {extra for install in installs for extra in install.split(",")}
   assert given <= extras
   needed = {
@@ -189,7 +210,7 @@ def test_a_page_installs_what_its_commands_need(page):
   }
   for command in commands(page):
     for script in re.findall(r"python (experiments/\w+\.py)", command):
-      for install in re.findall(r"needs\(.*\.\[([\w,]+)\]", (ROOT / script).read_text()):
+      for install in re.findall(r"needs\(.*\.\[([\w,-]+)\]", (ROOT / script).read_text()):
         needed |= dict.fromkeys(install.split(","), command)
   assert {extra: command for extra, command in needed.items() if extra not in given} == {}
 
@@ -211,10 +232,10 @@ sys.meta_path.insert(0, Hider())
 def test_what_a_page_does_with_a_run_needs_no_more_than_it_installs(name, tmp_path):
   """Commands on /tmp/arithmetic, from a shell, with the packages that the page installs."""
   page = ROOT / name
-  installs = re.findall(r"pip install -e '\.\[([\w,]+)\]'", page.read_text())
+  installs = re.findall(r"pip install -e '\.\[([\w,-]+)\]'", page.read_text())
   given = {extra for install in installs for extra in install.split(",")} - {"test"}
   optional = {"serve": "aiohttp", "gguf": "gguf", "parquet": "pyarrow", "math": "math_verify"}
-  optional |= {"reasoning_gym": "reasoning_gym", "schema": "jsonschema", "judge": "openai"}
+  optional |= {"reasoning-gym": "reasoning_gym", "schema": "jsonschema", "judge": "openai"}
   (tmp_path / "sitecustomize.py").write_text(HIDER)
   hidden = [module for extra, module in optional.items() if extra not in given]
   environment = os.environ | {"HIDDEN": ",".join(hidden), "PYTHONPATH": f"{tmp_path}:{ROOT}"}

@@ -31,7 +31,7 @@ from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.rewards.functions.reasoning_gym import answer_of, readings
 from grpo_jax.settings import ConfigError
 
-pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning_gym]'")
+pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning-gym]'")
 
 ROOT = Path(__file__).parents[1]
 QWEN = tokenizer.load(ROOT / "tests/golden/tokenizers/qwen")

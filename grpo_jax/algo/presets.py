@@ -36,6 +36,7 @@ PAPERS: dict[str, tuple[str, str]] = {
   "kl_cov": ("KL-Cov, entropy mechanism", "2505.22617"),
   "pass_at_k": ("Pass@k training", "2508.10751"),
   "max_rl": ("MaxRL", "2602.02710"),
+  "raft": ("RAFT, rejection sampling", "2304.06767"),
   "areal": ("decoupled PPO, AReaL", "2505.24298"),
   "aipo": ("AIPO, LlamaRL", "2505.24034"),
   "m2po": ("M2PO", "2510.01161"),
@@ -95,6 +96,8 @@ PRESETS: dict[str, dict[str, Any]] = {
   "pass_at_k": dict(advantage="pass_at_k", aggregation="token_mean"),
   # Rewards are at least 0.
   "max_rl": dict(advantage="max_rl", aggregation="token_mean"),
+  # Supervised steps on the completions that were right. Rewards are 0 or 1.
+  "raft": dict(advantage="reward", surrogate="reinforce", aggregation="token_mean"),
   # For rollouts of older policies. The ratio compares with the policy before the first update, and
   # a weight corrects for the policy that sampled. In the paper, too, tokens with a weight above 5
   # are left out. A token may be 4 to 8 versions old there.

@@ -175,7 +175,7 @@ def _datasets() -> Mapping[str, tuple[Any, Any]]:
     from reasoning_gym.factory import DATASETS
   except ImportError:
     raise ConfigError(
-      "data.task=reasoning_gym needs the package reasoning-gym: pip install -e '.[reasoning_gym]'"
+      "data.task=reasoning_gym needs the package reasoning-gym: pip install -e '.[reasoning-gym]'"
     ) from None
   datasets: Mapping[str, tuple[Any, Any]] = DATASETS
   return datasets

@@ -1,6 +1,7 @@
 """Advantages that compare a completion with its group or with the prompt's greedy completion.
 
-If all rewards of a group are equal, advantages that read only the group are exactly 0.
+If all rewards of a group are equal, advantages that read only the group are exactly 0. `reward`
+compares with nothing.
 """
 
 from __future__ import annotations
@@ -211,6 +212,43 @@ ADVANTAGES["max_rl"] = Advantage(
     ),
     # A mean that is not above 0: no advantage.
     Example({"scores": [[-1, 1, 0], [-3, 1, 1]]}, {"advantages": [[0, 0, 0], [0, 0, 0]]}),
+  ),
+)
+
+
+def reward(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A = r, without a baseline: REINFORCE.
+
+  With rewards of 0 and 1 and the surrogate `reinforce`, the gradient is that of supervised training
+  on the right completions: rejection sampling, or expert iteration (RAFT 2304.06767; compared with
+  GRPO in 2504.11343). So a group of right completions alone teaches, too.
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask. Not read.
+
+  Returns:
+    Advantages [P, G].
+  """
+  del mask_PGT
+  return masked.masked(rewards.total_PG, rewards.scored_PG)
+
+
+ADVANTAGES["reward"] = Advantage(
+  compute=reward,
+  settings=Settings,
+  equal_rewards_teach=True,
+  examples=(
+    # No group is compared with itself, and a completion without a score gets 0.
+    Example(
+      {"scores": [[1, 1, 1], [1, 0, None], [0, 0, -2]]},
+      {"advantages": [[1, 1, 1], [1, 0, 0], [0, 0, -2]]},
+    ),
+    # The KL penalty of all tokens of a completion is taken from its reward.
+    Example(
+      {"scores": [[1, 1]], "kl_penalty": [[[0.25, 0.25, 0, 0], [0, 0, 0.5, 0.5]]]},
+      {"advantages": [[0.5, 0]]},
+    ),
   ),
 )
 

@@ -1,6 +1,6 @@
 """A reward for problems of the package reasoning_gym, which has a verifier for each task.
 
-Install it with pip install -e '.[reasoning_gym]'.
+Install it with pip install -e '.[reasoning-gym]'.
 """
 
 from collections.abc import Iterator
