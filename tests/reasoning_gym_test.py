@@ -197,7 +197,7 @@ def test_what_cannot_be_used_is_one_line(path, words):
 def test_a_missing_package_is_one_line(monkeypatch):
   monkeypatch.setitem(sys.modules, "reasoning_gym", None)
   monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-  words = r"needs the package reasoning-gym: pip install -e '\.\[reasoning_gym\]'"
+  words = r"needs the package reasoning-gym: pip install -e '\.\[reasoning-gym\]'"
   with pytest.raises(ConfigError, match=words):
     tasks.make_task(data("chain_sum"))
   with pytest.raises(ConfigError, match=words):
