@@ -176,6 +176,26 @@ def test_what_all_prompts_share_is_left_out_of_a_list():
   assert text.without_common_parts(texts[:1]) == texts[:1]
 
 
+def test_the_config_may_have_names_that_its_plugins_register(start, tmp_path):
+  plugin = tmp_path / "plugin.py"
+  plugin.write_text(
+    "import grpo_jax\n"
+    "@grpo_jax.register_task\n"
+    "def task_of_a_plugin(path):\n"
+    "  rows = [{'question': text} for text in ('ab', 'ba', 'aa', 'bb')]\n"
+    "  return grpo_jax.Task(rows, rows, 'ab')\n"
+    "@grpo_jax.register_advantage\n"
+    "def advantage_of_a_plugin(rewards, mask_PGT, algo):\n"
+    "  return rewards.total_PG\n"
+  )
+  flags = ["--config=configs/default.py", f"--config.plugins=('{plugin}',)", "--step=1"]
+  flags += ["--config.data.task=task_of_a_plugin", "--config.batch.prompts=4"]
+  flags += ["--config.algo.advantage=advantage_of_a_plugin"]
+  code, out, err = start("data", *flags)
+  assert code == 0, err
+  assert "4 of 4 prompts" in out
+
+
 def test_statistics_name_a_bad_row_of_a_large_file(start, tmp_path):
   rows = [json.dumps({"problem": f"a{i}", "answer": "1"}) for i in range(900)]
   rows[700] = '{"problem": "a"}'

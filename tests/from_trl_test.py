@@ -8,6 +8,7 @@ from pathlib import Path
 import shlex
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -130,6 +131,11 @@ def test_what_fields_become():
   assert config.checkpoint.every == 2
   assert made(generation_batch_size=32).algo.minibatches == 4
   assert made(warmup_steps=0.1).optimizer.warmup_steps == 6
+  # Below 1, these are shares of all updates: 12, 15 and 3 of 60, and of 2 updates in a step.
+  shares = made(save_steps=0.2, logging_steps=0.05, log_completions=True)
+  assert (shares.checkpoint.every, shares.log.every, shares.log.completions_every) == (12, 3, 3)
+  assert made(save_steps=0.2, num_iterations=2).checkpoint.every == 6
+  assert made(eval_strategy="steps", eval_steps=0.25).eval.every == 15
   assert made(loss_type="cispo", epsilon_high=5.0).algo.clip_high == 4.0
   assert made(epsilon=0.1).algo.clip_high == 0.1
   assert made(scale_rewards=False).algo.advantage == "group_centered"
@@ -155,7 +161,8 @@ def test_what_fields_become():
   ],
 )
 def test_what_report_to_becomes(report_to, tensorboard, trackers, monkeypatch):
-  is_there = {"trackio": object()}
+  found = {"trackio": "trackio/__init__.py", "wandb": None}  # ./wandb is a folder of a run
+  is_there = {name: types.SimpleNamespace(origin=origin) for name, origin in found.items()}
   monkeypatch.setattr(importlib.util, "find_spec", is_there.get)
   lines = []
   log = from_trl({"max_steps": 1, "report_to": report_to, "project": "sums"}, say=lines.append).log
@@ -224,7 +231,10 @@ def test_data_that_cannot_be_prompts(tmp_path):
   for kwargs, error in (
     (dict(train_dataset=5), "train_dataset: train is of type int: give a list of dicts, a Dataset"),
     (dict(train_dataset=[]), "train_dataset: train has no rows"),
-    (dict(train_dataset=[{"question": "1"}]), r"train\[0\] has no column 'prompt', but question"),
+    (
+      dict(train_dataset=[{"question": "1"}]),
+      r"^from_trl: train_dataset: train\[0\] has no column 'prompt', but question",
+    ),
     (dict(eval_dataset=[{"prompt": "1"}]), "eval_dataset without train_dataset"),
     (dict(train_dataset=[{"prompt": "1"}], eval_dataset={"a": []}), "name others in eval.tasks"),
   ):
@@ -263,6 +273,14 @@ def test_adapters_and_tools_of_trl():
   ):
     with pytest.raises(grpo_jax.ConfigError, match=error):
       lora_of(**given)
+  for given, error in (
+    (5, "peft_config is 5: give a peft.LoraConfig, or a dict of its fields"),
+    ({"lora_alpha": None}, "config key lora.alpha has no value yet"),
+    ({"target_modules": 5}, "target_modules=5: give a list of names"),
+    ({"target_modules": [5]}, r"target_modules=\[5\]: give a list of names"),
+  ):
+    with pytest.raises(grpo_jax.ConfigError, match=error):
+      from_trl({"max_steps": 1}, peft_config=given, say=None)
 
   def weather(city: str) -> str:
     """Says the weather.

@@ -284,7 +284,7 @@ def test_a_push_keeps_a_card_that_is_there_and_adapters_keep_the_model(tmp_path,
 
 
 def test_a_push_that_fails_is_one_line_and_the_folder_stays(tmp_path, hub_of_others, monkeypatch):
-  later = f"hf upload me/sums {tmp_path} does that later"
+  later = f"hf upload me/sums {tmp_path} --private does that later"
   hub_of_others.error = OSError("no\nnetwork")
   with pytest.raises(RunFailed) as error:
     hub.push(tmp_path, "me/sums")
@@ -295,6 +295,26 @@ def test_a_push_that_fails_is_one_line_and_the_folder_stays(tmp_path, hub_of_oth
   with pytest.raises(RunFailed, match=r"because there is no token: run hf auth login") as error:
     hub.push(tmp_path, "me/sums")
   assert str(error.value).endswith(later) and tmp_path.is_dir()
+
+
+def test_the_command_of_a_push_that_fails_keeps_and_removes_what_the_push_would(
+  tmp_path, hub_of_others, monkeypatch
+):
+  def fail(self, **options):
+    text = "Client error '401 Unauthorized' for url 'https://huggingface.co/api/models/me/sums'"
+    page = "For more information check: https://developer.mozilla.org/docs/Web/HTTP/Status/401"
+    raise OSError(f"{text}\n{page} (Request ID: {'1' * 60})\n\nInvalid username or password.")
+
+  folder = tmp_path / "my model"
+  folder.mkdir()
+  (folder / "model.safetensors").touch()
+  hub_of_others.files = {"README.md", "model.safetensors", "adapter_config.json", "notes.md"}
+  monkeypatch.setattr(hub_of_others, "upload_folder", fail)
+  with pytest.raises(RunFailed, match=r"Invalid username or password\.\);") as error:
+    hub.push(folder, "me/sums")
+  options = "--private --exclude README.md --delete adapter_config.json"
+  assert str(error.value).endswith(f"; hf upload me/sums '{folder}' {options} does that later")
+  assert "mozilla" not in str(error.value)
 
 
 @pytest.mark.parametrize(

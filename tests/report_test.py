@@ -280,6 +280,23 @@ def test_a_tokenizer_that_is_gone_leaves_whole_texts(tmp_path):
   assert "tokens" not in shown["steps"][0]["groups"][0]["members"][0]
 
 
+def test_tokens_of_a_task_that_a_plugin_registers_are_shown(tmp_path):
+  plugin = tmp_path / "plugin.py"
+  plugin.write_text(
+    "import grpo_jax\n"
+    "@grpo_jax.register_task\n"
+    "def task_of_a_reported_run(path):\n"
+    "  rows = [{'question': 'ab'}]\n"
+    "  return grpo_jax.Task(rows, rows, 'ab')\n"
+  )
+  made = make_run(tmp_path / "a", saved=[1])
+  changes = {"plugins": (str(plugin),), "data.task": "task_of_a_reported_run"}
+  made = dataclasses.replace(made, config=made.config.replace(changes))
+  shown = completions.shown_completions(made, completions.shares(1))
+  assert shown["remarks"] == []
+  assert "tokens" in shown["steps"][0]["groups"][0]["members"][0]
+
+
 @pytest.mark.parametrize(
   "spoil, message",
   [

@@ -182,9 +182,10 @@ def _data(train: Any, test: Any) -> tuple[Changes, int | None]:
   rows = rows_of(path, "train")
   first_row = rows[0]
   if "prompt" not in first_row:
+    where = rows.where(0).removeprefix("from_trl: ")
     raise ConfigError(
-      f"from_trl: {rows.where(0)} has no column 'prompt', but {', '.join(first_row)}; rename the"
-      " one that holds the prompts"
+      f"from_trl: {where} has no column 'prompt', but {', '.join(first_row)}; rename the one that"
+      " holds the prompts"
     )
   is_chat = isinstance(first_row["prompt"], list)
   return {
@@ -211,7 +212,11 @@ def _lora(given: Any) -> Changes:
   """
   if given is None:
     return {}
-  fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
+  fields = dict(given if isinstance(given, Mapping) else getattr(given, "__dict__", {}))
+  if not isinstance(given, Mapping) and "r" not in fields:
+    raise ConfigError(
+      f"from_trl: peft_config is {shown(given)}: give a peft.LoraConfig, or a dict of its fields"
+    )
   for name, value in fields.items():
     is_off = value in (None, 0, "none", {}, [], ())  # False equals 0
     if name == "init_lora_weights":
@@ -223,14 +228,15 @@ def _lora(given: Any) -> Changes:
       )
   targets = fields.get("target_modules") or ("q_proj", "v_proj")  # PEFT's default for Llama, Qwen
   targets = PROJECTIONS if targets == "all-linear" else targets
-  if isinstance(targets, str):
+  is_list = isinstance(targets, (list, tuple, set))
+  if not is_list or not all(isinstance(target, str) for target in targets):
     raise ConfigError(
-      f"from_trl: peft_config has target_modules={targets!r}: give a list of names, such as"
+      f"from_trl: peft_config has target_modules={shown(targets)}: give a list of names, such as"
       f" {', '.join(PROJECTIONS)}"
     )
   return {
     "lora.rank": fields.get("r", _RANK),
-    "lora.alpha": float(fields.get("lora_alpha", _ALPHA)),
+    "lora.alpha": fields.get("lora_alpha", _ALPHA),
     "lora.rslora": bool(fields.get("use_rslora", False)),
     "lora.targets": sorted(targets),
   }

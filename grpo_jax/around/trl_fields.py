@@ -5,7 +5,7 @@ docs/from_trl.md shows `FIELDS` with remarks, and a test compares the two.
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import importlib.util
+import math
 from typing import Any, NamedTuple
 
 from grpo_jax.config import TRACKERS
@@ -209,14 +209,22 @@ def _correction(port: Port, value: bool) -> Changes:
 _MODE = "vllm_importance_sampling_mode"
 
 
-def _warmup(port: Port, value: float) -> int:
-  """The number of warm-up updates. A value between 0 and 1 is a share of all updates."""
-  if not 0 < value < 1:
-    return int(value)
+def _updates(port: Port) -> int:
+  """The number of all updates of the run."""
   updates = port["max_steps"]
   if updates <= 0:
     updates = _steps(port, updates) * port.minibatches * port["num_iterations"]
-  return round(value * updates)
+  return updates
+
+
+def _warmup(port: Port, value: float) -> int:
+  """The number of warm-up updates. A value between 0 and 1 is a share of all updates."""
+  return round(value * _updates(port)) if 0 < value < 1 else int(value)
+
+
+def _every(port: Port, value: float) -> int:
+  """The steps between two events, from updates. A value between 0 and 1 is a share of all."""
+  return port.steps(math.ceil(value * _updates(port)) if 0 < value < 1 else value)
 
 
 def _eval_every(port: Port, value: Any) -> int:
@@ -225,7 +233,7 @@ def _eval_every(port: Port, value: Any) -> int:
     if port.rows is None:
       raise Refused("the number of rows is not known: choose 'steps', or give train_dataset a file")
     return max(1, port.rows // port.prompts)
-  steps = port.steps(port["eval_steps"] or port["logging_steps"])
+  steps = _every(port, port["eval_steps"] or port["logging_steps"])
   return _choice({"no": 0, "steps": steps}, value)
 
 
@@ -243,7 +251,9 @@ def _report_to(port: Port, value: Any) -> Changes:
   """The settings of trackers for a name or names. "all" means all that are installed."""
   names = {value} if isinstance(value, str) else {*(value or ())}
   if "all" in names:
-    names |= {"tensorboard", *filter(importlib.util.find_spec, TRACKERS)}
+    from grpo_jax.training.trackers import is_installed  # here, because few configs need it
+
+    names |= {"tensorboard", *filter(is_installed, TRACKERS)}
   unknown = sorted(names - {"all", "none", "tensorboard", *TRACKERS}, key=str)
   if unknown:
     raise Refused(
@@ -266,7 +276,7 @@ def _bad_words(port: Port, value: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def _log_completions(port: Port, value: bool) -> Changes:
-  return {"log.completions_every": port.steps(port["logging_steps"])} if value else {}
+  return {"log.completions_every": _every(port, port["logging_steps"])} if value else {}
 
 
 _VLLM = "the sampler reads the learner's weights where they lie"
@@ -415,12 +425,12 @@ FIELDS: dict[str, Field] = {
   "seed": _same(42, "seed"),
   "output_dir": Field(None, ("--workdir",), why="it is the flag --workdir"),
   "resume_from_checkpoint": _not_here(None, "the same command resumes"),
-  "save_steps": _by(500, "checkpoint.every", lambda port, value: port.steps(value)),
+  "save_steps": _by(500, "checkpoint.every", _every),
   "save_total_limit": _same(None, "checkpoint.keep", 3),
   "eval_strategy": _by("no", "eval.every", _eval_every),
   "eval_steps": _with(None, "eval.every", "eval_strategy"),
   "per_device_eval_batch_size": Field(8, ("eval.batch",), why="eval.batch counts problems"),
-  "logging_steps": _by(10, "log.every", lambda port, value: port.steps(value)),
+  "logging_steps": _by(10, "log.every", _every),
   "report_to": Field("none", ("log.tensorboard", "log.trackers"), _report_to),
   "project": _with("huggingface", "log.project", "report_to"),
   "log_completions": Field(False, ("log.completions_every",), _log_completions, "they are saved"),

@@ -17,6 +17,7 @@ from absl import flags
 from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.progress import doing
+from grpo_jax.rewards import plugins
 from grpo_jax.settings import ConfigError, check_ranges
 from grpo_jax.storage.reading import read_config
 
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> None:
   if values.prompts < 1:
     raise ConfigError(f"flag --prompts={values.prompts}: it must be at least 1")
   config = _config()
+  plugins.load(config.plugins)  # the config may have names that they register
   check_ranges(config)
   from grpo_jax.console.show_data import (  # here: --help and mistakes in flags need no jax
     drawn,

@@ -187,11 +187,16 @@ TRACKERS = {
 }
 
 
+def is_installed(name: str) -> bool:
+  """Whether the package of a tracker is installed."""
+  spec = importlib.util.find_spec(name)
+  return spec is not None and spec.origin is not None  # without one, it is a folder such as ./wandb
+
+
 def check_installed(log: Log) -> None:
   """Raises ConfigError if a tracker that the config names is not installed."""
   for name in log.trackers:
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:  # without an origin, it is a folder such as ./wandb
+    if not is_installed(name):
       raise ConfigError(
         f"config key log.trackers names {name}, which is not installed: pip install -e '.[{name}]'"
       )

@@ -10,6 +10,7 @@ from grpo_jax.around.reporting.columns import finite
 from grpo_jax.around.reporting.runs import ShownRun
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.rewards import plugins
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_completions
 
@@ -264,6 +265,7 @@ def _decoder(run: ShownRun) -> tuple[Decode | None, str]:
   try:
     if path:
       return tokenizer.load(path).decode, ""
+    plugins.load(config.plugins)  # one of them may register the task
     task = tasks.make_task(config.data)
     alphabet = tasks.characters(config.data, task, config.has_other_texts)
     return tokenizer.characters(alphabet).decode, ""

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 import re
+import shlex
 from typing import TYPE_CHECKING
 
 from grpo_jax.settings import ConfigError, RunFailed
@@ -101,29 +102,33 @@ def push(folder: Path, name: str) -> list[str]:
   """
   from huggingface_hub import HfApi, get_token  # imported here because it is slow
 
-  later = f"hf upload {name} {folder} does that later"
+  later = ["hf", "upload", name, str(folder), "--private"]  # does the same as this function
   if get_token() is None:
     raise RunFailed(
       f"{folder} is written, and not uploaded to {name}, because there is no token: run hf auth"
-      f" login, or set HF_TOKEN; {later}"
+      f" login, or set HF_TOKEN; {shlex.join(later)} does that later"
     )
   try:
     api = HfApi()
     url = api.create_repo(name, private=True, exist_ok=True)
     existing = api.list_repo_files(name)
-    has_card = _CARD in existing
+    has_card, outdated = _CARD in existing, _outdated(existing, folder)
+    later += ["--exclude", _CARD] if has_card else []
+    later += [part for file in outdated for part in ("--delete", file)]
     api.upload_folder(
       repo_id=name,
       folder_path=folder,
       commit_message="Upload of grpo_jax",
       ignore_patterns=[_CARD] if has_card else None,
-      delete_patterns=_outdated(existing, folder) or None,
+      delete_patterns=outdated or None,
     )
   except Exception as error:  # no network, no write access: each raises another exception
-    reason = " ".join(str(error).split())
+    # What the server says follows a link to a page about the status code.
+    text = re.sub(r"For more information check: \S+", "", str(error))
+    reason = " ".join(text.split())
     raise RunFailed(
-      f"{folder} is written, and not uploaded to {name} ({type(error).__name__}: {reason:.200});"
-      f" {later}"
+      f"{folder} is written, and not uploaded to {name} ({type(error).__name__}: {reason:.300});"
+      f" {shlex.join(later)} does that later"
     ) from error
   lines = [f"uploaded to {url}, which is private if it is new"]
   if has_card:
