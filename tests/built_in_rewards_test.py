@@ -291,6 +291,17 @@ def test_long_expressions_take_no_time(text):
     ("<answer>B or C</answer>", 0),
     ("<answer>A</answer> Answer: B", 0),
     ("The answer is b", 0),
+    ("Answer: \\(B\\)", 1),
+    ("The answer is \\(\\text{B}\\).", 1),
+    ("Answer: \\[ B \\]", 1),
+    ("Answer: \\(B\\) or \\(C\\)", 0),
+    ("Answer: \\text{B} or \\text{C}", 0),
+    ("Answer: Option B", 1),
+    ("**Answer:** option (B)", 1),
+    ("The answer is: **Option B**", 1),
+    ("\\boxed{\\text{Option B}}", 1),
+    ("Answer: Option B or option C", 0),
+    ("Answer: optional B", 0),
   ],
 )
 def test_choice(text, expected):

@@ -171,6 +171,16 @@ def test_parameters_of_tools_may_point_to_their_definitions(policy):
   assert guides.of(requests.Form("tool_choice", {}, tuple(told)), 1)
 
 
+@pytest.mark.parametrize("function", [{"name": "now"}, {"name": "now", "parameters": {}}])
+def test_a_function_without_parameters_is_called_without_arguments(policy, function):
+  pytest.importorskip("llguidance", reason="pip install -e '.[guides]'")
+  guides, tokens = Guides(policy[2], policy[0].vocab_size), policy[2]
+  form = requests.Form("tool_choice", _any_call([function], "arguments"))
+  for given, is_right in [({}, True), ({"a": 1}, False)]:
+    text = json.dumps({"name": "now", "arguments": given})
+    assert whole_after(guides, form, text, tokens)[0] == is_right
+
+
 def test_an_answer_whose_form_became_too_large_has_reached_a_limit(policy):
   pytest.importorskip("llguidance", reason="pip install -e '.[guides]'")
   config, _, tokens = policy

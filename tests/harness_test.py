@@ -1,6 +1,7 @@
 """Programs that play with the policy through the endpoint of the run, in training."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -468,8 +469,29 @@ def test_the_branch_with_most_of_the_policy_comes_first():
   assert row.logprobs == (-0.5, -0.5, 0, -0.5, 0, -0.5)
   (short,), _ = branches_of(CALLS[:3], 1)
   assert short.after(2, 3).tokens == (3, 4, 5) and short.after(2, 3).is_cut and not short.is_cut
+  assert [short.after(2, most).next_call for most in (1, 3, 4)] == [2, 2, -1]
   (nothing,), left_out = branches_of([], 2)
   assert nothing.tokens == () and left_out == 0
+
+
+def test_a_reply_of_a_tool_keeps_its_role_if_the_answer_to_it_is_cut_off():
+  call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {}}}
+  asked = [{"role": "user", "content": "1+1?"}]
+  replied = [
+    *asked,
+    {"role": "assistant", "content": "", "tool_calls": [call]},
+    {"role": "tool", "tool_call_id": "a", "content": "error: full"},
+  ]
+  traces = [
+    trace([1], [2, 3])._replace(messages=asked, calls=(call,)),
+    trace([1, 2, 3, 4, 5], [6])._replace(messages=replied),
+  ]
+  (branch,), _ = branches_of(traces, 1)
+  harness = SimpleNamespace(_run=SimpleNamespace(tokenizer=SimpleNamespace(decode=str)))
+  for most in (5, 4, 3):  # the answer is there, is cut off, is cut off with a part of the reply
+    turns = Harness._turns(harness, branch.after(1, most), traces)
+    assert [turn.role for turn in turns] == [POLICY, "tool", POLICY][: 3 if most == 5 else 2]
+    assert turns[1].text == "error: full" and turns[1].fields["name"] == "add"
 
 
 def test_further_branches_learn_what_those_before_them_lack():

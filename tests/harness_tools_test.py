@@ -1,5 +1,6 @@
 """Agents that use OpenAI's client as anybody does: tools, messages of their own, several agents."""
 
+import asyncio
 import json
 
 import numpy as np
@@ -8,6 +9,9 @@ from small_qwen import TEMPLATE, make_checkpoint, problems
 from small_run import Collected, P, grpo_step, small_config, small_run, with_section
 
 from grpo_jax.batches.collect import Collector
+from grpo_jax.environments import acting
+from grpo_jax.environments.built_in import calculator
+from grpo_jax.environments.schema import schema_of
 from grpo_jax.scoring.scorers import Scorers
 
 G, T, S = 4, 160, 192
@@ -121,6 +125,14 @@ def test_an_agent_with_tools_is_learned_from_its_first_call_on(tmp_path):
   assert metrics["prompts/tokens"] == sum(len(row["prompt_ids"]) for row in rows)
   stuck = sum(turn["text"] == "error: 0 is stuck" for own in calls for turn in own)
   assert metrics["tools/failure_frequency"] == stuck / sum(map(len, calls))
+
+
+def test_a_tool_that_a_model_invents_is_an_error_that_it_reads():
+  tools = acting.callable_tools(("calculator",), [schema_of(calculator)])
+  said = asyncio.run(tools["sqrt"](x=2))
+  assert said == "error: there is no tool 'sqrt'; there are calculator"
+  assert asyncio.run(tools["calculator"](expression="6*7")) == "42"
+  assert "sqrt" not in tools and len(tools) == 1
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import importlib
 import inspect
+import json
 import logging
 import os
 from pathlib import Path
@@ -31,6 +32,7 @@ from grpo_jax.rollouts import rollout
 from grpo_jax.run.caller_state import leaving_nothing_behind
 from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.settings import RunFailed
+from grpo_jax.storage.reading import read_config
 from grpo_jax.timing import is_of_clock
 from tests.small_run import small_config
 
@@ -698,6 +700,25 @@ def test_sample_takes_a_text_messages_or_a_list_of_either():
     with pytest.raises(grpo_jax.ConfigError, match=message):
       policy.sample("1+1=")
     assert policy.prompt("1+1=", framed=False).columns["prompts"] == ["1+1="]
+
+
+@pytest.mark.slow
+def test_a_policy_needs_no_part_of_training_that_only_a_script_registered(tmp_path):
+  """The card of an export names these parts nevertheless."""
+  grpo_jax.train(config(steps=1), tmp_path / "run")
+  file = tmp_path / "run" / "config.json"
+  saved = json.loads(file.read_text())
+  saved["algo"] |= {name: f"own_{name}" for name in ("advantage", "surrogate", "kl", "correction")}
+  saved["optimizer"]["name"] = "own_rule"
+  file.write_text(json.dumps(saved))
+  policy = grpo_jax.load_policy(tmp_path / "run")
+  assert policy.sample("1+2=")
+  card = (policy.export(tmp_path / "out") / "README.md").read_text()
+  for name in ("advantage", "surrogate", "correction"):
+    assert f"{name} `own_{name}`" in card
+  assert "own_rule" in card
+  with pytest.raises(grpo_jax.ConfigError, match=r"algo\.\w+ is 'own_"):  # training needs them
+    grpo_jax.train(read_config(tmp_path / "run"), tmp_path / "again")
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from grpo_jax.environments.arguments import check_arguments
+from grpo_jax.environments.arguments import check_arguments, parameters_of
+from grpo_jax.environments.methods import methods_of
 from grpo_jax.environments.schema import schema_of
 from grpo_jax.environments.tool_calls import FORMATS, Call, family_of, format_for
 from grpo_jax.settings import ConfigError
@@ -492,6 +493,56 @@ def test_several_tools_need_a_name():
 def test_arguments_are_checked_by_the_schema(arguments, words):
   said = check_arguments(ADD, arguments)
   assert words in said and bool(said) == bool(words)
+
+
+@pytest.mark.parametrize(
+  "parameters, words",
+  [
+    ({"properties": {"x": True}}, ""),  # a schema that allows everything
+    ({"properties": {"x": {"type": None, "enum": None}}}, ""),
+    ({"properties": {"x": {"type": ["string", {}]}}}, "of the type string"),
+    ({"properties": None, "required": None}, "no argument 'x'"),
+    ({}, "no argument 'x'"),
+    ({"additionalProperties": False}, "no argument 'x'"),
+    ({"additionalProperties": True}, ""),
+    ({"additionalProperties": {}}, ""),
+    ({"additionalProperties": {"type": "string"}}, "of the type string"),
+  ],
+)
+def test_schemas_of_servers_may_be_anything_where_arguments_are_checked(parameters, words):
+  schema = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+  said = check_arguments(schema, {"x": 1})
+  assert words in said and bool(said) == bool(words)
+
+
+class Dials:
+  """An environment as in TRL, whose methods are tools."""
+
+  def reset(self):
+    """Is no tool."""
+
+  def turn(self, x: int) -> int:
+    """Turns.
+
+    Args:
+      x: How far.
+    """
+    return x
+
+  @classmethod
+  def count(cls, most: int) -> int:
+    """Counts.
+
+    Args:
+      most: At most this.
+    """
+    return most
+
+
+def test_class_methods_of_an_environment_are_tools_like_other_methods():
+  schemas = [schema_of(one) for one in methods_of(Dials).values()]
+  assert [one["function"]["name"] for one in schemas] == ["count", "turn"]
+  assert [[*parameters_of(one)["properties"]] for one in schemas] == [["most"], ["x"]]
 
 
 def test_a_call_keeps_its_arguments_as_json():

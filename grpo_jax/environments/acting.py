@@ -5,7 +5,15 @@ Requests and outcomes are plain values. An exception in a user's code becomes an
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+  AsyncIterator,
+  Awaitable,
+  Callable,
+  Coroutine,
+  Iterable,
+  Mapping,
+  Sequence,
+)
 import contextlib
 import functools
 import inspect
@@ -98,7 +106,8 @@ def callable_tools(
 
   Returns:
     Async functions that return a text for the model: the tool's result, or a line that begins with
-    "error: ". They raise Unreachable if the tool's server is gone.
+    "error: ". They raise Unreachable if the tool's server is gone. Under any other name there is a
+    function that returns such a line, because a model may call what does not exist.
   """
   parts = _loaded(tools, "")  # "": a harness has no environment
 
@@ -116,7 +125,23 @@ def callable_tools(
 
     return call
 
-  return {schema["function"]["name"]: function_for(schema) for schema in schemas or ()}
+  return _Callables({schema["function"]["name"]: function_for(schema) for schema in schemas or ()})
+
+
+class _Callables(dict[str, Callable[..., Awaitable[str]]]):
+  """Functions by name. A name that is missing gives a function that says so to the model."""
+
+  def __missing__(self, name: str) -> Callable[..., Awaitable[str]]:
+    async def call(**arguments: Any) -> str:
+      del arguments
+      return f"error: {no_tool(name, self)}"
+
+    return call
+
+
+def no_tool(name: str, names: Iterable[str]) -> str:
+  """Returns the error of a call of a tool that does not exist. `names` are those that do."""
+  return f"there is no tool {name!r:.80}; there are {', '.join(names)}"
 
 
 def act(

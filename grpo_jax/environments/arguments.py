@@ -52,15 +52,16 @@ def typed(schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_arguments(schema: Schema, arguments: Any) -> str:
   """Returns the first error in the arguments of a call, a line for the model. "" if all fit."""
-  function = schema["function"]
-  properties = function["parameters"].get("properties", {})
-  for name in function["parameters"].get("required", ()):
+  function, parameters = schema["function"], parameters_of(schema)
+  properties = _mapping(parameters.get("properties"))
+  required, others = parameters.get("required"), parameters.get("additionalProperties")
+  for name in required if isinstance(required, list) else ():
     if name not in arguments:
       return f"{function['name']}: the argument {name} is missing"
   for name, value in arguments.items():
-    if name not in properties:
+    if name not in properties and others is not True and not _has_others(parameters):
       return f"{function['name']}: there is no argument {name!r:.80}"
-    problem = _problem(properties[name], value)
+    problem = _problem(_mapping(properties.get(name, others)), value)
     if problem:
       return f"{function['name']}: the argument {name} must be {problem}"
   return ""
@@ -190,13 +191,15 @@ def _problem(schema: Schema, value: Any) -> str:
   """Returns "" if a value fits a schema, or else what it must be. Does not check items of lists."""
   if value is None and schema.get("nullable"):
     return ""
-  names = schema.get("type", [])
-  names = [names] if isinstance(names, str) else names
+  names = schema.get("type")
+  names = names if isinstance(names, list) else [names]
+  names = [name for name in names if isinstance(name, str)]
   kinds = [kind for name in names for kind in _TYPES.get(name, ())]
   if kinds and type(value) not in kinds:  # not isinstance, because True is no integer
     return f"of the type {' or '.join(names)}"
-  if "enum" in schema and value not in schema["enum"]:
-    return f"one of {json.dumps(schema['enum'])}"
+  choices = schema.get("enum")
+  if isinstance(choices, list) and value not in choices:
+    return f"one of {json.dumps(choices)}"
   return ""
 
 

@@ -42,9 +42,14 @@ def methods_of(factory: Any) -> dict[str, Callable[..., Any]] | None:
     return None
   return {
     name: function
-    for name, function in inspect.getmembers(kind, inspect.isfunction)
+    for name, function in inspect.getmembers(kind, _is_method)
     if not name.startswith("_") and name not in _NO_TOOLS
   }
+
+
+def _is_method(value: Any) -> bool:
+  """Whether an attribute of a class is a method. Class methods are bound to it already."""
+  return inspect.isfunction(value) or inspect.ismethod(value)
 
 
 def arguments_of_reset(environment: Any, example: Mapping[str, Any]) -> dict[str, Any]:

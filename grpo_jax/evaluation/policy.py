@@ -12,7 +12,12 @@ import jax
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.config import Config, Mesh
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.corrections import CORRECTIONS
+from grpo_jax.algo.kl import KL
+from grpo_jax.algo.settings import Algo
+from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.config import Config, Mesh, Optimizer
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.prompts import PromptSet
@@ -20,10 +25,12 @@ from grpo_jax.data.tokenizers import chat
 from grpo_jax.evaluation import model_card
 from grpo_jax.evaluation.evaluator import Evaluators
 from grpo_jax.evaluation.limits import check_numbers
+from grpo_jax.learner.optimizer import OPTIMIZERS
 from grpo_jax.model.huggingface import hub
 from grpo_jax.model.huggingface.folders import new_folder
 from grpo_jax.progress import doing
 from grpo_jax.recipes import Change, unchanged, with_absolute_paths
+from grpo_jax.rewards import plugins
 from grpo_jax.rollouts.complete import Completer, make_rollout
 from grpo_jax.run import compilation_cache
 from grpo_jax.run.caller_state import leaving_nothing_behind
@@ -201,12 +208,15 @@ class Policy:
     kind = "adapter" if adapter else "images" if sees_images else "model"
     base = model_card.read_base(self.run.base_folder)
     path, rows = self.run.config.model.path, []
-    title = hub.short_name(path) if path else "random weights"
+    title, config = hub.short_name(path) if path else "random weights", self.run.config
     if self.workdir is not None:
       title = self.workdir.name
+      # The config of the policy lacks parts of the algorithm that are not registered here.
+      saved = read_config(self.workdir)
+      config = dataclasses.replace(config, algo=saved.algo, optimizer=saved.optimizer)
       with contextlib.suppress(ConfigError):  # without metrics.jsonl, the card has no numbers
         rows = [row for row in read_metrics(self.workdir) if row["step"] <= self.step]
-    text = model_card.model_card(title, self.run.config, self.step, rows, base, kind)
+    text = model_card.model_card(title, config, self.step, rows, base, kind)
     (folder / model_card.FILE).write_text(text, encoding="utf-8")
     if base.card:
       (folder / model_card.BASE_FILE).write_text(base.card, encoding="utf-8")
@@ -371,11 +381,30 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
 
   `change` maps the run's config to the config to use.
   """
-  run = Run(change(_on_this_machine(read_config(workdir))))
+  run = Run(change(_on_this_machine(_without_unknown_parts(read_config(workdir)))))
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=run.parameters.layers_of)
   with doing("reading the checkpoint"):
     step, params = checkpoints.restore_params(run.parameters.abstract, step)
   return Policy(f"{workdir}, step {step}", run, params, step, workdir)
+
+
+def _without_unknown_parts(config: Config) -> Config:
+  """Replaces parts of the algorithm that nobody has registered in this process by the default ones.
+
+  A script may have registered them. Only training computes them, so a policy does not need them.
+  """
+  plugins.load(config.plugins)  # they may register the names
+  tables: dict[str, Mapping[str, Any]] = {
+    "advantage": ADVANTAGES,
+    "surrogate": SURROGATES,
+    "kl": KL,
+    "correction": CORRECTIONS,
+  }
+  defaults = Algo()
+  unknown = [name for name, table in tables.items() if getattr(config.algo, name) not in table]
+  if config.optimizer.name not in OPTIMIZERS:
+    config = dataclasses.replace(config, optimizer=Optimizer())
+  return config.replace({f"algo.{name}": getattr(defaults, name) for name in unknown})
 
 
 def _on_this_machine(config: Config) -> Config:

@@ -32,6 +32,7 @@ class Branch(NamedTuple):
     logprobs: For each token, its log-prob, or 0 if the program wrote it.
     is_cut: Whether a token limit cut the branch off.
     asked: How many tokens the prompt of the first call has.
+    next_call: The index of the first call whose answer was cut off as a whole by `after`, or -1.
   """
 
   tokens: tuple[int, ...] = ()
@@ -40,6 +41,7 @@ class Branch(NamedTuple):
   logprobs: tuple[float, ...] = ()
   is_cut: bool = False
   asked: int = 0
+  next_call: int = -1
 
   @property
   def prompt(self) -> tuple[int, ...]:
@@ -49,6 +51,8 @@ class Branch(NamedTuple):
   def after(self, start: int, most: int) -> "Branch":
     """Returns the branch with only the tokens from `start` on, at most `most` of them."""
     window = slice(start, start + most)
+    kept = {*self.calls[: start + most]}
+    dropped = (call for call in self.calls[start + most :] if call not in {-1, *kept})
     return Branch(
       self.tokens[window],
       self.calls[window],
@@ -56,6 +60,7 @@ class Branch(NamedTuple):
       self.logprobs[window],
       self.is_cut or len(self.tokens) > start + most,
       max(0, self.asked - start),
+      next(dropped, -1),
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.data.tokenizers.replies import Replies, call_id, tool_calls
 from grpo_jax.environments import Environments, Outcome, Request, Runner, names
+from grpo_jax.environments.acting import no_tool
 from grpo_jax.environments.arguments import check_arguments
 from grpo_jax.environments.tool_calls import Call
 from grpo_jax.environments.workers import problem_of
@@ -460,7 +461,7 @@ def _checked_arguments(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any
   except (ValueError, RecursionError):
     return "the arguments are not JSON", {}
   if call.name not in schemas:
-    return f"there is no tool {call.name!r:.80}; there are {', '.join(schemas)}", arguments
+    return no_tool(call.name, schemas), arguments
   return check_arguments(schemas[call.name], arguments), arguments
 
 

@@ -264,7 +264,8 @@ class Harness:
         turns.append(Turn(POLICY, text, start, end, fields=_fields(traces[call])))
         before = call
       elif shows_prompt or before >= 0:
-        after = branch.calls[end] if end < len(branch.calls) else -1
+        # The answer to the last messages may be cut off, but its call still tells their roles.
+        after = branch.calls[end] if end < len(branch.calls) else branch.next_call
         messages = _messages_between(traces, before, after) or [{"role": OTHERS, "content": text}]
         turns += [turn_of(message, start, end) for message in messages]
     return tuple(turns)

@@ -24,6 +24,8 @@ _COMPACT = {
 _BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _VALUES = {"const", "enum", "default", "examples"}
 _TAGS = ("<tool_call>", "</tool_call>")
+# The parameters of a function that states none, as in OpenAI's API.
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Guides:
@@ -94,7 +96,7 @@ def _any_call(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[st
   """
   calls, roots = [], {}
   for number, function in enumerate(functions):
-    parameters, root = function.get("parameters") or {"type": "object"}, f"#/$defs/{number}"
+    parameters, root = function.get("parameters") or _NO_PARAMETERS, f"#/$defs/{number}"
     moved = _moved(parameters, root)
     if moved != parameters:
       roots[str(number)], moved = moved, {"$ref": root}

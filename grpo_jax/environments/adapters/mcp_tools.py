@@ -171,13 +171,14 @@ class _Connection:
   async def _serve(self) -> None:
     """Connects, passes (loop, client, tools) to `_ready`, and stays connected until `close`."""
     import mcp
-    from mcp.client.stdio import StdioServerParameters
+    from mcp.client.stdio import StdioServerParameters, stdio_client
 
     server: Any = self._server
     if not server.startswith(("http://", "https://")):
       command, *arguments = shlex.split(server)
       # Without `env`, a server would get only a few of this process's environment variables.
-      server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+      parameters = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+      server = stdio_client(parameters)  # the client of mcp 2.0 does not take the parameters
     self._end = asyncio.Event()
     async with asyncio.timeout(_SECONDS) as limit, mcp.Client(server) as client:
       tools = await _listed(client)

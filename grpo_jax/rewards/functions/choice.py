@@ -8,18 +8,23 @@ from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import answers_by, checked_by, in_process, reads
 from grpo_jax.settings import ConfigError
 
-# Allowed between the marker and the letter: emphasis, brackets, the opening of a formula.
-_OPENING = r"(?:[\s*_`:=(\[{$\"']|\\(?:boxed|text|textbf|mathbf|mathrm)(?![a-zA-Z]))*"
+# Allowed between the marker and the letter: emphasis, brackets, the opening of a formula, "Option".
+_OPENING = (
+  r"(?:[\s*_`:=(\[{$\"']|\\[(\[]|\\(?:boxed|text|textbf|mathbf|mathrm)(?![a-zA-Z])"
+  r"|\b(?i:option|choice)\b)*"
+)
 _ANSWER = re.compile(_OPENING + r"([A-Z])(?![\w'’-])([^\n]{0,200})")
 _GOLD = re.compile(r"\(?([A-Z])[).]?")
 # A second letter right after the first: "A or B", "A/B", "A, C". Not the article of "B. A gas".
-_ANOTHER = re.compile(r"[\s*)\]}.$]*(?:[,/&]|\bor\b|\band\b)[\s*(\[{$]*([A-Z])(?![\w'’-])")
+_ANOTHER = re.compile(
+  r"(?:[\s*_`)\]}.$\"']|\\[)\]])*(?:[,/&]|\bor\b|\band\b)" + _OPENING + r"([A-Z])(?![\w'’-])"
+)
 
 _MARKER = "Answer:"
 # The forms before a letter that count with the default marker. `denied` is "is not" or "isn't".
 _STATES = re.compile(
   r"(?P<colon>answer\**:)|(?P<box>\\boxed\s*\{)"
-  r"|\banswer is(?:(?P<denied>\s+not\b|n['’]t\b)|\b(?:\s+(?:option|choice)\b)?)",
+  r"|\banswer is(?:(?P<denied>\s+not\b|n['’]t\b)|\b)",
   re.I,
 )
 # What follows a letter that is a word of a sentence, such as "A gas", or part of a formula.
