@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from small_qwen import make_checkpoint, problems
 
 from configs import arithmetic
 from grpo_jax import model
@@ -18,6 +19,7 @@ from grpo_jax.config import from_dict, to_dict
 from grpo_jax.console.stop import leaving_on_second_signal
 from grpo_jax.data.tasks.arithmetic import ALPHABET
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_config
 from grpo_jax.train import train
@@ -228,6 +230,19 @@ def test_a_bad_value_is_named_and_nothing_is_written(tmp_path, changes, words):
   message = str(error.value)
   assert "\n" not in message and all(word in message for word in words), message
   assert not list(tmp_path.iterdir())
+
+
+def test_a_stop_text_that_no_completion_shows_is_refused(tmp_path):
+  folder = make_checkpoint(tmp_path / "model", [row["question"] for row in problems(5)])
+  whole = config().replace({"model.path": str(folder), "model.dtype": "float32"})
+
+  def run(*stop, **changes):
+    Run(whole.replace({"sampling.stop": stop} | changes))
+
+  with pytest.raises(ConfigError, match=r"sampling.stop holds '<\|im_start\|>'.*put its id 2 into"):
+    run("pens", "<|im_start|>")
+  run("pens", "<|im_end|>")  # it ends completions anyway
+  run("<|im_start|>", **{"sampling.stop_ids": (2,)})
 
 
 def test_gsm8k_without_its_files(tmp_path):

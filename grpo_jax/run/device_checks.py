@@ -7,6 +7,7 @@ import jax
 from grpo_jax import model
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Config
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.parallel.chips import machine_memory, reported_memory
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.run.memory import device_bytes
@@ -100,6 +101,20 @@ def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
       raise ConfigError(
         f"config key sampling.stop_ids holds {stop_id}: the model's ids are 0 to"
         f" {shape.vocab_size - 1}"
+      )
+
+
+def check_stop_texts(config: Config, tokens: Tokenizer, shape: model.ModelConfig) -> None:
+  """Raises ConfigError for a stop text that no completion shows, because it is a special token.
+
+  Such a text is no error if the token ends completions anyway.
+  """
+  ending = {*shape.stop_ids, *config.sampling.stop_ids}
+  for token, text in tokens.skipped(config.sampling.stop).items():
+    if token not in ending:
+      raise ConfigError(
+        f"config key sampling.stop holds {text!r}: it is a special token, whose text is not in a"
+        f" completion; put its id {token} into sampling.stop_ids"
       )
 
 

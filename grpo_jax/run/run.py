@@ -33,6 +33,7 @@ from grpo_jax.run.device_checks import (
   check_length,
   check_memory,
   check_stop_ids,
+  check_stop_texts,
 )
 from grpo_jax.run.parameters import Parameters, has_quantised_base
 from grpo_jax.settings import ConfigError
@@ -108,6 +109,7 @@ class Run:
     self.hosts = Hosts(self.mesh, sampler_shards, is_apart=bool(apart))
     check_length(config, shape)
     check_stop_ids(config, shape)
+    check_stop_texts(config, self.tokenizer, shape)
     self.programs = Programs(config, self.mesh, self.parameters, self.tokenizer)
 
   @property
