@@ -127,3 +127,24 @@ def start(monkeypatch, capsys):
     delattr(absl_flags.FLAGS, name)
   absl_flags.FLAGS.unparse_flags()
   app._define_help_flags_called = "help" in before
+
+
+@pytest.fixture
+def own_tables():
+  """Tables of names, which lose what a test registers."""
+  from grpo_jax.algo.advantages import ADVANTAGES
+  from grpo_jax.algo.corrections import CORRECTIONS
+  from grpo_jax.algo.kl import KL
+  from grpo_jax.algo.surrogates import SURROGATES
+  from grpo_jax.batches.own_metrics import OWN_METRICS
+  from grpo_jax.data.tasks.tasks import TASKS
+  from grpo_jax.learner.optimizer import OPTIMIZERS
+  from grpo_jax.rewards import REWARDS
+  from grpo_jax.sampler.filters import FILTERS
+
+  tables = ADVANTAGES, CORRECTIONS, FILTERS, KL, OPTIMIZERS, OWN_METRICS, REWARDS, SURROGATES, TASKS
+  before = [set(table) for table in tables]
+  yield
+  for table, names in zip(tables, before, strict=True):
+    for name in set(table) - names:
+      del table[name]

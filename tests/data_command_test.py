@@ -176,6 +176,7 @@ def test_what_all_prompts_share_is_left_out_of_a_list():
   assert text.without_common_parts(texts[:1]) == texts[:1]
 
 
+@pytest.mark.usefixtures("own_tables")
 def test_the_config_may_have_names_that_its_plugins_register(start, tmp_path):
   plugin = tmp_path / "plugin.py"
   plugin.write_text(

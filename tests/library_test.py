@@ -344,17 +344,6 @@ def test_the_line_says_what_to_give(tmp_path, monkeypatch, call, message):
     call()
 
 
-@pytest.fixture
-def own_tables():
-  """Tables of names, which lose what a test registers."""
-  tables = ADVANTAGES, CORRECTIONS, FILTERS, KL, OPTIMIZERS, OWN_METRICS, REWARDS, SURROGATES, TASKS
-  before = [set(table) for table in tables]
-  yield
-  for table, names in zip(tables, before, strict=True):
-    for name in set(table) - names:
-      del table[name]
-
-
 @pytest.mark.parametrize(
   ("register", "table"),
   [

@@ -280,6 +280,7 @@ def test_a_tokenizer_that_is_gone_leaves_whole_texts(tmp_path):
   assert "tokens" not in shown["steps"][0]["groups"][0]["members"][0]
 
 
+@pytest.mark.usefixtures("own_tables")
 def test_tokens_of_a_task_that_a_plugin_registers_are_shown(tmp_path):
   plugin = tmp_path / "plugin.py"
   plugin.write_text(

@@ -368,7 +368,7 @@ def test_a_group_that_nobody_scored_changes_nothing(name):
   np.testing.assert_allclose(found[kept], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"reward"}))  # it compares with nothing
 def test_equal_rewards_have_advantage_exactly_zero(name):
   """0.7 twelve times: the mean in float32 is not 0.7, and the standard deviation is not 0."""
   rewards, mask = random_rewards(0, G=12, J=1, unequal=False)
