@@ -4,9 +4,11 @@ import asyncio
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 import re
 from types import SimpleNamespace
 
+import agent_functions
 from call_templates import BEFORE_LAST_USER, GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 import numpy as np
 import pytest
@@ -378,7 +380,7 @@ def talk_of(folder, template, **environment):
   for split in ("train", "test"):
     rows = "".join(f"{json.dumps(row)}\n" for row in small_qwen.problems(12))
     (folder / f"{split}.jsonl").write_text(rows)
-  config = config_of(folder, SETS, tools=(f"{folder}/env.py:set",), **environment)
+  config = config_of(folder, SETS, **{"tools": (f"{folder}/env.py:set",)} | environment)
   data = dict(task="gsm8k", path=str(folder), chat=True, max_prompt_tokens=400)
   config = with_section(with_section(config, "data", **data), "model", path=str(folder / "model"))
   return begun_talk(small_run(config)), tokens
@@ -530,6 +532,54 @@ def test_rewards_of_agents_read_the_calls_as_with_trl(tmp_path):
   assert [value == pytest.approx(0.1) for value in structure] == answered and True in answered
   written = [sum(len(re.findall(DIGITS, turn["text"])) for turn in own(row)) for row in found.rows]
   assert [row["rewards/arguments"] for row in found.rows] == [2.0 * count for count in written]
+
+
+def test_agents_have_the_messages_and_rewards_of_trls_trainer(tmp_path):
+  """tests/golden/make_agent.py had TRL's trainer make both of the same answers."""
+  expected = json.loads((Path(__file__).parent / "golden/agent.json").read_text())
+  source = Path(agent_functions.__file__)
+  tools = tuple(f"{source}:{name}" for name in ("find", "later"))
+  talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, calls="hermes", tools=tools)
+  (stop, *_) = tokens.stop_ids
+  places = list(np.ndindex(P, G))
+  for place, answers in zip(places, agent_functions.ANSWERS):
+    row = []
+    for answer in answers:
+      row += [*tokens.encode_batch_after([agent_functions.written(answer)])[0], stop]
+      (ids,) = answered(talk, [StoppedRow(*place, list(row), stop, 2000)])
+      row += ids or []
+  turns = [
+    [turn.message for turn in talk._conversations[place].turns]
+    for place, _ in zip(places, agent_functions.ANSWERS)
+  ]
+  for ours, theirs in zip(turns, expected["messages"], strict=True):
+    assert [as_in_trl(one) for one in ours] == [as_in_ours(one) for one in theirs]
+  columns = {"prompts": turns, "messages": turns, "turns": turns, "completions": turns}
+  columns["answer"] = ["yes"] * len(turns)
+  for function in agent_functions.REWARDS:
+    (answer,) = Caller(None).start([function], columns, 1, 1)
+    found = [score for ((_, score),) in answer.result().steps]
+    assert found == expected["rewards"][function.__name__]
+
+
+def as_in_trl(message):
+  """A message without ids, and without what an error says."""
+  calls = [{k: v for k, v in call.items() if k != "id"} for call in message.get("tool_calls", ())]
+  rest = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
+  if rest["content"].startswith("error: "):
+    rest["content"] = "error"
+  return rest | ({"tool_calls": calls} if calls else {})
+
+
+def as_in_ours(message):
+  """A message of TRL with its reasoning in the content, and without what an error says."""
+  rest = {k: v for k, v in message.items() if k != "reasoning_content"}
+  if "reasoning_content" in message:
+    thought = f"<think>\n{message['reasoning_content']}\n</think>"
+    rest["content"] = f"{thought}\n\n{message['content']}".strip()
+  if rest["content"].startswith("{'error'"):
+    rest["content"] = "error"
+  return rest
 
 
 def test_the_answer_to_a_turn_shows_the_tools_of_its_row(tmp_path):
