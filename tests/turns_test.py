@@ -541,17 +541,14 @@ def test_agents_have_the_messages_and_rewards_of_trls_trainer(tmp_path):
   tools = tuple(f"{source}:{name}" for name in ("find", "later"))
   talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, calls="hermes", tools=tools)
   (stop, *_) = tokens.stop_ids
-  places = list(np.ndindex(P, G))
-  for place, answers in zip(places, agent_functions.ANSWERS):
+  places = list(np.ndindex(P, G))[: len(agent_functions.ANSWERS)]
+  for place, answers in zip(places, agent_functions.ANSWERS, strict=True):
     row = []
     for answer in answers:
       row += [*tokens.encode_batch_after([agent_functions.written(answer)])[0], stop]
       (ids,) = answered(talk, [StoppedRow(*place, list(row), stop, 2000)])
       row += ids or []
-  turns = [
-    [turn.message for turn in talk._conversations[place].turns]
-    for place, _ in zip(places, agent_functions.ANSWERS)
-  ]
+  turns = [[turn.message for turn in talk._conversations[place].turns] for place in places]
   for ours, theirs in zip(turns, expected["messages"], strict=True):
     assert [as_in_trl(one) for one in ours] == [as_in_ours(one) for one in theirs]
   columns = {"prompts": turns, "messages": turns, "turns": turns, "completions": turns}
