@@ -14,6 +14,7 @@ from absl import flags
 
 from grpo_jax import cli
 from grpo_jax.console.text import visible
+from grpo_jax.environments.returned import as_text
 from grpo_jax.evaluation.limits import check_numbers
 from grpo_jax.settings import ConfigError, is_text
 
@@ -82,7 +83,7 @@ def _print(completions: list["Completion"]) -> None:
       calls = [
         json.dumps(one["function"], ensure_ascii=False) for one in turn.get("tool_calls", ())
       ]
-      text = "\n".join([turn["content"], *calls])
+      text = "\n".join([as_text(turn["content"]), *calls])
       print(f"[{turn['role']}] {printable(text, sys.stdout.isatty())}")
     if not completion.turns:
       print(printable(completion.text, sys.stdout.isatty()))

@@ -33,7 +33,7 @@ def written(answer: str) -> str:
   return answer.replace("CALL", "<tool_call>\n").replace("END", "\n</tool_call>")
 
 
-def find(text: str, most: int) -> str:
+def find(text: str, most: int) -> list:
   """Finds words.
 
   Args:
@@ -42,7 +42,7 @@ def find(text: str, most: int) -> str:
   """
   if most < 0:
     raise ValueError("most is negative")
-  return repr([word for word in ("ant", "bee", "banana") if text in word][:most])
+  return [word for word in ("ant", "bee", "banana") if text in word][:most]
 
 
 async def later(x: int) -> int:
@@ -84,10 +84,9 @@ def right(completions, answer, **_):
 
 
 def found_words(completions, **_):
-  """Pays for the words that the tools found."""
+  """Pays for the words that the tools found. The tool returned them as a list."""
   tools = [[turn["content"] for turn in one if turn["role"] == "tool"] for one in completions]
-  lists = ["".join(text for text in one if text.startswith("[")) for one in tools]
-  return [float(len(re.findall(r"'\w+'", one))) for one in lists]
+  return [float(sum(len(words) for words in one if isinstance(words, list))) for one in tools]
 
 
 REWARDS = [searches, order, right, found_words]

@@ -23,10 +23,11 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import acting, make_environments, written_calls
 from grpo_jax.environments.built_in import calculator
+from grpo_jax.environments.returned import content_of
 from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rewards.dispatch import start_for_tasks
 from grpo_jax.rollouts.talk import Talk
-from grpo_jax.rollouts.turns import POLICY, Turn, from_line
+from grpo_jax.rollouts.turns import POLICY, Turn, from_line, turn_of
 from grpo_jax.run import run as run_module
 from grpo_jax.sampler.requests import StoppedRow
 from grpo_jax.scoring.scorer import Scorer, Weighted, _Place
@@ -563,7 +564,7 @@ def as_in_trl(message):
   """A message without ids, and without what an error says."""
   calls = [{k: v for k, v in call.items() if k != "id"} for call in message.get("tool_calls", ())]
   rest = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
-  if rest["content"].startswith("error: "):
+  if str(rest["content"]).startswith("error: "):
     rest["content"] = "error"
   return rest | ({"tool_calls": calls} if calls else {})
 
@@ -574,7 +575,7 @@ def as_in_ours(message):
   if "reasoning_content" in message:
     thought = f"<think>\n{message['reasoning_content']}\n</think>"
     rest["content"] = f"{thought}\n\n{message['content']}".strip()
-  if rest["content"].startswith("{'error'"):
+  if str(rest["content"]).startswith("{'error'"):
     rest["content"] = "error"
   return rest
 
@@ -1130,6 +1131,51 @@ def test_two_tools_of_one_name_are_refused(tmp_path):
     (tmp_path / file).write_text(ODD_TOOLS)
   with pytest.raises(ConfigError, match="two tools are called mute"):
     acting.load((f"{tmp_path}/env.py:mute", f"{tmp_path}/other.py:mute"), "")
+
+
+@pytest.mark.parametrize(
+  "returned, content, read",
+  [
+    (["a", {"b": [1.5, None]}], ["a", {"b": [1.5, None]}], '["a", {"b": [1.5, null]}]'),
+    ([], [], "[]"),
+    ([float("nan"), b"d", "\ud800"], ["NaN", "b'd'", "?"], '["NaN", "b\'d\'", "?"]'),
+    ({"b": [1]}, '{"b": [1]}', '{"b": [1]}'),
+    ("[1]", "[1]", "[1]"),
+    (["é" * 20_000], '["' + "é" * 19_998 + "... (cut off)", None),
+  ],
+)
+def test_reward_functions_get_a_list_of_a_tool_and_the_model_its_text(returned, content, read):
+  found = content_of(returned)
+  assert found == content
+  turn = turn_of({"role": "tool", "name": "x", "content": found}, 3, 5)
+  assert turn.text == (content if read is None else read)
+  assert turn.message == {"role": "tool", "name": "x", "content": content}
+  json.dumps(found, allow_nan=False)
+
+
+LISTS = """
+def digits(x: str) -> list:
+  '''Returns the digits of a number.
+
+  Args:
+    x: A number.
+  '''
+  return [*x]
+"""
+
+COUNTS = """
+def counts(completions, turns, **_):
+  lists = [[turn["content"] for turn in one if turn["role"] == "tool"] for one in turns]
+  return [float(sum(len(digits) for digits in one if isinstance(digits, list))) for one in lists]
+"""
+
+
+def test_a_run_pays_for_the_lists_of_a_tool_and_shows_their_text(tmp_path):
+  config = config_of(tmp_path, LISTS, tools=(f"{tmp_path}/env.py:digits",), calls=DIGITS)
+  found = Collected(with_reward(config, tmp_path, COUNTS, ["counts"]))
+  texts = [[turn["text"] for turn in row["turns"] if turn["role"] == "tool"] for row in found.rows]
+  expected = [float(sum(len(json.loads(text)) for text in own)) for own in texts]
+  assert [row["rewards/counts"] for row in found.rows] == expected and max(expected) > 0
 
 
 ASYNC_RETRY = "retry(function=\"judge(url='http://localhost:1/v1', model='m')\")"

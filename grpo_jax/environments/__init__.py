@@ -16,7 +16,8 @@ docstring, of which the chat template shows a JSON schema to the model:
     \"\"\"
 
 An `async def` works, too. The value that it returns becomes the tool's message: a text as it is,
-other values as JSON. An exception becomes a message that begins with "error: ".
+other values as JSON. Reward functions get a list as a list. An exception becomes a message that
+begins with "error: ".
 
 **An environment** is a class. `environment.name` names it: one of `ENVIRONMENTS`,
 `path/file.py:Class`, `package.module:Class`, `textarena:ID` or `openenv:ADDRESS`. Each completion

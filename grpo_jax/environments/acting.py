@@ -17,7 +17,6 @@ from collections.abc import (
 import contextlib
 import functools
 import inspect
-import json
 import pickle
 from typing import Any, NamedTuple
 
@@ -25,13 +24,18 @@ from grpo_jax.environments import names
 from grpo_jax.environments.arguments import check_arguments
 from grpo_jax.environments.methods import arguments_of_reset, methods_of
 from grpo_jax.environments.names import EnvironmentObject, Factory, Tool
-from grpo_jax.environments.returned import Mistake, Unreachable, reward_of, step_of
+from grpo_jax.environments.returned import (
+  Mistake,
+  Unreachable,
+  as_text,
+  content_of,
+  reward_of,
+  step_of,
+)
 from grpo_jax.foreign import Ended, as_exceptions, describe, run, text_of
 from grpo_jax.registry import name_of
 from grpo_jax.rewards.call import in_thread, is_async
 from grpo_jax.settings import ConfigError
-
-LONGEST_MESSAGE = 20_000  # characters of a tool's result; the rest is cut off
 
 Request = Mapping[str, Any]
 Outcome = dict[str, Any]
@@ -121,7 +125,7 @@ def callable_tools(
       answer = await _outcome(parts, request, as_thread=True)
       if "error" in answer:  # the server is gone. The error of a tool itself is `content`
         raise Unreachable(answer["error"])
-      return answer["content"]
+      return as_text(answer["content"])
 
     return call
 
@@ -213,10 +217,10 @@ async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: boo
     as_thread: Whether functions that are not async run in another thread.
 
   Returns:
-    A dict. For a tool, `content` and `failed`, or `error` if its server is gone. For `step`,
-    `messages`, `reward`, `done` and `state`, or `error`. For methods, the same with `contents`, a
-    tool's outcome for each call, instead of `messages`, and `environment`, which is "" before the
-    last turn and then the pickled object. For `close`, {} or `error`.
+    A dict. For a tool, `content`, as `content_of` makes it, and `failed`, or `error` if its server
+    is gone. For `step`, `messages`, `reward`, `done` and `state`, or `error`. For methods, the same
+    with `contents`, a tool's outcome for each call, instead of `messages`, and `environment`, which
+    is "" before the last turn and then the pickled object. For `close`, {} or `error`.
   """
   try:
     with as_exceptions():
@@ -224,7 +228,7 @@ async def _outcome(parts: ToolsAndEnvironments, request: Request, as_thread: boo
         return await _close_ended(request["close"], request["state"], as_thread)
       if "tool" in request:
         value = await _call(as_thread, parts.tools[request["tool"]], **request["arguments"])
-        return {"content": _as_text(value), "failed": False}
+        return {"content": content_of(value), "failed": False}
       if "calls" in request:
         return await _call_methods(parts, request, as_thread)
       return await _step(parts, request, as_thread)
@@ -270,7 +274,7 @@ async def _call_methods(parts: ToolsAndEnvironments, request: Request, as_thread
       try:
         with as_exceptions():
           value = await _call(as_thread, getattr(environment, call["tool"]), **call["arguments"])
-          contents.append({"content": _as_text(value), "failed": False})
+          contents.append({"content": content_of(value), "failed": False})
       except Exception as error:  # for the policy to read, as that of any tool
         contents.append({"content": f"error: {_message(error)}", "failed": True})
     if is_last and callable(get_reward := getattr(environment, "get_reward", None)):
@@ -377,13 +381,6 @@ def _pickled(environment: EnvironmentObject) -> bytes:
     import cloudpickle  # imported here because it is an optional package
 
     return cloudpickle.dumps(environment)  # it can pickle classes that a notebook defines
-
-
-def _as_text(value: Any) -> str:
-  text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-  if len(text) > LONGEST_MESSAGE:
-    text = f"{text[:LONGEST_MESSAGE]}... (cut off)"
-  return text.encode("utf-8", "replace").decode()  # UTF-8 cannot encode unpaired surrogates
 
 
 def _message(error: Exception) -> str:

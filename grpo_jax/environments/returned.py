@@ -8,6 +8,8 @@ from typing import Any
 from grpo_jax.rewards.answer import LARGEST
 from grpo_jax.settings import shown
 
+LONGEST_MESSAGE = 20_000  # characters of a tool's result; the rest is cut off
+
 Messages = list[dict[str, Any]]
 
 
@@ -107,6 +109,28 @@ METRICS = {"prompt_tokens", "computed_tokens", "lost_tokens"}
 # The arguments of reward functions that are no columns of the data. No column may use these names.
 _TAKEN = {"completions", "completion_ids", "prompts", "messages", "turns", "turn_rewards"}
 _TAKEN |= {"step", "log_metric", "log_extra", "environments"}
+
+
+def content_of(value: Any) -> str | list[Any]:
+  """Returns what a tool returned as the content of its message, as reward functions see it.
+
+  Returns:
+    A list as a list of plain JSON values, because TRL gives reward functions the list. Other
+    values, and a list whose text is too long, as the text that the model reads.
+  """
+  text = as_text(value)
+  if len(text) > LONGEST_MESSAGE:
+    return f"{text[:LONGEST_MESSAGE]}... (cut off)"
+  # NaN and infinity become texts, because what a worker answers is strict JSON.
+  return json.loads(text, parse_constant=str) if isinstance(value, list) else text
+
+
+def as_text(content: Any) -> str:
+  """Returns the text that the model reads: a text as it is, other values as JSON."""
+  text = (
+    content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+  )
+  return text.encode("utf-8", "replace").decode()  # UTF-8 cannot encode unpaired surrogates
 
 
 def _metric(name: Any, value: Any) -> float | None:

@@ -18,8 +18,8 @@ each of N completions:
   turns           only with an environment: the messages of each completion, by the policy and by
                   the environment, each {"role": ..., "content": ...}. A turn that calls tools also
                   has `tool_calls`, and a tool message has `name` and `tool_call_id`, in OpenAI's
-                  format, except that the arguments are dicts. `completions` then has the policy's
-                  last turn
+                  format, except that the arguments are dicts. If a tool returned a list, `content`
+                  is this list. `completions` then has the policy's last turn
   turn_rewards    only with an environment: for each completion, the rewards of the policy's turns,
                   None for a turn without a reward. Empty if the environment failed
   question, solution, answer, ...

@@ -14,6 +14,7 @@ from grpo_jax.data.tokenizers.replies import Replies, call_id, tool_calls
 from grpo_jax.environments import Environments, Outcome, Request, Runner, names
 from grpo_jax.environments.acting import no_tool
 from grpo_jax.environments.arguments import check_arguments
+from grpo_jax.environments.returned import as_text
 from grpo_jax.environments.tool_calls import Call
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
@@ -419,7 +420,8 @@ class Talk:
     """Returns the token ids of messages that follow a row, framed by the chat template."""
     try:
       tools = self._talkers.environments.tools_of(self._example(row.prompt))
-      return self._talkers.replies.ids(messages, row.stopped_by, tools)
+      texts = [{**message, "content": as_text(message["content"])} for message in messages]
+      return self._talkers.replies.ids(texts, row.stopped_by, tools)
     except ConfigError as error:  # RunFailed instead, so that the run saves a checkpoint
       raise RunFailed(str(error)) from error
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpo_jax.environments.returned import as_text
+
 POLICY = "assistant"  # the role of the policy
 
 
@@ -17,7 +19,7 @@ class Turn(NamedTuple):
       `start` and `end`, around all of them and the chat template's tokens.
     reward: The reward of the turn, or None.
     fields: Further fields of the message. A turn with calls has `tool_calls`, and `content` without
-      the calls. A tool's reply has `name` and `tool_call_id`.
+      the calls. A tool's reply has `name` and `tool_call_id`, and `content` if it is a list.
   """
 
   role: str
@@ -97,9 +99,11 @@ class Conversation(NamedTuple):
 
 
 def turn_of(message: Mapping[str, Any], start: int, end: int) -> Turn:
-  """Converts a message that answers the policy to a turn."""
+  """Converts a message that answers the policy to a turn. Its content is a text or a list."""
   fields = {name: value for name, value in message.items() if name in ("name", "tool_call_id")}
-  return Turn(message["role"], message["content"], start, end, fields=fields or None)
+  if isinstance(message["content"], list):
+    fields["content"] = message["content"]
+  return Turn(message["role"], as_text(message["content"]), start, end, fields=fields or None)
 
 
 def from_line(values: list[Any]) -> Conversation:
