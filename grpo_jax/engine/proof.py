@@ -3,7 +3,7 @@
 Both the server and this run score a probe, a few rows of fixed tokens. With equal weights, the
 log-probs are equal up to rounding. A training step may change weights by less than bfloat16 can
 represent, so equal log-probs do not prove that a server loads every change. Therefore a run begins
-with a rehearsal: every trained array is changed by about a third, and the server's log-probs
+with a rehearsal: every trained array is changed by about a tenth, and the server's log-probs
 must follow. Later, if a server returns exactly the same numbers as before new weights, it has not
 loaded them.
 """

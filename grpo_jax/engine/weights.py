@@ -200,8 +200,11 @@ def _untied(shape: model.ModelConfig, params: Any) -> tuple[model.ModelConfig, A
 
 @jax.jit
 def _shaken(leaf: jax.Array, number: int) -> jax.Array:
-  """Adds noise, seeded by `number`, that is about a third as large as the array's RMS value."""
+  """Adds noise, seeded by `number`, that is about a tenth as large as the array's RMS value.
+
+  With a third, bfloat16 rounds the log-probs of SmolLM2-135M, which has 30 layers, by 0.42.
+  """
   size = jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32))))
   noise = jax.random.normal(jax.random.key(number), leaf.shape)
   # Arrays of zeros, such as those of new adapters, must change, too.
-  return (leaf + 0.3 * jnp.where(size > 0, size, 0.1) * noise).astype(leaf.dtype)
+  return (leaf + jnp.where(size > 0, 0.1 * size, 0.03) * noise).astype(leaf.dtype)
