@@ -406,7 +406,7 @@ def test_a_checkpoint_does_not_wait_for_weights_that_come_later(tmp_path):
 
 def test_a_checkpoint_draws_what_the_schedule_gives_older_weights_in_flight(tmp_path):
   """The thread draws batch 3 when the run stops, and batch 4 was drawn by the weights of step 2."""
-  lines = (0, 0, 3 * P), (3, 1, 4 * P), (6, 2, 5 * P), (9, 3, 6 * P), (12, 4, 7 * P)
+  lines = [(3 * version, version, (version + 3) * P) for version in range(6)]
   replay, may_draw = from_chunks(tmp_path, *lines), threading.Event()
   first = InFlight(pause=lambda chunk: chunk == 3 and may_draw.wait(20))
   ahead, schedule = in_flight(tmp_path / "run", first, 2, replay)
@@ -416,7 +416,7 @@ def test_a_checkpoint_draws_what_the_schedule_gives_older_weights_in_flight(tmp_
   ahead.close()
   schedule.close()
   assert sorted(saved["ahead"]) == ["3", "4"] and saved["chunk"] == 9
-  second = InFlight()
+  second = InFlight(pause=slowly)
   ahead, schedule = in_flight(tmp_path / "run", second, 2, replay)
   learned(ahead, 3, host=saved)
   ahead.close()
