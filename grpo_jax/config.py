@@ -309,6 +309,13 @@ class Sampling:
     " splits weights, the least with which weights and cache fit and rows suffice",
     NOT_NEGATIVE,
   )
+  context: int = setting(
+    1,
+    "how many devices share the KV cache of a row while sampling: each has the keys and values of"
+    " some tokens. Weights are whole on each of them, or split by sampling.tensor",
+    POSITIVE,
+    before=1,
+  )
   max_logprob_gap: float = setting(
     -1.0,
     "the run stops if log-probs of sampler and learner differ by more for a token: the tokens that"

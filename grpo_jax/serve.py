@@ -47,7 +47,8 @@ def main(argv: list[str]) -> None:
     package = "the package aiohttp: pip install -e '.[serve]'"
     raise ConfigError(f"grpo_jax.serve needs {package}") from None
   key = _key()
-  policy = cli.open_policy()
+  # The endpoint moves the tokens of a row by any number of slots, which must be on one device.
+  policy = cli.open_policy(lambda config: config.replace({"sampling.context": 1}))
   run, name = policy.run, values.model_name or _name_of(policy)
   engine, image_reader = make_engine(policy), reader_of(run)
   del policy  # the engine has its own copy of the weights

@@ -80,6 +80,12 @@ def contents(folder):
     ),
     (dict(sampling__tensor=-1), ["sampling.tensor is -1", "at least 0"]),
     (dict(sampling__tensor=3), ["sampling.tensor is 3", "divide the 8 devices"]),
+    (dict(sampling__context=0), ["sampling.context is 0", "at least 1"]),
+    (dict(sampling__context=3), ["sampling.context is 3", "divide the 8 devices"]),
+    (
+      dict(sampling__context=2, environment__harness="h.py:play"),
+      ["sampling.context is 2", "environment.harness is 'h.py:play'", "set 1"],
+    ),
     (
       dict(sampling__max_tokens=40000),
       ["data.max_prompt_tokens + sampling.max_tokens are 40012", "32768 positions"],

@@ -13,10 +13,10 @@ import pytest
 from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.model import cache as model_cache
-from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.mesh import make_mesh, sampling_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
 from grpo_jax.sampler import sampling
-from grpo_jax.sampler.flight import NewRows
+from grpo_jax.sampler.flight import NewRows, Prompts, Resumed
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
@@ -49,8 +49,12 @@ def prompts(vocabulary, count=P):
 
 
 def on(mesh, config, params):
-  """The model on a mesh of (data, fsdp, tensor, expert)."""
-  made = make_mesh(Mesh(*mesh[:3], mesh[3]), jax.devices()[: int(np.prod(mesh))])
+  """The model on a mesh of (data, fsdp, tensor, expert), or of these and sampling.context."""
+  data, fsdp, tensor, expert, *context = mesh
+  slots = int(np.prod(context))
+  sizes = Mesh(data=data * slots, fsdp=fsdp, tensor=tensor, expert=expert)
+  made = make_mesh(sizes, jax.devices()[: int(np.prod(mesh))])
+  made = sampling_mesh(made, tensor, slots) if context else made
   config = dataclasses.replace(config, **model_shardings(config, made))
   return config, jax.device_put(params, param_specs(params, made))
 
@@ -139,6 +143,9 @@ def test_what_is_not_drawn_is_zero(alone):
         (4, (2, 1, 1, 1)),
         (0, (1, 2, 2, 1)),
         (8, (4, 1, 2, 1)),
+        (0, (1, 1, 1, 1, 2)),
+        (4, (2, 1, 2, 1, 2)),
+        (8, (1, 1, 1, 1, 8)),
       )
     ),
   ],
@@ -177,6 +184,15 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
     ("qwen3_5_moe", (1, 2, 1, 2)),
     ("llama_dynamic", ()),
     ("qwen3_yarn", (2, 1, 2, 1)),
+    ("gemma3", (1, 1, 1, 1, 2)),
+    ("olmo3", (2, 1, 1, 1, 4)),
+    ("gemma4_e", (1, 1, 2, 1, 2)),
+    ("gemma4_moe", (1, 1, 1, 2, 2)),
+    ("gpt_oss", (1, 1, 1, 1, 4)),
+    ("deepseek_v3", (1, 1, 1, 1, 8)),
+    ("qwen3_next", (2, 1, 2, 1, 2)),
+    ("qwen3_5_moe", (1, 1, 1, 2, 2)),
+    ("qwen3_moe_mixed", (1, 1, 1, 2, 2)),
   ],
 )
 def test_families_draw_the_same_tokens(name, mesh):
@@ -190,7 +206,7 @@ def test_families_draw_the_same_tokens(name, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(), (2, 1, 2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(), (2, 1, 2, 1), (2, 1, 1, 1, 2)], ids=str)
 def test_a_cache_of_int8_draws_the_same_tokens_at_every_pace(mesh, alone):
   """And other ones than a whole cache, with log-probs that are near."""
   config, params, whole_cache = alone
@@ -363,6 +379,8 @@ def replies(asked):
     (5, 2, 0, ()),
     (1, 7, MANY, ()),
     (4, 5, MANY, (2, 1, 2, 1)),
+    (5, 7, MANY, (1, 1, 1, 1, 2)),
+    (4, 64, MANY, (2, 1, 1, 1, 4)),
   ],
 )
 def test_rows_go_on_with_the_tokens_of_a_reply(rows, chunk, weights, mesh, alone):
@@ -494,6 +512,8 @@ def at_some_tokens(ids, seen):
     (7, 0, (), dict(windows=(WINDOW, 0), unrolled=True)),
     (2, 5, (), dict(windows=(1, 0))),
     (7, 5, (2, 1, 2, 1), dict(windows=(0, WINDOW))),
+    (7, 5, (1, 1, 1, 1, 2), dict(windows=(0, WINDOW))),
+    (64, 0, (2, 1, 1, 1, 4), dict(windows=(WINDOW, 0))),
   ],
 )
 def test_rings_hold_what_rows_see_after_replies_and_cuts(chunk, rows, mesh, fields):
@@ -511,7 +531,7 @@ def test_rings_hold_what_rows_see_after_replies_and_cuts(chunk, rows, mesh, fiel
 def without_rings(monkeypatch):
   """Layers with a window keep every token of prompts and completions."""
   monkeypatch.setattr(model_cache, "ring_slots", lambda config, window, slots, rewind: slots)
-  monkeypatch.setattr(model, "within_windows", lambda config, prefix: prefix)
+  monkeypatch.setattr(model, "within_windows", lambda config, prefix, slots: prefix)
 
 
 @pytest.mark.slow
@@ -531,6 +551,8 @@ def without_rings(monkeypatch):
     ("olmo3", "", ()),
     ("qwen2_window", "", ()),
     ("smollm3_window", "", ()),
+    ("gemma3", "int8", (1, 1, 1, 1, 2)),
+    ("gpt_oss", "", (2, 1, 1, 1, 2)),
   ],
 )
 def test_rings_change_no_token(name, cache_dtype, mesh, monkeypatch):
@@ -611,6 +633,35 @@ def test_a_chunk_writes_its_tokens_in_place(grid, heads):
   lowered = programs.chunk.lower(params, flight, new, rows("bool"), chunk)
   needed = lowered.compile().memory_analysis().temp_size_in_bytes
   assert needed < 4 * grid.rows * heads * slots * config.head_dim
+
+
+@pytest.mark.slow
+def test_devices_share_the_memory_of_a_cache_whose_slots_they_split():
+  """While a chunk is decoded, while rows resume, and while prompts are computed for a flight."""
+  bytes_of = {}
+  for devices in (1, 2, 4, 8):
+    config, params = on((1, 1, 1, 1, devices), *tiny(num_kv_heads=1, head_dim=32, num_layers=4))
+    programs, slots = Sampler(config, Decoding(max_tokens=16384)).programs, 16384
+    grid, number = Grid(2, 2), jax.ShapeDtypeStruct((), "int32")
+
+    def rows(dtype, *more, count=grid.rows):
+      return jax.ShapeDtypeStruct((count, *more), dtype)
+
+    settings = RowSettings(rows("float32"))
+    flight = programs.abstract(grid, slots, params, 4096, settings)
+    new = NewRows(rows("bool"), rows("uint32", 2), rows("int32"), settings)
+    resumed = Resumed(*[rows("int32")] * 3, rows("int32", slots), rows("int32"))
+    prompt = Prompts(rows("int32", 16, count=1), rows("int32", count=1))
+    lowered = (
+      programs.chunk.lower(params, flight, new, rows("bool"), Chunk(number, number)),
+      programs.resume.lower(flight, resumed._replace(is_resumed_R=rows("bool"))),
+      programs.arrive.lower(flight, params, prompt, rows("int32", count=1)),
+    )
+    memory = [program.compile().memory_analysis() for program in lowered]
+    bytes_of[devices] = [x.argument_size_in_bytes + x.temp_size_in_bytes for x in memory]
+  for devices in (2, 4, 8):
+    for one, split in zip(bytes_of[1], bytes_of[devices], strict=True):
+      assert split < 1.1 * one / devices
 
 
 @pytest.mark.slow

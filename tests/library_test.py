@@ -762,6 +762,10 @@ def test_a_run_of_other_devices_is_loaded_on_these():
     )
     found = _on_this_machine(fitting)
     assert (found.mesh, found.sampling.tensor) == (fitting.mesh, there)
+  for context, there in ((4, 4), (16, 1)):
+    sampling = dataclasses.replace(small.sampling, tensor=2, context=context)
+    found = _on_this_machine(dataclasses.replace(small, mesh=Mesh(data=-1), sampling=sampling))
+    assert (found.sampling.context, found.sampling.tensor) == (there, 2 if there > 1 else 0)
   rollout = dataclasses.replace(small.rollout, weights="newest", replay="run", max_staleness=1)
   mesh = Mesh(data=2, fsdp=2, sampler=4)
   found = _on_this_machine(dataclasses.replace(small, mesh=mesh, rollout=rollout))

@@ -204,6 +204,11 @@ def test_the_mesh_of_the_sampler_has_the_same_devices_in_the_same_order():
   for tensor in (1, 3, 16):
     with pytest.raises(ConfigError, match=f"sampling.tensor is {tensor}: .*mesh.tensor = 2"):
       sampling_mesh(whole, tensor)
+  split = sampling_mesh(whole, 2, context=2)
+  assert dict(split.shape) == {"data": 2, "fsdp": 1, "slots": 2, "expert": 1, "tensor": 2}
+  assert list(split.devices.flat) == list(whole.devices.flat)
+  with pytest.raises(ConfigError, match="sampling.context is 3: it must divide the 4 devices"):
+    sampling_mesh(whole, 2, context=3)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from grpo_jax.settings import shown
 from grpo_jax.storage.saved_config import as_json, flat
 
 _SECTIONS = ("model.", "lora.", "sampling.", "batch.group_size", "batch.prompts", "seed")
-_MAY_DIFFER = ("model.path", "lora.path", "sampling.tensor", "sampling.rows")
+_MAY_DIFFER = ("model.path", "lora.path", "sampling.context", "sampling.tensor", "sampling.rows")
 _MOST_IDS = 4096  # token ids whose texts are compared
 _VERSION = 2  # the version of the messages
 

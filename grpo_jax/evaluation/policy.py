@@ -410,10 +410,11 @@ def _without_unknown_parts(config: Config) -> Config:
 def _on_this_machine(config: Config) -> Config:
   """Adapts a run's config to the devices of this machine, which all sample and compute the model.
 
-  A mesh that does not fit becomes data parallelism. If the mesh or sampling.tensor does not fit,
-  sampling.tensor becomes 0. No devices are set aside for sampling (mesh.sampler), so the settings
-  rollout.weights and rollout.replay, which may need them, are reset. eval.engine is reset, because
-  this machine evaluates. rollout.engine and rollout.listen stay: only training draws with them.
+  A mesh that does not fit becomes data parallelism. If the mesh, sampling.tensor or
+  sampling.context does not fit, sampling.tensor becomes 0 and sampling.context 1. No devices are
+  set aside for sampling (mesh.sampler), so the settings rollout.weights and rollout.replay, which
+  may need them, are reset. eval.engine is reset, because this machine evaluates. rollout.engine and
+  rollout.listen stay: only training draws with them.
   """
   mesh = dataclasses.replace(config.mesh, sampler=0)
   rollout = dataclasses.replace(config.rollout, weights="fixed", replay="")
@@ -423,7 +424,7 @@ def _on_this_machine(config: Config) -> Config:
   product = math.prod(size for size in sizes if size != -1)  # -1 takes the remaining devices
   devices = jax.device_count()
   fits = devices % product == 0 if -1 in sizes else devices == product
-  if fits and (not config.sampling.tensor or devices % config.sampling.tensor == 0):
+  if fits and devices % ((config.sampling.tensor or 1) * config.sampling.context) == 0:
     return config
-  sampling = dataclasses.replace(config.sampling, tensor=0)
+  sampling = dataclasses.replace(config.sampling, tensor=0, context=1)
   return dataclasses.replace(config, mesh=config.mesh if fits else Mesh(data=-1), sampling=sampling)

@@ -183,8 +183,8 @@ def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
 
 
 def slots_step(config: ModelConfig) -> int:
-  """The number of which `Cache.slots` should be a multiple, so that the decoding kernel fits."""
-  return decode_choice.SLOTS if decode_choice.fits(config) else 1
+  """The number of which `Cache.slots` should be a multiple, for the decoding kernel or the mesh."""
+  return decode_choice.SLOTS if decode_choice.fits(config) else config.slot_shards
 
 
 def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
@@ -198,21 +198,33 @@ def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   return Prefix(keys, values, lengths_P, states, cache.slots)
 
 
-def within_windows(config: ModelConfig, prefix: Prefix) -> Prefix:
+def within_windows(config: ModelConfig, prefix: Prefix, slots: int) -> Prefix:
   """Cuts the prefix of layers with a window to the last tokens of each prompt.
 
   Completions see no earlier tokens there. With a window below S, the stack then has n = window
   slots, of which the first holds token max(length - n, 0) of the prompt.
+
+  If a mesh splits the slots, n and S are rounded up to a multiple of its devices, and prompts are
+  padded to the slots of the flight that they belong to.
+
+  Args:
+    config: The model.
+    prefix: Prompts, with one slot for each of their S tokens.
+    slots: The number of tokens of the longest prompt in the flight, at least S.
   """
+  shards = config.slot_shards
 
   def last(name: str, x_LPKSE: jax.Array) -> jax.Array:
     """The last tokens of the prompts in a stack, whose layers all have the same window."""
     window, S = config.kind(numbers[name][0]).window, x_LPKSE.shape[3]
-    if not window or window >= S:
+    n = -(-min(window or slots, slots) // shards) * shards
+    if n < S:
+      first_P = jnp.maximum(prefix.lengths_P - n, 0)
+      from_PS = first_P[:, None] + jnp.arange(n)
+      return jnp.take_along_axis(x_LPKSE, from_PS[None, :, None, :, None], axis=3)
+    if shards == 1:
       return x_LPKSE
-    first_P = jnp.maximum(prefix.lengths_P - window, 0)
-    from_PS = first_P[:, None] + jnp.arange(window)
-    return jnp.take_along_axis(x_LPKSE, from_PS[None, :, None, :, None], axis=3)
+    return jnp.pad(x_LPKSE, [(0, 0)] * 3 + [(0, n - S), (0, 0)])
 
   numbers = stacks(config)
   keys = {name: last(name, x) for name, x in prefix.keys.items()}
@@ -350,18 +362,39 @@ def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: 
   )
 
 
-def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
+def roll_rows(cache: Cache, by_PG: jax.Array, shards: int = 1) -> Cache:
   """Moves each row's tokens forward by `by_PG` slots, at most `cache.rewind`, wrapping around.
 
   A row that paused, or that drops its last tokens, then has its tokens in the most recently written
   slots again. Recurrent states stay, because a state cannot drop tokens.
+
+  Args:
+    cache: The cache, or a device's part of it within a shard_map.
+    by_PG: int32, the number of slots for each row.
+    shards: How many devices split the slots of a row, `ModelConfig.slot_shards`. Each gets the
+      slots before its own from the devices before it.
   """
   P, G = by_PG.shape
+
+  def slots_before(whole: jax.Array) -> jax.Array:
+    """The `cache.rewind` slots [..., rewind, E] before those of this device, oldest first."""
+    C, left, parts = whole.shape[-2], cache.rewind, []
+    for distance in range(1, -(-left // C) + 1):
+      count = min(C, left)
+      newest = jax.lax.slice_in_dim(whole, C - count, C, axis=-2)
+      to_next = [(place, (place + distance) % shards) for place in range(shards)]
+      parts.insert(0, jax.lax.ppermute(newest, "slots", to_next))
+      left -= count
+    return jnp.concatenate(parts, -2)
 
   def rolled(stack: jax.Array) -> jax.Array:
     whole = with_axes(stack, cache.axes)
     C = whole.shape[-2]
-    from_PGC = (jnp.arange(C) - by_PG[..., None]) % C
+    if shards > 1 and cache.rewind:
+      from_PGC = cache.rewind + jnp.arange(C) - by_PG[..., None]
+      whole = jnp.concatenate([slots_before(whole), whole], -2)
+    else:
+      from_PGC = (jnp.arange(C) - by_PG[..., None]) % C
     index = from_PGC.reshape(*[1] * (whole.ndim - 5), P, 1, G, C, 1)
     return without_axes(jnp.take_along_axis(whole, index, axis=-2), cache.axes)
 

@@ -10,7 +10,7 @@ from grpo_jax.model.mixers import kept_by_layers
 
 
 class CacheBytes(NamedTuple):
-  """The bytes of a cache on a device that holds a share of the heads and all rows.
+  """The bytes of a cache on a device that holds a share of the heads and slots, and all rows.
 
   Attributes:
     place: The bytes of each prompt.
@@ -27,7 +27,8 @@ def cache_bytes(
   """Computes the bytes of each prompt and of each row in a cache.
 
   Args:
-    config: The model. The axis `tensor` of its mesh splits heads, where it divides them.
+    config: The model. The axis `tensor` of its mesh splits heads, where it divides them, and the
+      axis `slots` splits slots.
     prompt_slots: S.
     slots: As in `Cache`.
     rewind: As in `Cache`.
@@ -36,8 +37,9 @@ def cache_bytes(
   place = row = 0.0
   for layer, kept in enumerate(kept_by_layers(config)):
     window = config.kind(layer).window
-    own_slots = ring_slots(config, window, slots, rewind)
+    own_slots = -(-ring_slots(config, window, slots, rewind) // config.slot_shards)
     of_prompt = min(prompt_slots, window) if window else prompt_slots
+    of_prompt = -(-of_prompt // config.slot_shards)
     for heads, size in kept.of_token:
       share = heads * _share(config, heads)
       place += share * of_prompt * size * item

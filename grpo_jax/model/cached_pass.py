@@ -233,7 +233,8 @@ def _slots_last(stack: jax.Array, config: ModelConfig, axes: str) -> jax.Array:
     first = stack.ndim - 2 - len(axes)  # the number of the first of `axes`, which precede C and E
     if "K" in axes:
       of_axis["K"] = config.axis_of(stack.shape[first + axes.index("K")])
-    spec = PartitionSpec(*[None] * first, *(of_axis[axis] for axis in axes))
+    of_slots = config.slots_axis(stack.shape[slots])
+    spec = PartitionSpec(*[None] * first, *(of_axis[axis] for axis in axes), of_slots)
   return in_order(stack, (*outer, element, slots), config.rows, spec)
 
 

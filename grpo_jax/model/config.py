@@ -329,6 +329,15 @@ class ModelConfig:
     has_tokens = self.rows is not None and len(self.rows.spec) > 1
     return self.rows.mesh.shape[self.rows.spec[1]] if has_tokens else 1
 
+  @property
+  def slot_shards(self) -> int:
+    """The number of devices over which the slots of each row's cache are split."""
+    return 1 if self.rows is None else self.rows.mesh.shape.get("slots", 1)
+
+  def slots_axis(self, slots: int) -> str | None:
+    """The mesh axis over which this number of slots of a cache is split, or None."""
+    return "slots" if self.slot_shards > 1 and slots % self.slot_shards == 0 else None
+
   def axis_of(self, heads: int) -> str | None:
     """The mesh axis over which this number of heads is split, or None if heads are not split."""
     if self.on_one_device or heads % self.rows.mesh.shape["tensor"]:

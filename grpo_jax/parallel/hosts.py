@@ -82,7 +82,9 @@ class Hosts:
         multiple = f"mesh.data x mesh.fsdp x mesh.expert = {shards}"
         if shards > self.learner_row_shards:
           multiple = f"{shards}, so that the devices which learn and those which sample"
-          multiple += " (mesh.sampler, mesh.context, sampling.tensor) both split it evenly"
+          multiple += (
+            " (mesh.sampler, mesh.context, sampling.tensor, sampling.context) both split it"
+          )
         raise ConfigError(f"config key {key} is {size}: it must be a multiple of {multiple}")
 
   def put(self, tree: Any) -> Any:

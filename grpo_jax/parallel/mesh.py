@@ -11,6 +11,7 @@ from grpo_jax.settings import ConfigError
 
 AXES = ("data", "fsdp", "expert", "tensor")
 CONTEXT = "context"  # the axis that splits the tokens of a text. Only meshes that use it have it.
+SLOTS = "slots"  # the axis that splits the slots of the KV cache, in meshes of samplers that use it
 
 
 def sizes_of(mesh: jax.sharding.Mesh) -> str:
@@ -68,17 +69,19 @@ def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sh
   return jax.make_mesh(sizes, AXES, axis_types=_auto(AXES), devices=devices)
 
 
-def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
+def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int, context: int = 1) -> jax.sharding.Mesh:
   """The mesh of the sampler. Its `fsdp` is 1, so that decoding need not gather weights.
 
-  It has no axis `context`: the devices along it sample different rows.
+  It has no axis `context`. If the argument exceeds 1, it has an axis `slots` of this size instead,
+  along which weights and activations are whole and only the cache is split.
 
   Args:
     mesh: The mesh of the run, or of the devices that only sample.
     tensor: The size of the axis `tensor`, a multiple of its size in `mesh`.
+    context: sampling.context, the size of the axis `slots`.
 
   Raises:
-    ConfigError: `tensor` is not such a multiple, or does not divide the devices.
+    ConfigError: `tensor` is not such a multiple, or the two do not divide the devices.
   """
   old, experts = mesh.shape["tensor"], mesh.shape["expert"]
   if tensor % old or mesh.size % (experts * tensor):
@@ -86,6 +89,16 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
       f"config key sampling.tensor is {tensor}: it must be a multiple of mesh.tensor = {old}, and"
       f" divide the {mesh.size // experts} devices that mesh.expert leaves"
     )
+  left = mesh.size // (experts * tensor)
+  if left % context:
+    raise ConfigError(
+      f"config key sampling.context is {context}: it must divide the {left} devices that"
+      " mesh.expert and sampling.tensor leave"
+    )
+  if context > 1:
+    devices = mesh.devices.reshape(-1, 1, context, experts, tensor)
+    axes = (*AXES[:2], SLOTS, *AXES[2:])
+    return jax.sharding.Mesh(devices, axes, axis_types=_auto(axes))
   if mesh.shape["fsdp"] == 1 and tensor == old and CONTEXT not in mesh.shape:
     return mesh
   devices = mesh.devices.reshape(-1, 1, experts, tensor)

@@ -66,6 +66,13 @@ def check_config(config: Config) -> None:
     True,
     f"environment.harness is {environment.harness!r}, whose endpoint keeps no experts; set False",
   )
+  _require(
+    sampling.context == 1 or not environment.harness,
+    "sampling.context",
+    sampling.context,
+    f"environment.harness is {environment.harness!r}, whose endpoint keeps a row's cache on one"
+    " device; set 1",
+  )
   _check_branches(config)
   _check_rollout(config)
   _check_lora(config)
@@ -162,18 +169,21 @@ def _check_rollout(config: Config) -> None:
     rollout.weights,
     "it needs rollout.max_staleness above 0; set 'fixed'",
   )
-  # (key, whether its value needs no sampling ahead, a value that needs none).
-  for name, is_allowed, off in (
-    ("weights", rollout.weights != "newest", "fixed"),
-    # With an engine, a replay learns from the completions of the file, whatever weights drew them.
-    ("replay", not rollout.replay or bool(rollout.engine), ""),
+  ahead = (
+    "mesh.sampler above 0, rollout.listen or rollout.engine, and rollout.max_staleness above 0"
+  )
+  # With an engine, a replay learns from the completions of the file, whatever weights drew them.
+  replayed = f"rollout.engine as in the run that wrote the file, or {ahead}"
+  # (key, whether its value needs no sampling ahead, what it needs otherwise, a value without needs)
+  for name, is_allowed, needed, off in (
+    ("weights", rollout.weights != "newest", ahead, "fixed"),
+    ("replay", not rollout.replay or bool(rollout.engine), replayed, ""),
   ):
     _require(
       is_allowed or (rollout.max_staleness and not config.samples_in_turn),
       f"rollout.{name}",
       getattr(rollout, name),
-      "it needs mesh.sampler above 0, rollout.listen or rollout.engine, and rollout.max_staleness"
-      f" above 0; set {off!r}",
+      f"it needs {needed}; set {off!r}",
     )
   _require(
     not rollout.replay or rollout.weights != "fixed" or rollout.engine,

@@ -50,10 +50,10 @@ def sampling_tensor(
     chip: The peak rates of a device, or None if unknown: then speed is ignored.
   """
   learner_tensor = mesh.shape["tensor"]
-  context = mesh.shape.get(CONTEXT, 1)
+  context, slot_shards = mesh.shape.get(CONTEXT, 1), config.sampling.context
   if config.sampling.tensor or mesh.shape["fsdp"] * context == 1 or memory is None:
     return config.sampling.tensor or learner_tensor
-  devices = mesh.size // mesh.shape["expert"]
+  devices = mesh.size // (mesh.shape["expert"] * slot_shards)
   sizes = [
     size
     for size in range(learner_tensor, devices + 1, learner_tensor)
@@ -61,12 +61,13 @@ def sampling_tensor(
   ]
   if context > 1:  # if possible, the number of groups of devices divides the prompts of each call
     prompts = [prompts for prompts, _ in sampler_calls(config)]
-    sizes = [size for size in sizes if not any(p % (mesh.size // size) for p in prompts)] or sizes
+    groups = {size: mesh.size // (size * slot_shards) for size in sizes}
+    sizes = [size for size in sizes if not any(p % groups[size] for p in prompts)] or sizes
   usable = _USABLE_BY_SAMPLER * memory
 
   def on_mesh(size: int) -> tuple[float, float]:
     """The bytes of a device if `size` devices share a row: without a cache, and of the cache."""
-    there = sampling_mesh(mesh, size)
+    there = sampling_mesh(mesh, size, slot_shards)
     there_shape = dataclasses.replace(shape, **sharding.model_shardings(shape, there))
     return held_on(there), sampler_bytes(config, there_shape)
 
@@ -101,7 +102,8 @@ def _messages_s(
   """
   if size == 1:
     return 0.0
-  rows = config.batch.prompts * config.batch.group_size / (mesh.size / size)
+  groups = mesh.size / (size * config.sampling.context)  # of devices that have the same rows
+  rows = config.batch.prompts * config.batch.group_size / groups
   item_bytes = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4
   sent = 2 * (size - 1) / size * rows * shape.embed_dim * item_bytes
   return 2 * shape.num_layers * (_LATENCY + sent / chip.link_bandwidth)

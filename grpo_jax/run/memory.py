@@ -163,8 +163,8 @@ def sampler_bytes(
   rewind = most_rewound(longest_chunk(T))
   # cache.place: the bytes for a prompt. cache.row: the bytes for a completion.
   cache = model.cache_bytes(shape, S, slots, rewind)
-  # slots_step is 1 without the decoding kernel. A TPU then copies the cache to another layout.
-  is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
+  # Without the decoding kernel, a TPU copies the cache to another layout.
+  is_copied = shape.platform == "tpu" and model.slots_step(shape) == shape.slot_shards
   of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _OLD_SLOTS_SHARE) if is_copied else (1.0, 0.0)
   copies = _LOGITS_COPIES_OF_FILTERS if changes_draws(config.sampling) else _LOGITS_COPIES
   logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4  # float32

@@ -246,7 +246,7 @@ class Parameters:
       memory_of(device),
       chip_of(device),
     )
-    return held_on(sampling_mesh(mesh, tensor))
+    return held_on(sampling_mesh(mesh, tensor, self._config.sampling.context))
 
   def _check_tower_adapters(self, whole: Any) -> None:
     """Raises ConfigError if the vision tower should be trained but gets no adapter."""

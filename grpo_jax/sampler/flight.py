@@ -122,7 +122,7 @@ def on_each_shard(
   that the indices by which `function` takes rows and places stay within a shard.
   """
   rows = config.rows
-  if config.row_shards == 1:
+  if config.row_shards == config.slot_shards == 1:
     return constrain_flight(config, function(flight, *arrays))
   flight_specs = _specs(config, flight)
   in_specs = (flight_specs, *[PartitionSpec(*rows.spec)] * len(arrays))
@@ -132,16 +132,18 @@ def on_each_shard(
 
 
 def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
-  """The PartitionSpecs of a Flight: rows and places split over the shards, heads over `tensor`."""
+  """The PartitionSpecs of a Flight. The axes `tensor` and `slots` split heads and slots."""
   if config.on_one_device:  # where keys and values may lack the axes that the code below splits
     return jax.tree.map(lambda _: PartitionSpec(), flight)
   axes = config.rows.spec[0]
 
   def of_rows(x: jax.Array) -> PartitionSpec:  # keys or values [L, P, K, G, C, E], maybe without L
-    return PartitionSpec(*[None] * (x.ndim - 5), axes, config.axis_of(x.shape[-4]))
+    of_slots = config.slots_axis(x.shape[-2])
+    return PartitionSpec(*[None] * (x.ndim - 5), axes, config.axis_of(x.shape[-4]), None, of_slots)
 
   def of_prompts(x_LPKSE: jax.Array) -> PartitionSpec:
-    return PartitionSpec(None, axes, config.axis_of(x_LPKSE.shape[2]))
+    of_slots = config.slots_axis(x_LPKSE.shape[3])
+    return PartitionSpec(None, axes, config.axis_of(x_LPKSE.shape[2]), of_slots)
 
   by_row = PartitionSpec(axes)
   cache = flight.cache

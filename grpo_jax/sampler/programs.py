@@ -225,7 +225,7 @@ class FlightPrograms:
     next_n = None
     if self._config.has_axes:  # an image's tokens may take fewer positions than their number
       next_n = jnp.asarray(prompts.lengths_n if visual is None else visual.next_P)
-    prefix = model.within_windows(config, as_prefix(cache, prompts.lengths_n))
+    prefix = model.within_windows(config, as_prefix(cache, prompts.lengths_n), slots)
     return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts), hidden_nTD)
 
   def _encode(self, params: Any, images: Images | Visual | None) -> Visual | None:
@@ -340,7 +340,7 @@ class FlightPrograms:
       # last. So the row's tokens move over the slots that were written after them: by rounds in
       # which the row was idle, and by tokens that it drops.
       by_R = jnp.where(is_resumed_R, rows.idle_R + rows.drawn_R - kept_R, 0)
-      cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid))
+      cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid), self._config.slot_shards)
       settings = rows.settings
       if settings.max_tokens is not None:  # otherwise every row ends at T
         most_R = jnp.where(is_resumed_R, limit_R, settings.max_tokens)

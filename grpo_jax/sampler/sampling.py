@@ -131,6 +131,8 @@ class Sampler:
     # smaller one is padded, so the size is small. The eighth is a guess, not measured.
     prompts_at_once = max(1, groups // shards // 8) * shards
     slots = tuple(sizes_up_to(tokens, model.slots_step(self._config)))
+    if self._config.slot_shards > 1:  # to grow would move slots between devices
+      slots = slots[-1:]
     return Pace(grid, tuple(smaller), slots, prompts_at_once, shards, in_order)
 
   def stream(

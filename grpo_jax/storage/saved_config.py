@@ -22,6 +22,7 @@ _MAY_DIFFER = (
   "model.attention",
   "learner.logprob_chunk",
   "batch.micro_batch",
+  "sampling.context",
   "sampling.rows",
   "sampling.tensor",
   "reward.batch",
