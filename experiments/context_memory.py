@@ -1,4 +1,4 @@
-"""Prints what an update holds on a device if mesh.context devices share the tokens of a text.
+"""Prints what a device holds if several share the tokens of a text: in updates and in sampling.
 
 python experiments/context_memory.py simulated
   Compiles the update of a small model for 1, 2, 4 and 8 simulated devices of this machine.
@@ -6,12 +6,16 @@ python experiments/context_memory.py chips [--compile=reference,update]
   The shape of Qwen2.5-7B on eight chips of a TPU v5p, which need not exist: the estimate behind
   batch.micro_batch=0 and, by the compiler of jax[tpu], the named programs with mesh.context=4.
   An update compiles for many minutes. JAX_OPTIMIZATION_LEVEL=O1 makes that fewer.
+python experiments/context_memory.py sampling
+  One group of 8 completions of 131,072 tokens of that model on eight chips of a v5p, sampled in
+  bfloat16 with several sizes of sampling.tensor and sampling.context, by the same compiler.
 python experiments/context_memory.py host
   A model of four layers on four chips of a TPU v5e, with learner.remat_policy=offload and without:
   what the update holds on a device and in the memory of the host, by the compiler of jax[tpu].
 """
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 import tempfile
@@ -27,6 +31,7 @@ from grpo_jax.config import from_dict
 from grpo_jax.configs import default
 from grpo_jax.model.huggingface import config_json
 from grpo_jax.parallel.chips import chip_of
+from grpo_jax.run.memory import sampler_bytes
 from grpo_jax.run.run import Run
 from grpo_jax.run.stages import programs
 
@@ -52,6 +57,7 @@ QWEN = model.ModelConfig(
   max_positions=131072,
   stop_ids=(1,),
 )
+LONG_QWEN = dataclasses.replace(QWEN, max_positions=163840)
 
 
 def config_of(prompt_tokens: int, tokens: int, **batch: int) -> ConfigDict:
@@ -101,6 +107,32 @@ def chips(names: list[str]) -> None:
         print(f"  {name}: {phase.total / 1e9:.1f} GB in all; at least {seconds}")
 
 
+def sampling() -> None:
+  jax.config.update("jax_platforms", "cpu")
+  devices = devices_of("v5p:2x2x2", None)
+  with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "config.json").write_text(json.dumps(config_json.config_to_json(LONG_QWEN)))
+    for tensor, context in ((8, 1), (4, 2), (2, 4), (1, 8)):
+      c = config_of(2048, 131072, prompts=1, group_size=8, micro_batch=1)
+      c.model.update(path=folder, dtype="bfloat16", reference_dtype="bfloat16")
+      c.sampling.update(dtype="bfloat16", tensor=tensor, context=context)
+      c.mesh.update(data=1, context=8)
+      run = run_of(from_dict(c.to_dict()), devices)
+      estimate = sampler_bytes(run.config, run.parameters.sampling.model)
+      phase = phase_of(run, "sample")
+      parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in phase.memory.items())
+      print(f"tensor {tensor}, context {context}: {estimate / 1e9:.1f} GB of cache by the estimate")
+      print(
+        f"  {phase.total / 1e9:.1f} GB in all: {parts}; compiled in {phase.compile_seconds:.0f} s"
+      )
+      if phase.counted is not None:
+        limits = seconds_by_limit(phase.counted.whole, chip_of(devices[0]))
+        seconds = ", ".join(
+          f"{limit} {least * 1e3 / 131072:.2f} ms" for limit, least in limits.items()
+        )
+        print(f"  at least, for each token: {seconds}")
+
+
 def host() -> None:
   jax.config.update("jax_platforms", "cpu")
   devices = devices_of("v5e:2x2", None)
@@ -123,13 +155,13 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("what", choices=("simulated", "chips", "host"))
+  parser.add_argument("what", choices=("simulated", "chips", "sampling", "host"))
   parser.add_argument("--compile", default="", help="with chips: reference, update")
   args = parser.parse_args()
   if args.what == "chips":
     chips([*filter(None, args.compile.split(","))])
   else:
-    {"simulated": simulated, "host": host}[args.what]()
+    {"simulated": simulated, "sampling": sampling, "host": host}[args.what]()
 
 
 if __name__ == "__main__":

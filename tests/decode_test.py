@@ -15,7 +15,7 @@ from grpo_jax.model.attention import decode, decode_choice
 from grpo_jax.model.attention.softmax import Own, Scoring, as_int8, softmax_attention
 from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
-from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.mesh import make_mesh, sampling_mesh
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
 
@@ -23,14 +23,14 @@ L, P, K, G, R, C, E, S = 2, 3, 2, 5, 3, 384, 128, 7
 LAYER = 1
 
 
-def arrays(dtype, cache_dtype, seed=0):
+def arrays(dtype, cache_dtype, slots=C):
   """Queries, keys and values of all layers, and those of prompts."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
 
   def normal(*shape):
     return jnp.asarray(rng.standard_normal(shape), dtype)
 
-  own = normal(L, P, K, G, C, E), normal(L, P, K, G, C, E)
+  own = normal(L, P, K, G, slots, E), normal(L, P, K, G, slots, E)
   if cache_dtype:
     own = tuple(map(as_int8, own))
   prefix = normal(P, K, S, E), normal(P, K, S, E)
@@ -40,7 +40,8 @@ def arrays(dtype, cache_dtype, seed=0):
 @functools.partial(jax.jit, static_argnums=6)
 def expected(q, own, time, visible_PG, prefix, prefix_mask, cap, sinks_H):
   """The same by the definition, over all slots."""
-  age_C = (time - jnp.arange(C)) % C
+  slots = jax.tree.leaves(own)[0].shape[-2]
+  age_C = (time - jnp.arange(slots)) % slots
   mask = age_C < visible_PG[:, None, :, None, None, None]
   keys, values = jax.tree.map(lambda x: x[LAYER], own)
   mask_of_prompts = None if prefix is None else prefix_mask[..., None, :]
@@ -88,6 +89,24 @@ def test_it_equals_the_definition(time, dtype, cache_dtype, with_prefix, cap, si
   got = found(config, q, tokens, *prompts, sinks_H)
   wanted = expected(q, own, time, visible_PG, *prompts, cap, sinks_H)
   np.testing.assert_allclose(got.astype(float), wanted.astype(float), atol=bound)
+
+
+@pytest.mark.parametrize("dtype, cache_dtype", [("float32", ""), ("float32", "int8")])
+@pytest.mark.parametrize("devices", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_devices_that_split_the_slots_equal_the_definition(devices, dtype, cache_dtype):
+  """The newest token is on each of them in turn. Rows see some of its tokens, or all, or none."""
+  q, own, prefix = arrays(dtype, cache_dtype, slots=2 * C)
+  prefix_mask = jnp.arange(S) < jnp.asarray([S, 3, 1])[:, None, None, None, None]
+  config = small_model()
+  mesh = sampling_mesh(make_mesh(Mesh(data=devices), jax.devices()[:devices]), 1, devices)
+  config = dataclasses.replace(config, **sharding.model_shardings(config, mesh))
+  for time in (0, 127, 128, 300, 511, 767, 768 + 255, 768 + 256):
+    for visible in ([1, 2, 127, 128, 129, 300, 2 * C], [5, 640, 641, 767, 766, 512, 513]):
+      visible_PG = jnp.asarray(np.resize(visible, (P, G)), jnp.int32)
+      tokens = decode.OwnTokens(own, jnp.int32(LAYER), jnp.int32(time), visible_PG)
+      got = found(config, q, tokens, prefix, prefix_mask, None)
+      wanted = expected(q, own, time, visible_PG, prefix, prefix_mask, 0.0, None)
+      np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
 def test_a_row_reads_its_own_blocks_alone():
@@ -143,12 +162,14 @@ _BORROWING = dict(
     pytest.param(_BORROWING, id="borrowing"),
   ],
 )
-def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
-  """With windows. Rows wait for seats, and are split over a mesh."""
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_sampler_draws_the_same_tokens_with_both_kernels(context, fields, monkeypatch):
+  """With windows. Rows wait for seats, and are split over a mesh, which may split their slots."""
   config = small_model(qk_norm="head", **fields)
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(1), config)
   wanted = drawn(config, params)
-  mesh = make_mesh(Mesh(data=2, fsdp=1, tensor=2), jax.devices()[:4])
+  mesh = make_mesh(Mesh(data=2 * context, fsdp=1, tensor=2), jax.devices()[: 4 * context])
+  mesh = sampling_mesh(mesh, 2, context)
   config = dataclasses.replace(config, **sharding.model_shardings(config, mesh))
   params = jax.device_put(params, sharding.param_specs(params, mesh))
   used, real = [], decode.own_attention

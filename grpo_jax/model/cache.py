@@ -184,7 +184,7 @@ def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
 
 def slots_step(config: ModelConfig) -> int:
   """The number of which `Cache.slots` should be a multiple, for the decoding kernel or the mesh."""
-  return decode_choice.SLOTS if decode_choice.fits(config) else config.slot_shards
+  return config.slot_shards * (decode_choice.SLOTS if decode_choice.fits(config) else 1)
 
 
 def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from grpo_jax.model.attention import decode_choice
 from grpo_jax.model.attention.softmax import Int8, Own, Scoring, as_int8, softmax_attention
 from grpo_jax.model.block import LayerMemory, Shared
-from grpo_jax.model.cache import Cache, Prefix, with_axes, without_axes
+from grpo_jax.model.cache import Cache, Prefix, slots_step, with_axes, without_axes
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layouts import in_order
 from grpo_jax.model.mixers.seen import Attend, KeysAndValues, Recur, Scan
@@ -77,7 +77,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     prefix = _both(memory.prefix) if cache.prefix is not None else None
     prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window) if prefix else None
     # The kernel computes one new token of each row, and reads whole blocks of slots.
-    if T == 1 and decode_choice.fits(config) and C % decode_choice.SLOTS == 0:
+    if T == 1 and decode_choice.fits(config) and C % slots_step(config) == 0:
       out = by_kernel(q_PKGRTE, _both(stacks_of_own), prefix_mask)
       return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), written
     mask = _own_mask(cache, T, C, window)

@@ -26,6 +26,8 @@ _BLOCKS = (512, 256, SLOTS)  # slots that are read at a time
 _BLOCK_BYTES = 2**18  # of a row's keys in a block. With more, a v5e's kernel does not compile.
 _ROWS = 8  # the most rows whose blocks are read together
 _HIDDEN = -1e30  # a score that stands for minus infinity, without its NaNs
+_TINY = 1e-30  # below every sum of weights, the largest of which is 1
+_AXIS = "slots"  # the mesh axis that splits the slots of a row
 
 
 class OwnTokens(struct.PyTreeNode):
@@ -49,10 +51,11 @@ class _Blocks(NamedTuple):
 
   Attributes:
     slots: The number of slots of a block.
-    in_cache: The number of blocks in the cache.
+    in_cache: The number of blocks in the cache, on this device.
     prompts: The number of prompts whose rows are read together.
     members: How many rows of each of these prompts are read together.
     structure: The tree structure of `OwnTokens.stacks`.
+    devices: How many devices split the slots of a row.
   """
 
   slots: int
@@ -60,11 +63,15 @@ class _Blocks(NamedTuple):
   prompts: int
   members: int
   structure: Any
+  devices: int = 1
 
-  def number(self, time: Any, back: Any) -> Any:
-    """The index of the block `back` blocks before that of the newest token, wrapping around."""
+  def number(self, slot: Any, back: Any) -> Any:
+    """The index of the block `back` blocks before that of the newest token, wrapping around.
+
+    `slot` is the slot of the newest token that this device has.
+    """
     # Not // and %: Pallas asks the TPU about their signs, and `plan` has none. Nothing is negative.
-    newest = jax.lax.div(time, jnp.int32(self.slots))
+    newest = jax.lax.div(slot, jnp.int32(self.slots))
     return jax.lax.rem(newest - back + self.in_cache, jnp.int32(self.in_cache))
 
 
@@ -90,13 +97,13 @@ def attention(
     [P, K, G, R, E] in the dtype of the queries.
   """
   cap, interpret = config.attention_cap, config.platform != "tpu"  # tests emulate the kernel
-  kernel = functools.partial(own_attention, cap=cap, interpret=interpret)
+  shards = config.slot_shards
+  kernel = functools.partial(own_attention, cap=cap, interpret=interpret, devices=shards)
   if not config.on_one_device:
     rows, heads = config.rows.spec[0], config.axis_of(q_PKGRE.shape[1])
     by_row, everywhere = PartitionSpec(rows, heads), PartitionSpec()
-    of_own: Any = OwnTokens(
-      PartitionSpec(None, rows, heads), everywhere, everywhere, PartitionSpec(rows)
-    )
+    of_stacks = PartitionSpec(None, rows, heads, None, _AXIS if shards > 1 else None)
+    of_own: Any = OwnTokens(of_stacks, everywhere, everywhere, PartitionSpec(rows))
     kernel = jax.shard_map(
       kernel,
       mesh=config.rows.mesh,
@@ -123,7 +130,11 @@ def attention(
 
 
 def own_attention(
-  q_PKGRE: jax.Array, own: OwnTokens, cap: float = 0.0, interpret: bool = False
+  q_PKGRE: jax.Array,
+  own: OwnTokens,
+  cap: float = 0.0,
+  interpret: bool = False,
+  devices: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
   """Softmax attention of one token of each row over the tokens that the row wrote last.
 
@@ -132,6 +143,8 @@ def own_attention(
     own: The rows' own tokens.
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
     interpret: Emulate the kernel, so that it runs on any platform.
+    devices: How many devices of the mesh axis `slots` split the slots of a row. Above 1, this runs
+      in a shard_map, and C is the number of slots on a device.
 
   Returns:
     Outputs float32 [P, K, G, R, E], and the logarithms of the softmax sums [P, K, G, R, 1].
@@ -145,17 +158,22 @@ def own_attention(
   # The rows that are read together are of one prompt, and of further prompts if _ROWS has room.
   members = _divisor(G, _ROWS)
   prompts = _divisor(P, _ROWS // members)
-  blocks = _Blocks(slots, C // slots, prompts, members, structure)
-  # How many blocks the rows that are read together need: the block of the newest token, which has
-  # `in_newest_block` slots up to this token, and earlier blocks with the other tokens they see.
+  blocks = _Blocks(slots, C // slots, prompts, members, structure, devices)
+  newest, newer = _newest_here(own.time, C, devices)
+  # How many blocks the rows that are read together need: the block of the newest token here, which
+  # has `in_newest_block` slots up to this token, and earlier blocks with the others that they see.
   most_visible = own.visible_PG.reshape(P // prompts, prompts, G // members, members).max((1, 3))
-  in_newest_block = own.time % C % slots + 1
-  needed = 1 + -(-jnp.maximum(most_visible - in_newest_block, 0) // slots)
+  # The slots after that of the newest token have the oldest tokens of all devices.
+  later = C - 1 - newest
+  seen = jnp.clip(most_visible - newer, 0, newest + 1)
+  seen += jnp.clip(most_visible - (devices * C - later), 0, later)
+  in_newest_block = newest % slots + 1
+  needed = 1 + -(-jnp.maximum(seen - in_newest_block, 0) // slots)
   needed = jnp.minimum(needed, blocks.in_cache)
-  scalars = jnp.stack([own.layer, own.time % C]), needed, own.visible_PG  # see `_kernel`
+  scalars = jnp.stack([own.layer, newest, newer]), needed, own.visible_PG  # see `_kernel`
   out_types = [jax.ShapeDtypeStruct((P, K, G, R, width), jnp.float32) for width in (E, 1)]
   rows = prompts * members
-  return pl.pallas_call(
+  out, log_total = pl.pallas_call(
     functools.partial(_kernel, blocks, cap),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(scalars),
@@ -175,6 +193,32 @@ def own_attention(
     name="decode_attention",
     # Scales [..., C, 1] become [..., 1, C]: a TPU would pad an axis of 1 at the end to 128.
   )(*scalars, q_PKGRE, *(x if x.shape[-1] > 1 else x.swapaxes(-1, -2) for x in arrays))
+  return (out, log_total) if devices == 1 else _joined(out, log_total)
+
+
+def _newest_here(time: jax.Array, slots: int, devices: int) -> tuple[jax.Array, jax.Array]:
+  """The slot of the newest token on this device, and how many newer ones other devices have.
+
+  Args:
+    time: int32 scalar. The newest token of all is in slot time modulo slots * devices.
+    slots: C, the slots of a device.
+    devices: How many devices split the slots of a row, one after the other.
+  """
+  if devices == 1:
+    return time % slots, jnp.int32(0)
+  newest, first = time % (slots * devices), jax.lax.axis_index(_AXIS) * slots
+  is_here = (newest >= first) & (newest < first + slots)
+  last = slots - 1  # the slot of the newest token here, if newer ones are on the next devices
+  newer = (newest - (first + last)) % (slots * devices)
+  return jnp.where(is_here, newest - first, last), jnp.where(is_here, 0, newer)
+
+
+def _joined(out: jax.Array, log_total: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Softmax attention over the tokens of all devices, from that over each device's own."""
+  largest = jax.lax.pmax(log_total, _AXIS)
+  weight = jnp.exp(log_total - largest)
+  summed, total = jax.lax.psum((out * weight, weight), _AXIS)
+  return summed / total, largest + jnp.log(total)
 
 
 def _by_row(blocks: _Blocks, x: Any) -> pl.BlockSpec:
@@ -212,8 +256,9 @@ def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
   The last block also writes the outputs, and the logs of the softmax sums, with which the caller
   adds the tokens of the prompt. Scores become cap * tanh(score / cap); a `cap` of 0 means no cap.
   """
-  # `at` holds the layer and the slot of the newest token, `needed` how many blocks the rows read,
-  # and `visible` how many tokens each row sees, counted back from the newest one.
+  # `at` holds the layer, the slot of the newest token here, and how many newer tokens other devices
+  # have; `needed` how many blocks the rows read, and `visible` how many tokens each row sees,
+  # counted back from the newest one of all.
   at, needed, visible, q_ref, *own_refs, out_ref, norm_ref, max_ref, sum_ref, values_ref = refs
   p, _, g, back = (pl.program_id(axis) for axis in range(4))
   # (prompt, member) of each of the rows that are read together.
@@ -230,7 +275,8 @@ def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
     first = blocks.number(at[1], back) * blocks.slots
     slots_1B = first + jax.lax.broadcasted_iota(jnp.int32, (1, blocks.slots), 1)
     age_1B = at[1] - slots_1B
-    age_1B = jnp.where(age_1B < 0, age_1B + blocks.in_cache * blocks.slots, age_1B)
+    all_slots = blocks.devices * blocks.in_cache * blocks.slots
+    age_1B = at[2] + jnp.where(age_1B < 0, age_1B + all_slots, age_1B)
     for row, (i, j) in enumerate(rows):
       own = jax.tree.unflatten(blocks.structure, [ref[0, i, 0, j] for ref in own_refs])
       sees_1B = age_1B < visible[p * blocks.prompts + i, g * blocks.members + j]
@@ -241,8 +287,9 @@ def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
   @pl.when(back == blocks.in_cache - 1)
   def end() -> None:
     for row, (i, j) in enumerate(rows):
-      out_ref[i, 0, j] = values_ref[row] / sum_ref[row]
-      norm_ref[i, 0, j] = max_ref[row] + jnp.log(sum_ref[row])
+      total = jnp.maximum(sum_ref[row], _TINY)  # a device may have none of the row's tokens
+      out_ref[i, 0, j] = values_ref[row] / total
+      norm_ref[i, 0, j] = max_ref[row] + jnp.log(total)
 
 
 def _with_block(
