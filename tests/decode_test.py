@@ -92,7 +92,7 @@ def test_it_equals_the_definition(time, dtype, cache_dtype, with_prefix, cap, si
 
 
 @pytest.mark.parametrize("dtype, cache_dtype", [("float32", ""), ("float32", "int8")])
-@pytest.mark.parametrize("devices", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_devices_that_split_the_slots_equal_the_definition(devices, dtype, cache_dtype):
   """The newest token is on each of them in turn. Rows see some of its tokens, or all, or none."""
   q, own, prefix = arrays(dtype, cache_dtype, slots=2 * C)
@@ -100,7 +100,7 @@ def test_devices_that_split_the_slots_equal_the_definition(devices, dtype, cache
   config = small_model()
   mesh = sampling_mesh(make_mesh(Mesh(data=devices), jax.devices()[:devices]), 1, devices)
   config = dataclasses.replace(config, **sharding.model_shardings(config, mesh))
-  for time in (0, 127, 128, 300, 511, 767, 768 + 255, 768 + 256):
+  for time in (0, 127, 128, 300, 383, 384, 767, 768 + 450):
     for visible in ([1, 2, 127, 128, 129, 300, 2 * C], [5, 640, 641, 767, 766, 512, 513]):
       visible_PG = jnp.asarray(np.resize(visible, (P, G)), jnp.int32)
       tokens = decode.OwnTokens(own, jnp.int32(LAYER), jnp.int32(time), visible_PG)

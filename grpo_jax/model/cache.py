@@ -378,7 +378,7 @@ def roll_rows(cache: Cache, by_PG: jax.Array, shards: int = 1) -> Cache:
 
   def slots_before(whole: jax.Array) -> jax.Array:
     """The `cache.rewind` slots [..., rewind, E] before those of this device, oldest first."""
-    C, left, parts = whole.shape[-2], cache.rewind, []
+    C, left, parts = whole.shape[-2], cache.rewind, list[jax.Array]()
     for distance in range(1, -(-left // C) + 1):
       count = min(C, left)
       newest = jax.lax.slice_in_dim(whole, C - count, C, axis=-2)
