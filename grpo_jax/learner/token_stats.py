@@ -9,7 +9,7 @@ from flax import struct
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from grpo_jax import masked, model
 from grpo_jax.algo import kl
@@ -103,11 +103,15 @@ def token_stats(
   temperature_B: jax.Array,
   options: StatsOptions,
 ) -> Stats:
-  """Statistics of rows of tokens, computed in chunks.
+  """Statistics of rows of tokens, computed in chunks on the devices that hold them.
 
   A device holds the logits of about `logprob_chunk` tokens at a time, in the backward pass too, but
-  at least those of one position in all its rows. Chunks are slices of T, so that rows stay on their
-  devices. The backward pass recomputes the logits of each chunk, unless there is only one chunk.
+  at least those of one position in all its rows. The backward pass recomputes the logits of each
+  chunk, unless there is only one chunk.
+
+  Each device first gets the whole head, or its share if the axis `tensor` splits the vocabulary.
+  Its gradient is summed over devices at the end. Without a shard_map, XLA would gather the head and
+  sum its gradient for each chunk (experiments/LOG.md, 2026-11-29).
 
   Args:
     params: All parameters of the policy.
@@ -116,12 +120,42 @@ def token_stats(
     temperature_B: float32, the sampling temperature of each row.
     options: Which statistics to compute, and how.
   """
+  shape = options.model
+  heads = _head(params), None if reference is None else _head(reference)
+  stats = functools.partial(_stats_here, options=options)
+  if shape.on_one_device:
+    return stats(*heads, inputs, temperature_B)
+  mesh, by_token = shape.rows.mesh, shape.rows.spec
+  # XLA splits what is left by `tensor`, if there is anything to split.
+  axes = {axis for axis in mesh.axis_names if axis != "tensor" or mesh.shape[axis] == 1}
+  on_devices = jax.shard_map(
+    stats,
+    mesh=mesh,
+    in_specs=(PartitionSpec(), PartitionSpec(), by_token, PartitionSpec(by_token[0])),
+    out_specs=by_token,
+    axis_names=axes,
+    check_vma=False,
+  )
+  return on_devices(*heads, inputs, temperature_B)
+
+
+def _head(params: model.Params) -> model.Params:
+  """The parameters that `model.unembed` reads."""
+  return {name: params[name] for name in ("embed", "head") if name in params}
+
+
+def _stats_here(
+  params: model.Params,
+  reference: model.Params | None,
+  inputs: TokenInputs,
+  temperature_B: jax.Array,
+  options: StatsOptions,
+) -> Stats:
+  """`token_stats` of a device's own tokens. Of the parameters, only the head is given."""
   B, T = inputs.tokens_BT.shape
   shape = options.model
   chunk = options.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
-  shards = shape.context  # the devices that share the tokens of a row
-  # All devices together compute chunk * row_shards * shards tokens at once, in B rows.
-  positions_per_chunk = max(1, chunk * shape.row_shards * shards // B)
+  positions_per_chunk = max(1, chunk // B)
   chunks = -(-T // positions_per_chunk)
   width = -(-T // chunks)
   if chunks == 1:
@@ -129,16 +163,11 @@ def token_stats(
 
   def split(x: jax.Array) -> jax.Array:
     """[B, T, ...] -> [chunks, B, width, ...]"""
-    if shards > 1:
-      return _split_on_each(x, chunks, shape)
     padding = [(0, 0), (0, chunks * width - T)] + [(0, 0)] * (x.ndim - 2)
     return jnp.moveaxis(jnp.pad(x, padding).reshape(B, chunks, width, *x.shape[2:]), 1, 0)
 
   def join(x: jax.Array) -> jax.Array:
     """[chunks, B, width] -> [B, T], the inverse of `split`."""
-    if shards > 1:
-      by_device = jnp.moveaxis(x.reshape(chunks, B, shards, -1), 0, 2)
-      return by_device.reshape(B, shards, -1)[:, :, : T // shards].reshape(B, T)
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
 
   # Maxima and sums are saved, so that the backward pass reads the logits only once.
@@ -149,22 +178,6 @@ def token_stats(
     return _stats_of_chunk(params, reference, chunk, temperature_B, options)
 
   return jax.tree.map(join, jax.lax.map(chunk_stats, jax.tree.map(split, inputs)))
-
-
-def _split_on_each(x: jax.Array, chunks: int, config: model.ModelConfig) -> jax.Array:
-  """[B, T, ...] -> [chunks, B, width, ...], where a chunk has equally many tokens of each device.
-
-  A slice of T would have only tokens of a few devices, while the others would wait.
-  """
-  (B, T, *rest), shards = x.shape, config.context
-  on_device = T // shards
-  width = -(-on_device // chunks)
-  padding = [(0, 0), (0, 0), (0, chunks * width - on_device)] + [(0, 0)] * len(rest)
-  padded = jnp.pad(x.reshape(B, shards, on_device, *rest), padding)
-  by_chunk = jnp.moveaxis(padded.reshape(B, shards, chunks, width, *rest), 2, 0)
-  places = NamedSharding(config.rows.mesh, PartitionSpec(None, *config.rows.spec))
-  by_chunk = by_chunk.reshape(chunks, B, shards * width, *rest)
-  return jax.lax.with_sharding_constraint(by_chunk, places)
 
 
 def default_chunk(vocabulary: int, platform: str) -> int:
