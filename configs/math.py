@@ -4,11 +4,11 @@ Command:  pip install -e '.[math]'
           python -m grpo_jax.train --config=configs/math.py \
             --config.model.path=Qwen/Qwen2.5-7B-Instruct --config.data.path=FOLDER --workdir=DIR
 Hardware: 16 chips, TPU v5p (v5p:2x2x4) or v6e (v6e:4x4). Not run on them yet.
-Memory:   by plan, 62.88 GB of the 102.80 GB that programs can use on a v5p, in the update, whose
+Memory:   by plan, 65.06 GB of the 102.80 GB that programs can use on a v5p, in the update, whose
           layers keep their products. While sampling, four chips share the weights, and each needs
           18.50 GB. On a v6e an earlier version needed 30.80 of 33.55 GB.
 Limit:    by plan, sampling is bound by the memory's speed and the update by computation on
-          v5p:2x2x4. A step takes at least 24.6 s there.
+          v5p:2x2x4. A step takes at least 24.5 s there.
           python -m grpo_jax.plan --config=configs/math.py --config.model.path=FOLDER
           --config.data.path=FOLDER --topology=v5p:2x2x4
 Time:     not measured: no run on a pod has been made yet. Not less than the limit.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 from pathlib import Path
 import re
@@ -17,6 +18,7 @@ import small_batch
 from small_run import small_config, with_reward, with_section
 
 from grpo_jax import learner, model
+from grpo_jax.around.planning.cost.count import count
 from grpo_jax.config import Learner, Mesh
 from grpo_jax.model.attention import chunked, context, ring
 from grpo_jax.model.attention.context import EXCHANGES, SplitAttention, cheapest
@@ -399,17 +401,55 @@ def test_each_device_of_a_ring_computes_equally_many_pairs_of_pieces(devices):
 # --- Memory ---
 
 
-def compiled_update(config, mesh, tokens):
-  """The compiled gradient of the log-probs of a prompt with two completions."""
+@pytest.mark.parametrize(
+  "tied, axes",
+  [
+    (False, dict(data=2, fsdp=2, tensor=2)),
+    *(
+      pytest.param(tied, axes, marks=pytest.mark.slow)
+      for tied, axes in itertools.product(
+        (True, False),
+        (dict(data=4), dict(fsdp=4, tensor=2), dict(fsdp=2, expert=2), dict(tensor=2)),
+      )
+    ),
+  ],
+  ids=str,
+)
+def test_devices_with_rows_of_their_own_give_the_numbers_of_one(tied, axes):
+  """Logits in chunks, of a vocabulary of 32 that `tensor` splits."""
+  config = dataclasses.replace(CONFIG, tie_embeddings=tied, vocab_size=32)
+  assert_same(config, make_batch(slots=14), mesh_of(**axes), chunk=2)
+
+
+@pytest.mark.parametrize(
+  "axes", [dict(fsdp=4), slow(dict(data=4)), slow(dict(fsdp=2, context=2))], ids=str
+)
+def test_the_head_travels_once_however_many_chunks_of_tokens_there_are(axes):
+  """And its gradient. Each of 36 chunks gathered it, and summed its gradient over devices."""
+  config = dataclasses.replace(CONFIG, tie_embeddings=False, vocab_size=400)
+  prompts = [[9, 9, 9]] * 4
+  sent = {
+    chunk: count(
+      compiled_update(config, mesh_of(**axes), T, prompts, chunk).as_text()
+    ).whole.link_bytes
+    for chunk in (1, 1000)
+  }
+  head = 4 * config.vocab_size * config.embed_dim
+  assert head < sent[1000] and abs(sent[1] - sent[1000]) < 0.1 * head
+
+
+def compiled_update(config, mesh, tokens, lengths_PG=None, chunk=64):
+  """The compiled gradient of the log-probs of a prompt with two completions, or of others."""
   params = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
   places = sharding.param_specs(params, mesh)
 
   def at(x, place):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-  batch = jax.eval_shape(lambda: make_batch([[tokens, tokens]], tokens=tokens, slots=tokens))
+  lengths_PG = lengths_PG or [[tokens, tokens]]
+  batch = jax.eval_shape(lambda: make_batch(lengths_PG, tokens=tokens, slots=tokens))
   batch = jax.tree.map(lambda x: at(x, sharding.batch_sharding(mesh)), batch)
-  options = learner.StatsOptions(on_mesh(config, mesh), Learner(logprob_chunk=64, remat=True))
+  options = learner.StatsOptions(on_mesh(config, mesh), Learner(logprob_chunk=chunk, remat=True))
 
   def loss(params, batch):
     return learner.batch_stats(params, None, batch, options).logprobs_PGT.sum()

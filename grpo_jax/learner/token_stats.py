@@ -123,7 +123,7 @@ def token_stats(
   shape = options.model
   heads = _head(params), None if reference is None else _head(reference)
   stats = functools.partial(_stats_here, options=options)
-  if shape.on_one_device:
+  if shape.row_shards * shape.context == 1:  # a device has all tokens
     return stats(*heads, inputs, temperature_B)
   mesh, by_token = shape.rows.mesh, shape.rows.spec
   # XLA splits what is left by `tensor`, if there is anything to split.

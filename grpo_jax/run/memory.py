@@ -18,6 +18,7 @@ from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
+from grpo_jax.parallel.mesh import CONTEXT
 from grpo_jax.sampler.filters import changes_draws
 from grpo_jax.sampler.programs import most_rewound
 from grpo_jax.sampler.sampling import longest_chunk, sizes_up_to
@@ -295,13 +296,26 @@ def activation_bytes(
   copies = _CHUNK_COPIES_ON_CPU if shape.platform == "cpu" else _CHUNK_COPIES
   per_token = copies * shape.vocab_size * 4 / split
   tokens = config.rows_per_prompt * config.sampling.max_tokens // shape.context
+  gathered = _gathered_head_bytes(config, shape, params)
 
   def needed(prompts: int) -> float:
     # A chunk has at least one token of each prompt, and at most all tokens.
     in_chunk = min(max(chunk, prompts), prompts * tokens)
-    return prompts * per_prompt + in_chunk * per_token
+    return prompts * per_prompt + in_chunk * per_token + gathered
 
   return needed
+
+
+def _gathered_head_bytes(config: Config, shape: model.ModelConfig, params: Any) -> float:
+  """The bytes of the head on a device that has gathered it, and of its gradient, if it is trained.
+
+  What the device holds of them all the time is not counted (see `learner.token_stats`).
+  """
+  mesh = shape.rows.mesh
+  parts = mesh.shape["fsdp"] * mesh.shape.get(CONTEXT, 1)
+  head = params["head"]["kernel"] if "head" in params else params["embed"]["embedding"]
+  item = head.dtype.itemsize + (0 if config.lora.rank else 4)  # gradients are float32
+  return (1 - 1 / parts) * item * head.size / mesh.shape["tensor"]
 
 
 def _kept_bytes(
