@@ -60,7 +60,7 @@ TIMED = model.ModelConfig(
 def without_rings() -> Iterator[None]:
   """Layers with a window have a slot for every token of prompts and completions."""
   every_slot = mock.patch.object(model_cache, "ring_slots", lambda _, __, slots, ___: slots)
-  whole_prompts = mock.patch.object(model, "within_windows", lambda _, prefix: prefix)
+  whole_prompts = mock.patch.object(model, "within_windows", lambda _, prefix, __: prefix)
   with every_slot, whole_prompts:
     yield
 

@@ -23,6 +23,7 @@ from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, is_loopback, is_text, path_of
 
 if TYPE_CHECKING:  # --help and mistakes in flags need no jax, so it is imported where it is used
+  from grpo_jax.config import Config
   from grpo_jax.evaluation.policy import Policy
   from grpo_jax.run.run import Run
   from grpo_jax.serving.engine import Engine
@@ -47,8 +48,7 @@ def main(argv: list[str]) -> None:
     package = "the package aiohttp: pip install -e '.[serve]'"
     raise ConfigError(f"grpo_jax.serve needs {package}") from None
   key = _key()
-  # The endpoint moves the tokens of a row by any number of slots, which must be on one device.
-  policy = cli.open_policy(lambda config: config.replace({"sampling.context": 1}))
+  policy = cli.open_policy(_with_whole_caches)
   run, name = policy.run, values.model_name or _name_of(policy)
   engine, image_reader = make_engine(policy), reader_of(run)
   del policy  # the engine has its own copy of the weights
@@ -75,6 +75,14 @@ def main(argv: list[str]) -> None:
     raise engine.failure
   if stopped_by == signal.SIGINT:
     raise KeyboardInterrupt  # exit code 130, as from any command. SIGTERM ends with 0
+
+
+def _with_whole_caches(config: "Config") -> "Config":
+  """Sets sampling.context to 1: the endpoint's cache grows, so its slots are not split."""
+  if config.sampling.context > 1:
+    given = config.sampling.context
+    print(f"sampling.context={given} is not used: each device has all slots of its rows")
+  return config.replace({"sampling.context": 1})
 
 
 def make_engine(policy: "Policy") -> "Engine":

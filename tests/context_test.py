@@ -92,7 +92,7 @@ def assert_same(config, batch, mesh, chunk=16, params=None, bound=1e-5, **option
     jax.device_put(params, places), jax.device_put(batch, sharding.batch_sharding(mesh)), options
   )
   (split_loss, split_stats), split_grads = split
-  np.testing.assert_allclose(split_loss, loss, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(split_loss, loss, rtol=1e-5, atol=bound)
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
     split_stats.routing,
@@ -231,8 +231,9 @@ GOLDEN = Path(__file__).parent / "golden" / "families"
 @pytest.mark.parametrize("family", sorted(x.name for x in GOLDEN.iterdir()))
 def test_families_give_the_numbers_of_one_device(family):
   config, params = model.load(GOLDEN / family)
-  # One unit in the last place of each weight moves a log-prob of this checkpoint by up to 1e-4.
-  bound = 1e-4 if family == "qwen3_5_moe" else 1e-5
+  # One unit in the last place of each weight moves a log-prob of qwen3_5_moe by up to 1e-4, and the
+  # sum of gemma3's by 8e-5.
+  bound = 1e-4 if family in ("qwen3_5_moe", "gemma3") else 1e-5
   assert_same(config, make_batch(slots=14), mesh_of(context=2), params=params, bound=bound)
 
 

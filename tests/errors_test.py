@@ -82,6 +82,7 @@ def contents(folder):
     (dict(sampling__tensor=3), ["sampling.tensor is 3", "divide the 8 devices"]),
     (dict(sampling__context=0), ["sampling.context is 0", "at least 1"]),
     (dict(sampling__context=3), ["sampling.context is 3", "divide the 8 devices"]),
+    (dict(sampling__context=16, mesh__fsdp=2), ["sampling.context is 16", "divide the 8 devices"]),
     (
       dict(sampling__context=2, environment__harness="h.py:play"),
       ["sampling.context is 2", "environment.harness is 'h.py:play'", "set 1"],

@@ -638,9 +638,10 @@ def test_a_chunk_writes_its_tokens_in_place(grid, heads):
 @pytest.mark.slow
 def test_devices_share_the_memory_of_a_cache_whose_slots_they_split():
   """While a chunk is decoded, while rows resume, and while prompts are computed for a flight."""
-  bytes_of = {}
+  bytes_of, begun_bytes = {}, {}
+  shape = dict(num_kv_heads=1, head_dim=32, num_layers=4, attention="chunked")
   for devices in (1, 2, 4, 8):
-    config, params = on((1, 1, 1, 1, devices), *tiny(num_kv_heads=1, head_dim=32, num_layers=4))
+    config, params = on((1, 1, 1, 1, devices), *tiny(**shape))
     programs, slots = Sampler(config, Decoding(max_tokens=16384)).programs, 16384
     grid, number = Grid(2, 2), jax.ShapeDtypeStruct((), "int32")
 
@@ -652,6 +653,10 @@ def test_devices_share_the_memory_of_a_cache_whose_slots_they_split():
     new = NewRows(rows("bool"), rows("uint32", 2), rows("int32"), settings)
     resumed = Resumed(*[rows("int32")] * 3, rows("int32", slots), rows("int32"))
     prompt = Prompts(rows("int32", 16, count=1), rows("int32", count=1))
+    both = Prompts(rows("int32", 4096, count=2), rows("int32", count=2))
+    begun = programs.begin.jitted.lower(grid, slots, params, both, None, settings).compile()
+    memory = begun.memory_analysis()
+    begun_bytes[devices] = memory.temp_size_in_bytes + memory.output_size_in_bytes
     lowered = (
       programs.chunk.lower(params, flight, new, rows("bool"), Chunk(number, number)),
       programs.resume.lower(flight, resumed._replace(is_resumed_R=rows("bool"))),
@@ -662,6 +667,9 @@ def test_devices_share_the_memory_of_a_cache_whose_slots_they_split():
   for devices in (2, 4, 8):
     for one, split in zip(bytes_of[1], bytes_of[devices], strict=True):
       assert split < 1.1 * one / devices
+  # While prompts are computed, a device has all of their activations, but not all layers' keys.
+  of_all_layers = 2 * 4 * 4 * (2 * 4096 + 4 * 16384) * 32  # keys and values of prompts and rows
+  assert begun_bytes[4] < begun_bytes[1] - 0.7 * of_all_layers
 
 
 @pytest.mark.slow

@@ -766,6 +766,10 @@ def test_a_run_of_other_devices_is_loaded_on_these():
     sampling = dataclasses.replace(small.sampling, tensor=2, context=context)
     found = _on_this_machine(dataclasses.replace(small, mesh=Mesh(data=-1), sampling=sampling))
     assert (found.sampling.context, found.sampling.tensor) == (there, 2 if there > 1 else 0)
+  for mesh, there in ((Mesh(expert=2), 4), (Mesh(tensor=4), 1), (Mesh(data=4, tensor=-1), 4)):
+    sampling = dataclasses.replace(small.sampling, tensor=0, context=4)
+    found = _on_this_machine(dataclasses.replace(small, mesh=mesh, sampling=sampling))
+    assert found.sampling.context == there
   rollout = dataclasses.replace(small.rollout, weights="newest", replay="run", max_staleness=1)
   mesh = Mesh(data=2, fsdp=2, sampler=4)
   found = _on_this_machine(dataclasses.replace(small, mesh=mesh, rollout=rollout))

@@ -184,6 +184,22 @@ def test_texts_that_are_split_give_the_numbers_of_one_device(mesh, alone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  "mesh, sampling",
+  [
+    ((1, 4, 2), dict(context=2)),
+    ((4, 2, 1), dict(context=4, tensor=2)),
+    ((1, 2, 2, 1, 2), dict(context=4)),
+  ],
+  ids=str,
+)
+def test_caches_that_are_split_give_the_numbers_of_one_device(mesh, sampling, alone):
+  run = make_run(mesh, sampling=FEW_TOKENS | sampling)
+  assert run.parameters.sampling.mesh.shape["slots"] == sampling["context"]
+  assert_same_numbers(train_steps(run), alone)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", EIGHT, ids=str)
 def test_idle_groups_are_left_out_on_every_mesh(mesh):
   """Nine of 16 groups are idle, so one of the two micro-batches is not computed."""

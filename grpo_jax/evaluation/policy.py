@@ -424,7 +424,11 @@ def _on_this_machine(config: Config) -> Config:
   product = math.prod(size for size in sizes if size != -1)  # -1 takes the remaining devices
   devices = jax.device_count()
   fits = devices % product == 0 if -1 in sizes else devices == product
-  if fits and devices % ((config.sampling.tensor or 1) * config.sampling.context) == 0:
+  expert, tensor = (
+    size if size != -1 else devices // product for size in (mesh.expert, mesh.tensor)
+  )
+  share_a_row = expert * (config.sampling.tensor or tensor) * config.sampling.context
+  if fits and devices % share_a_row == 0:
     return config
   sampling = dataclasses.replace(config.sampling, tensor=0, context=1)
   return dataclasses.replace(config, mesh=config.mesh if fits else Mesh(data=-1), sampling=sampling)

@@ -140,8 +140,9 @@ def token_stats(
 
 
 def _head(params: model.Params) -> model.Params:
-  """The parameters that `model.unembed` reads."""
-  return {name: params[name] for name in ("embed", "head") if name in params}
+  """The parameters that `model.unembed` reads: the embedding if there is no other head."""
+  name = "head" if "head" in params else "embed"
+  return {name: params[name]}
 
 
 def _stats_here(

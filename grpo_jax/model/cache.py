@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.attention import decode_choice
 from grpo_jax.model.attention.softmax import Int8
-from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.config import SLOTS_AXIS, ModelConfig
 from grpo_jax.model.stacks import stacks
 
 PerStack = dict[str, Any]  # one array for each stack of layers, or one `Int8`
@@ -375,6 +375,10 @@ def roll_rows(cache: Cache, by_PG: jax.Array, shards: int = 1) -> Cache:
       slots before its own from the devices before it.
   """
   P, G = by_PG.shape
+  if cache.rewind == 0:  # no row has a slot to move over
+    return cache
+  if shards > 1 and cache.rewind is None:
+    raise ValueError("tokens move by any number of slots only where a device has all of them")
 
   def slots_before(whole: jax.Array) -> jax.Array:
     """The `cache.rewind` slots [..., rewind, E] before those of this device, oldest first."""
@@ -383,14 +387,14 @@ def roll_rows(cache: Cache, by_PG: jax.Array, shards: int = 1) -> Cache:
       count = min(C, left)
       newest = jax.lax.slice_in_dim(whole, C - count, C, axis=-2)
       to_next = [(place, (place + distance) % shards) for place in range(shards)]
-      parts.insert(0, jax.lax.ppermute(newest, "slots", to_next))
+      parts.insert(0, jax.lax.ppermute(newest, SLOTS_AXIS, to_next))
       left -= count
     return jnp.concatenate(parts, -2)
 
   def rolled(stack: jax.Array) -> jax.Array:
     whole = with_axes(stack, cache.axes)
     C = whole.shape[-2]
-    if shards > 1 and cache.rewind:
+    if shards > 1:
       from_PGC = cache.rewind + jnp.arange(C) - by_PG[..., None]
       whole = jnp.concatenate([slots_before(whole), whole], -2)
     else:

@@ -9,6 +9,8 @@ import jax
 from grpo_jax.model.rope import RopeScaling
 from grpo_jax.model.vision_shape import VisionShape
 
+SLOTS_AXIS = "slots"  # the mesh axis that splits the slots of a cache, in meshes that have it
+
 
 @dataclasses.dataclass(frozen=True)
 class AdapterShape:
@@ -332,11 +334,11 @@ class ModelConfig:
   @property
   def slot_shards(self) -> int:
     """The number of devices over which the slots of each row's cache are split."""
-    return 1 if self.rows is None else self.rows.mesh.shape.get("slots", 1)
+    return 1 if self.rows is None else self.rows.mesh.shape.get(SLOTS_AXIS, 1)
 
   def slots_axis(self, slots: int) -> str | None:
     """The mesh axis over which this number of slots of a cache is split, or None."""
-    return "slots" if self.slot_shards > 1 and slots % self.slot_shards == 0 else None
+    return SLOTS_AXIS if self.slot_shards > 1 and slots % self.slot_shards == 0 else None
 
   def axis_of(self, heads: int) -> str | None:
     """The mesh axis over which this number of heads is split, or None if heads are not split."""

@@ -7,11 +7,11 @@ import jax
 from jax.sharding import AxisType
 
 from grpo_jax.config import Mesh
+from grpo_jax.model.config import SLOTS_AXIS
 from grpo_jax.settings import ConfigError
 
 AXES = ("data", "fsdp", "expert", "tensor")
 CONTEXT = "context"  # the axis that splits the tokens of a text. Only meshes that use it have it.
-SLOTS = "slots"  # the axis that splits the slots of the KV cache, in meshes of samplers that use it
 
 
 def sizes_of(mesh: jax.sharding.Mesh) -> str:
@@ -97,7 +97,7 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int, context: int = 1) -> jax
     )
   if context > 1:
     devices = mesh.devices.reshape(-1, 1, context, experts, tensor)
-    axes = (*AXES[:2], SLOTS, *AXES[2:])
+    axes = (*AXES[:2], SLOTS_AXIS, *AXES[2:])
     return jax.sharding.Mesh(devices, axes, axis_types=_auto(axes))
   if mesh.shape["fsdp"] == 1 and tensor == old and CONTEXT not in mesh.shape:
     return mesh

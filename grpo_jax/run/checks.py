@@ -70,8 +70,8 @@ def check_config(config: Config) -> None:
     sampling.context == 1 or not environment.harness,
     "sampling.context",
     sampling.context,
-    f"environment.harness is {environment.harness!r}, whose endpoint keeps a row's cache on one"
-    " device; set 1",
+    f"environment.harness is {environment.harness!r}, whose endpoint does not split the slots"
+    " of a row; set 1",
   )
   _check_branches(config)
   _check_rollout(config)

@@ -48,11 +48,15 @@ def sampling_tensor(
     mesh: The mesh of the run, or of the devices that only sample.
     memory: The memory of a device in bytes, or None if unknown.
     chip: The peak rates of a device, or None if unknown: then speed is ignored.
+
+  Raises:
+    ConfigError: sampling.context does not divide the devices.
   """
   learner_tensor = mesh.shape["tensor"]
   context, slot_shards = mesh.shape.get(CONTEXT, 1), config.sampling.context
   if config.sampling.tensor or mesh.shape["fsdp"] * context == 1 or memory is None:
     return config.sampling.tensor or learner_tensor
+  sampling_mesh(mesh, learner_tensor, slot_shards)  # raises if no size is possible
   devices = mesh.size // (mesh.shape["expert"] * slot_shards)
   sizes = [
     size

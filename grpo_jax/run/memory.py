@@ -167,6 +167,8 @@ def sampler_bytes(
   # Without the decoding kernel, a TPU copies the cache to another layout.
   is_copied = shape.platform == "tpu" and model.slots_step(shape) == shape.slot_shards
   of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _OLD_SLOTS_SHARE) if is_copied else (1.0, 0.0)
+  if is_copied and shape.slot_shards > 1:  # it never grows, but the whole of it was copied (LOG.md)
+    grown = 1.0
   copies = _LOGITS_COPIES_OF_FILTERS if changes_draws(config.sampling) else _LOGITS_COPIES
   logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4  # float32
   rows = config.sampling.rows if rows is None else rows
@@ -307,15 +309,20 @@ def activation_bytes(
 
 
 def _gathered_head_bytes(config: Config, shape: model.ModelConfig, params: Any) -> float:
-  """The bytes of the head on a device that has gathered it, and of its gradient, if it is trained.
+  """The bytes of the heads that a device has gathered, and of the gradient of a trained one.
 
   What the device holds of them all the time is not counted (see `learner.token_stats`).
   """
   mesh = shape.rows.mesh
   parts = mesh.shape["fsdp"] * mesh.shape.get(CONTEXT, 1)
   head = params["head"]["kernel"] if "head" in params else params["embed"]["embedding"]
-  item = head.dtype.itemsize + (0 if config.lora.rank else 4)  # gradients are float32
-  return (1 - 1 / parts) * item * head.size / mesh.shape["tensor"]
+  item = head.dtype.itemsize
+  if not config.lora.rank:
+    item += 4  # its gradient is float32
+    if config.algo.needs_full_kl:
+      item += head.dtype.itemsize  # the reference's head
+  split = mesh.shape["tensor"] if shape.vocab_size % mesh.shape["tensor"] == 0 else 1
+  return (1 - 1 / parts) * item * head.size / split
 
 
 def _kept_bytes(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import dataclasses
+import math
 from typing import Any
 
 from flax import struct
@@ -170,7 +171,9 @@ def _with_rows_varying_fastest(x_BV: jax.Array, sharding: NamedSharding | None) 
   BRANCH] without a copy. XLA itself would let the vocabulary vary fastest, and would write all
   weights, copy them into the other layout and read them again. Few rows cost too much padding.
   """
-  shards = 1 if sharding is None else sharding.num_devices // sharding.mesh.shape["tensor"]
+  shards = 1
+  if sharding is not None:
+    shards = math.prod(sharding.mesh.shape[axis] for axis in sharding.spec[0])
   if len(x_BV) // shards < _FEWEST_FASTEST:
     return x_BV
 

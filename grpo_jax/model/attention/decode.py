@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.model.attention.decode_choice import SLOTS
 from grpo_jax.model.attention.softmax import Int8
-from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.config import SLOTS_AXIS, ModelConfig
 from grpo_jax.model.layers import einsum
 from grpo_jax.model.mixers.seen import KeysAndValues
 
@@ -27,7 +27,6 @@ _BLOCK_BYTES = 2**18  # of a row's keys in a block. With more, a v5e's kernel do
 _ROWS = 8  # the most rows whose blocks are read together
 _HIDDEN = -1e30  # a score that stands for minus infinity, without its NaNs
 _TINY = 1e-30  # below every sum of weights, the largest of which is 1
-_AXIS = "slots"  # the mesh axis that splits the slots of a row
 
 
 class OwnTokens(struct.PyTreeNode):
@@ -102,7 +101,7 @@ def attention(
   if not config.on_one_device:
     rows, heads = config.rows.spec[0], config.axis_of(q_PKGRE.shape[1])
     by_row, everywhere = PartitionSpec(rows, heads), PartitionSpec()
-    of_stacks = PartitionSpec(None, rows, heads, None, _AXIS if shards > 1 else None)
+    of_stacks = PartitionSpec(None, rows, heads, None, SLOTS_AXIS if shards > 1 else None)
     of_own: Any = OwnTokens(of_stacks, everywhere, everywhere, PartitionSpec(rows))
     kernel = jax.shard_map(
       kernel,
@@ -206,7 +205,7 @@ def _newest_here(time: jax.Array, slots: int, devices: int) -> tuple[jax.Array, 
   """
   if devices == 1:
     return time % slots, jnp.int32(0)
-  newest, first = time % (slots * devices), jax.lax.axis_index(_AXIS) * slots
+  newest, first = time % (slots * devices), jax.lax.axis_index(SLOTS_AXIS) * slots
   is_here = (newest >= first) & (newest < first + slots)
   last = slots - 1  # the slot of the newest token here, if newer ones are on the next devices
   newer = (newest - (first + last)) % (slots * devices)
@@ -215,9 +214,9 @@ def _newest_here(time: jax.Array, slots: int, devices: int) -> tuple[jax.Array, 
 
 def _joined(out: jax.Array, log_total: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Softmax attention over the tokens of all devices, from that over each device's own."""
-  largest = jax.lax.pmax(log_total, _AXIS)
+  largest = jax.lax.pmax(log_total, SLOTS_AXIS)
   weight = jnp.exp(log_total - largest)
-  summed, total = jax.lax.psum((out * weight, weight), _AXIS)
+  summed, total = jax.lax.psum((out * weight, weight), SLOTS_AXIS)
   return summed / total, largest + jnp.log(total)
 
 
