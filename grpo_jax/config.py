@@ -774,7 +774,8 @@ class Mesh:
   context: int = setting(
     1,
     "splits the tokens of each text in the update and in passes for log-probs, and parameters and"
-    " optimizer state as mesh.fsdp does. While sampling, see sampling.context",
+    " optimizer state as mesh.fsdp does. While sampling, its devices have rows of their"
+    " own, or share their cache (sampling.context)",
     before=1,
   )
   sampler: int = setting(

@@ -152,7 +152,7 @@ def _stats_here(
   temperature_B: jax.Array,
   options: StatsOptions,
 ) -> Stats:
-  """`token_stats` of a device's own tokens. Of the parameters, only the head is given."""
+  """Computes `token_stats` of a device's own tokens, from the heads of policy and reference."""
   B, T = inputs.tokens_BT.shape
   shape = options.model
   chunk = options.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
