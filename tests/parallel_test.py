@@ -19,7 +19,7 @@ from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.parallel import processes
-from grpo_jax.parallel.mesh import make_mesh, sampling_mesh
+from grpo_jax.parallel.mesh import arranged, make_mesh, sampling_mesh
 from grpo_jax.parallel.processes import initialize_distributed
 from grpo_jax.parallel.sharding import (
   batch_sharding,
@@ -189,6 +189,79 @@ def test_every_stack_has_the_rules_of_a_layer():
     assert spec == alone[name.replace("layers_1", "layers_0")], name
   shape = shapes(alternating)["layers_0"]["mlp"]["up"]["kernel"].shape
   assert shape == (2, CONFIG.embed_dim, CONFIG.mlp_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """What JAX reads of a device to arrange it."""
+
+  id: int
+  platform: str
+  slice_index: int
+  coords: tuple[int, ...] = ()
+  core_on_chip: int = 0
+  process_index: int = 0
+  device_kind: str = "a chip without a layout of its own"
+
+
+def torus(*sides: int, slices: int = 1) -> list[Chip]:
+  """The chips of slices with these sides."""
+  places = [(number, place) for number in range(slices) for place in np.ndindex(*sides)]
+  return [Chip(i, "tpu", number, place) for i, (number, place) in enumerate(places)]
+
+
+@pytest.mark.parametrize(
+  "sizes, sides",
+  [
+    ((1, 4, 1, 4), (4, 4, 1)),
+    ((1, 8, 1, 2), (4, 4, 1)),  # jax.make_mesh refuses this one, and the next two
+    ((1, 2, 8, 1, 1), (4, 4, 1)),
+    ((1, 8, 1, 8), (4, 4, 4)),
+    ((2, 8, 1, 1), (2, 2, 4)),
+  ],
+)
+def test_any_axes_fit_a_torus(sizes, sides):
+  chips = torus(*sides)
+  found = arranged(sizes, chips)
+  assert found.shape == sizes
+  assert sorted(chip.id for chip in found.flat) == list(range(len(chips)))
+
+
+@pytest.mark.parametrize("dropped", [[15], [13, 14], [0, 15], [3, 7, 11, 15]])
+def test_chips_with_holes_stay_in_order(dropped):
+  chips = [chip for chip in torus(4, 4, 1) if chip.id not in dropped]
+  found = arranged((len(chips), 1), chips)
+  assert sorted(chip.id for chip in found.flat) == [chip.id for chip in chips]
+
+
+@pytest.mark.parametrize(
+  "sizes, slices_of_first_axes",
+  [
+    ((2, 16, 1, 1), [[0] * 16, [1] * 16]),
+    ((1, 8, 1, 4), [[0] * 4 + [1] * 4]),
+    ((4, 2, 1, 4), [[0] * 2, [0] * 2, [1] * 2, [1] * 2]),
+    ((1, 1, 1, 32), [[0]]),
+  ],
+)
+def test_slices_lie_along_the_first_axes(sizes, slices_of_first_axes):
+  found = arranged(sizes, torus(4, 4, 1, slices=2))
+  assert found.shape == sizes and len({chip.id for chip in found.flat}) == 32
+  numbers = np.vectorize(lambda chip: chip.slice_index)(found)
+  assert numbers[:, :, 0, 0].tolist() == slices_of_first_axes
+  if sizes[-1] < 32:  # only an axis of all chips crosses the slices
+    assert (numbers == numbers[:, :, :1, :1]).all()
+
+
+def test_four_slices_share_two_axes():
+  found = arranged((2, 4, 1, 2), torus(2, 2, 1, slices=4))
+  numbers = np.vectorize(lambda chip: chip.slice_index)(found)
+  assert numbers[:, :, 0, 0].tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
+
+
+def test_gpus_of_two_machines_are_in_order():
+  gpus = [Chip(i, "gpu", i // 8) for i in range(16)]  # JAX calls each machine a slice
+  found = arranged((1, 16, 1, 1), gpus[8:] + gpus[:8])
+  assert [gpu.id for gpu in found.flat] == list(range(16))
 
 
 def test_the_mesh_of_the_sampler_has_the_same_devices_in_the_same_order():

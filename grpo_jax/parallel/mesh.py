@@ -4,7 +4,9 @@ from collections.abc import Sequence
 import math
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType
+import numpy as np
 
 from grpo_jax.config import Mesh
 from grpo_jax.model.config import SLOTS_AXIS
@@ -66,7 +68,7 @@ def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sh
   # The other devices are along `fsdp`, because `fitting.sampling_tensor` chooses a wider `tensor`
   # only where `fsdp` or `context` is above 1.
   sizes = (1, len(devices) // (expert * tensor), expert, tensor)
-  return jax.make_mesh(sizes, AXES, axis_types=_auto(AXES), devices=devices)
+  return _mesh_of(sizes, AXES, devices)
 
 
 def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int, context: int = 1) -> jax.sharding.Mesh:
@@ -135,10 +137,51 @@ def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
     )
   *others, context = sizes
   if context == 1:
-    return jax.make_mesh(others, AXES, axis_types=_auto(AXES), devices=devices)
+    return _mesh_of(others, AXES, devices)
   # `context` precedes `expert`, so that the sampler's mesh has the devices in the same order.
   axes, sizes = (*AXES[:2], CONTEXT, *AXES[2:]), [*others[:2], context, *others[2:]]
-  return jax.make_mesh(sizes, axes, axis_types=_auto(axes), devices=devices)
+  return _mesh_of(sizes, axes, devices)
+
+
+def _mesh_of(
+  sizes: Sequence[int], axes: Sequence[str], devices: Sequence[jax.Device]
+) -> jax.sharding.Mesh:
+  return jax.sharding.Mesh(arranged(sizes, devices), axes, axis_types=_auto(axes))
+
+
+def arranged(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+  """Arranges devices on axes of these sizes. Devices along the last axes are the best connected.
+
+  `jax.make_mesh` refuses several slices of TPUs, several machines with GPUs and, on most TPUs, axes
+  that would share an axis of the chips' torus. Here, slices are along the first axes, because the
+  network between slices is the slowest.
+
+  Args:
+    sizes: The sizes of the axes. Their product is the number of devices.
+    devices: The devices. If they are TPUs that do not fill a box, they stay in this order.
+  """
+  slices: dict[int, list[jax.Device]] = {}
+  for device in devices:
+    slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+  if devices[0].platform == "tpu" and not all(map(_fill_a_box, slices.values())):
+    return np.asarray(devices).reshape(sizes)
+  if devices[0].platform != "tpu" or len(slices) == 1:
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  between, left = [], len(slices)  # how many slices lie along each axis
+  for size in sizes:
+    between.append(math.gcd(size, left))
+    left //= between[-1]
+  inside = [size // number for size, number in zip(sizes, between)]
+  return mesh_utils.create_hybrid_device_mesh(
+    inside, between, devices, allow_split_physical_axes=True
+  )
+
+
+def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
+  """Whether the chips of TPU devices of a slice form a box without holes, which JAX can arrange."""
+  coords = np.array([device.coords for device in devices])
+  cores = len({device.core_on_chip for device in devices})
+  return len(devices) == cores * math.prod(np.ptp(coords, axis=0) + 1)
 
 
 def _auto(axes: Sequence[str]) -> tuple[AxisType, ...]:
