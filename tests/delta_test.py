@@ -136,3 +136,51 @@ def test_padding_does_not_change_the_memory():
     alone = scanned(own, EMPTY)[1] if length else EMPTY
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
       np.testing.assert_allclose(ours[row], theirs[row], atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [256, 300])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_segments_change_no_number(T, is_padded, monkeypatch):
+  """Outputs, memories and gradients of rows in segments of 128 are those of whole rows."""
+  tokens = some_tokens(T)
+  rng = np.random.default_rng(2)
+  memory = delta.Memory(
+    jnp.asarray(rng.normal(size=EMPTY.state.shape), jnp.float32),
+    jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), EMPTY.tails),
+  )
+  # The rows end in the first segment, in the last one, and at the end of a segment.
+  is_token_BT = jnp.arange(T) < jnp.array([[70], [T - 1], [128]]) if is_padded else None
+
+  def loss(weights, tokens, memory):
+    out, memory = delta.scan_tokens(weights, tokens, memory, is_token_BT)
+    if is_padded:
+      out = jnp.where(is_token_BT[..., None, None, None], out, 0)
+    sums = jax.tree.map(lambda x: jnp.sin(x).sum(), (out, memory))
+    return sum(jax.tree.leaves(sums)), (out, memory)
+
+  def computed():
+    gradient = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    return jax.jit(gradient)(tails(np.random.default_rng(9), 4), tokens, memory)
+
+  expected = computed()
+  monkeypatch.setattr(delta, "SEGMENT", 128)
+  found = computed()
+  for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=2e-5 * max(1, float(jnp.abs(theirs).max())))
+
+
+def test_the_backward_pass_keeps_little_of_a_long_row(monkeypatch):
+  tokens = jax.eval_shape(lambda: some_tokens(2048))
+
+  def kept(segment):
+    monkeypatch.setattr(delta, "SEGMENT", segment)
+
+    def backward(tokens):
+      return jax.vjp(lambda tokens: scanned.__wrapped__(tokens, EMPTY), tokens)[1]
+
+    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, tokens)))
+
+  inputs = sum(x.size for x in jax.tree.leaves(tokens))
+  # Without segments, the arrays of all chunks are kept. With them, the inputs and eight memories.
+  assert kept(2048) > 5 * inputs
+  assert kept(256) < 1.2 * inputs

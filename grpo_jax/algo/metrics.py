@@ -85,6 +85,7 @@ _MERGE = {
   "min": jnp.minimum,
   "effective": jnp.add,
 }
+_ACROSS = {jnp.add: jax.lax.psum, jnp.maximum: jax.lax.pmax, jnp.minimum: jax.lax.pmin}
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -jnp.inf, "min": jnp.inf, "effective": 0.0}
 
 
@@ -102,6 +103,16 @@ def neutral(like: Metrics) -> Metrics:
 def merge(first: Metrics, second: Metrics) -> Metrics:
   """Combines the metrics of two micro-batches of one update."""
   return {name: _merge_two(first[name], second[name]) for name in first}
+
+
+def merge_across(metrics: Metrics, axis: str) -> Metrics:
+  """Combines the metrics of the devices along an axis, within a `jax.shard_map`."""
+
+  def merged(metric: Metric) -> Metric:
+    value = _ACROSS[_MERGE[metric.reduction]](metric.value, axis)
+    return metric.replace(value=value, weight=jax.lax.psum(metric.weight, axis))
+
+  return {name: merged(metric) for name, metric in metrics.items()}
 
 
 def merge_updates(first: Metrics, second: Metrics) -> Metrics:

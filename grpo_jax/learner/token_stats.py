@@ -67,6 +67,7 @@ def batch_stats(
     batch: Prompts, completions, the loss mask and temperatures.
     options: Which statistics to compute, and how.
   """
+  options = dataclasses.replace(options, model=options.model.on_own_devices)
   P, G, T = batch.completions_PGT.shape
   targets = targets_of(batch, options.model)  # the packing of the W targets, or None for rows
 
@@ -128,15 +129,9 @@ def token_stats(
   mesh, by_token = shape.rows.mesh, shape.rows.spec
   # XLA splits what is left by `tensor`, if there is anything to split.
   axes = {axis for axis in mesh.axis_names if axis != "tensor" or mesh.shape[axis] == 1}
-  on_devices = jax.shard_map(
-    stats,
-    mesh=mesh,
-    in_specs=(PartitionSpec(), PartitionSpec(), by_token, PartitionSpec(by_token[0])),
-    out_specs=by_token,
-    axis_names=axes,
-    check_vma=False,
-  )
-  return on_devices(*heads, inputs, temperature_B)
+  in_specs = PartitionSpec(), PartitionSpec(), by_token, PartitionSpec(by_token[0])
+  stats_apart = model.on_devices(stats, mesh, in_specs, by_token, frozenset(axes))
+  return stats_apart(*heads, inputs, temperature_B)
 
 
 def _head(params: model.Params) -> model.Params:

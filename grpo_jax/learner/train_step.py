@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from flax import struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import optax
 
 from grpo_jax import masked, model
@@ -27,6 +28,8 @@ from grpo_jax.learner.packed import PackedSegment, Parts, in_parts, real_tokens
 from grpo_jax.learner.token_stats import in_micro_batches
 from grpo_jax.types import Batch, Coefficients, Routing, TrainState
 
+_DATA = "data"  # the axis of the mesh along which devices have the same parameters
+
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule:
@@ -38,12 +41,15 @@ class UpdateRule:
     micro_batch: Prompts per forward and backward pass. 0 means all. It does not change the update.
     move: (trained parameters after the optimizer's step, routing of the batch) -> the parameters,
       with changes that follow no gradient, such as those of router biases. None changes nothing.
+    mesh: The mesh of the devices. Those along `data` then sum the gradients of their own prompts,
+      and exchange the sums once. None leaves it to XLA, which exchanges those of each micro-batch.
   """
 
   objective: Objective
   optimizer: optax.GradientTransformation
   micro_batch: int = 0
   move: Callable[[Any, Routing | None], Any] | None = None
+  mesh: jax.sharding.Mesh | None = None
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, algo: Algo) -> TrainState:
@@ -155,10 +161,15 @@ def begin(coefs: Coefficients, batch: Batch, rule: UpdateRule) -> Begun:
 def no_gradients(given: Given, rule: UpdateRule) -> Sums:
   """The sums before the first micro-batch."""
   loss, report = jax.eval_shape(_loss_of(given, rule), given.params, _micro_batch(given.begun, 0))
+  return _empty(Sums(given.params, loss, report))
+
+
+def _empty(like: Sums) -> Sums:
+  """Sums over no micro-batch, with the names and shapes of others."""
   grads, loss, routing = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), (given.params, loss, report.routing)
+    lambda x: jnp.zeros(x.shape, x.dtype), (like.grads, like.loss, like.report.routing)
   )
-  return Sums(grads, loss, PartReport(metrics.neutral(report.metrics), routing))
+  return Sums(grads, loss, PartReport(metrics.neutral(like.report.metrics), routing))
 
 
 def add_gradients(
@@ -177,16 +188,16 @@ def add_gradients(
   Returns:
     `sums` with those of the segment added.
   """
-  begun = given.begun
-  loss_of, has_tokens = _loss_of(given, rule), begun.parts.needed_M >= 0
-
-  def part_sums(part: Batch) -> Sums:
-    part = part.replace(slots=segment.slots)
-    (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(given.params, part)
-    return Sums(grads, loss, report)
-
   if sums is None:
-    return part_sums(_micro_batch(begun, 0))
+    return _part_sums(given, 0, segment.slots, rule)
+  if rule.mesh is None or rule.mesh.shape[_DATA] == 1:
+    return _with_segment(given, sums, segment, rule)
+  return _with_segment_apart(given, sums, segment, rule)
+
+
+def _with_segment(given: Given, sums: Sums, segment: PackedSegment, rule: UpdateRule) -> Sums:
+  """Adds the sums of a segment's micro-batches, one after another."""
+  has_tokens = given.begun.parts.needed_M >= 0
 
   def goes_on(loop: tuple[jax.Array, Sums]) -> jax.Array:
     i, _ = loop
@@ -196,9 +207,48 @@ def add_gradients(
 
   def add(loop: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
     i, before = loop
-    return i + 1, _add_sums(before, part_sums(_micro_batch(begun, i)))
+    return i + 1, _add_sums(before, _part_sums(given, i, segment.slots, rule))
 
   return jax.lax.while_loop(goes_on, add, (jnp.int32(segment.first), sums))[1]
+
+
+def _with_segment_apart(given: Given, sums: Sums, segment: PackedSegment, rule: UpdateRule) -> Sums:
+  """`_with_segment`, but the devices along `data` add up their own sums until the segment ends.
+
+  They have the same parameters and different prompts. Without the `shard_map`, XLA would add up the
+  gradients of all devices in each micro-batch.
+  """
+
+  def own_segment(given: Given, sums: Sums, first: jax.Array, end: jax.Array) -> Sums:
+    is_first = jax.lax.axis_index(_DATA) == 0  # of the devices, the one that begins with `sums`
+    own = jax.tree.map(lambda x, y: jnp.where(is_first, x, y), sums, _empty(sums))
+    own = own.replace(report=own.report.replace(routing=sums.report.routing))  # of own prompts
+    own = _with_segment(given, own, segment._replace(first=first, end=end), rule)
+    grads, loss = jax.lax.psum((own.grads, own.loss), _DATA)
+    measured = metrics.merge_across(own.report.metrics, _DATA)
+    return Sums(grads, loss, own.report.replace(metrics=measured))
+
+  # The specs name `data` alone, because XLA splits arrays over the other axes.
+  everywhere, of_prompts = PartitionSpec(), PartitionSpec(_DATA)
+  parts = Parts(PartitionSpec(None, _DATA), everywhere, everywhere)
+  begun = Begun(parts, everywhere, everywhere)
+  of_sums = Sums(everywhere, everywhere, PartReport(everywhere, of_prompts))
+  return jax.shard_map(
+    own_segment,
+    mesh=rule.mesh,
+    in_specs=(Given(*[everywhere] * 3, begun), of_sums, everywhere, everywhere),
+    out_specs=of_sums,
+    axis_names={_DATA},
+    check_vma=False,  # the outputs of kernels do not say over which axes they vary
+  )(given, sums, jnp.int32(segment.first), jnp.int32(segment.end))
+
+
+def _part_sums(given: Given, number: jax.Array | int, slots: int, rule: UpdateRule) -> Sums:
+  """The gradient, the loss and the report of the micro-batch of this number."""
+  part = _micro_batch(given.begun, number).replace(slots=slots)
+  gradient = jax.value_and_grad(_loss_of(given, rule), has_aux=True)
+  (loss, report), grads = gradient(given.params, part)
+  return Sums(grads, loss, report)
 
 
 def finish(

@@ -65,6 +65,7 @@ from grpo_jax.model.lora import (
   rounded,
 )
 from grpo_jax.model.mlps.router import Routes
+from grpo_jax.model.on_devices import on_devices
 from grpo_jax.model.remat import OFFLOAD
 from grpo_jax.model.stacks import (
   is_stacked,
@@ -105,6 +106,7 @@ __all__ = [
   "OFFLOAD",
   "attention_of",
   "exchanges_in_words",
+  "on_devices",
   # The layout of tokens.
   "Groups",
   "Packing",

@@ -14,6 +14,7 @@ from grpo_jax.model.mixers import MIXERS
 from grpo_jax.model.mixers.seen import Attend, Recur, Seen
 from grpo_jax.model.mlps import MLPS
 from grpo_jax.model.mlps.router import Routed, Routes
+from grpo_jax.model.on_devices import constrain
 from grpo_jax.model.remat import named_input
 from grpo_jax.model.rope import Rotation
 
@@ -184,12 +185,3 @@ def _level(levels_KBSD: jax.Array, number: jax.Array) -> jax.Array:
   last = len(levels_KBSD) - 1
   level_BSD = levels_KBSD[jnp.minimum(number, last)]
   return jnp.where(number <= last, level_BSD, 0)
-
-
-def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-  """Constrains an activation to a sharding. With None, XLA chooses.
-
-  Left to choose on a mesh, XLA splits activations along D, as fsdp splits the weights, and gathers
-  all rows on every device.
-  """
-  return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)

@@ -5,7 +5,9 @@ import math
 from typing import NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from grpo_jax.model.on_devices import split_already
 from grpo_jax.model.rope import RopeScaling
 from grpo_jax.model.vision_shape import VisionShape
 
@@ -324,6 +326,16 @@ class ModelConfig:
       return 1
     mesh_shape = self.rows.mesh.shape
     return math.prod(mesh_shape[axis] for axis in self.rows.spec[0])
+
+  @property
+  def on_own_devices(self) -> "ModelConfig":
+    """The model within a `shard_map`: its axes split rows before, so they no longer do."""
+    split = split_already()
+    if self.rows is None or not split:
+      return self
+    row_axes, *rest = self.rows.spec
+    left = PartitionSpec(tuple(axis for axis in row_axes if axis not in split), *rest)
+    return dataclasses.replace(self, rows=NamedSharding(self.rows.mesh, left))
 
   @property
   def context(self) -> int:

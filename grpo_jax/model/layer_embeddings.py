@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import ACTIVATIONS, Dense, RMSNorm
+from grpo_jax.model.on_devices import constrain
 
 # Path -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
@@ -40,9 +41,7 @@ class PerLayerInputs(nn.Module):
     c = self.config
     L, N = c.num_layers, c.per_layer_dim
     table = nn.Embed(c.vocab_size, L * N, name="embed").embedding.astype(c.dtype)
-    if c.table is not None:
-      table = jax.lax.with_sharding_constraint(table, c.table)
-    looked_up = table[tokens_BT] * jnp.sqrt(N).astype(c.dtype)
+    looked_up = constrain(table, c.table)[tokens_BT] * jnp.sqrt(N).astype(c.dtype)
     projected = Dense(c, (L * N,), name="projection")(x_BTD) * c.embed_dim**-0.5
     norm = RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="norm")
     shape = *tokens_BT.shape, L, N

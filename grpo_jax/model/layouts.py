@@ -4,6 +4,8 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
+from grpo_jax.model.on_devices import on_devices
+
 
 def in_order(
   x: jax.Array, order: tuple[int, ...], rows: NamedSharding | None, spec: PartitionSpec
@@ -25,4 +27,4 @@ def in_order(
 
   if rows is None or rows.mesh.size == 1:
     return here(x)
-  return jax.shard_map(here, mesh=rows.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+  return on_devices(here, rows.mesh, spec, spec)(x)

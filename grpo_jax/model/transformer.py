@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from grpo_jax.model import cached_pass, vision
 from grpo_jax.model import rope as rope_lib
 from grpo_jax.model.attention import Groups, in_groups, recur_in_groups
-from grpo_jax.model.block import Block, LayerMemory, Shared, constrain
+from grpo_jax.model.block import Block, LayerMemory, Shared
 from grpo_jax.model.blocks import Outputs, apply_layers
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
@@ -18,6 +18,7 @@ from grpo_jax.model.layer_embeddings import PerLayerInputs
 from grpo_jax.model.layers import Head, RMSNorm, head_product
 from grpo_jax.model.mixers.seen import Seen
 from grpo_jax.model.mlps.router import Routes
+from grpo_jax.model.on_devices import constrain
 from grpo_jax.model.stacks import stacked
 from grpo_jax.types import Routing, Visual
 

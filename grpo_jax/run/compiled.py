@@ -211,7 +211,7 @@ class Programs:
     move, rate = None, self._config.learner.router_bias_rate
     if rate:
       move = functools.partial(learner.moved_biases, config=self._model, rate=rate)
-    rule = learner.UpdateRule(objective, optimizer, micro_batch, move)
+    rule = learner.UpdateRule(objective, optimizer, micro_batch, move, self._mesh)
     return learner.Update(rule, self._model.platform, self._places)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from grpo_jax.model.attention.view import AttendGroups, View
+from grpo_jax.model.on_devices import on_devices
 
 # attend(q_BTHE, k_BCKE, v_BCKE, is_token_BC, view) -> out_BTHE. A query sees its own key and the
 # earlier keys within the view's window, except those where is_token_BC is False. None excepts none.
@@ -110,12 +111,8 @@ def on_mesh(attend: AttendGroups) -> AttendGroups:
     # The view's arrays become arguments, too, because a shard_map splits only its arguments.
     view_arrays = dict(sinks_H=view.sinks_H, pictures_PS=view.pictures_PS)
     view_specs = dict(sinks_H=PartitionSpec(head_axis), pictures_PS=PartitionSpec(row_axes))
-    return jax.shard_map(
-      attend_here,
-      mesh=mesh,
-      in_specs=(heads, heads, heads, PartitionSpec(row_axes), view_specs),
-      out_specs=heads,
-      check_vma=False,  # the outputs of kernels do not say over which axes they vary
-    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view_arrays)
+    in_specs = heads, heads, heads, PartitionSpec(row_axes), view_specs
+    attend_apart = on_devices(attend_here, mesh, in_specs, heads)
+    return attend_apart(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view_arrays)
 
   return attend_on_mesh

@@ -21,6 +21,7 @@ from grpo_jax.model.attention.softmax import Int8
 from grpo_jax.model.config import SLOTS_AXIS, ModelConfig
 from grpo_jax.model.layers import einsum
 from grpo_jax.model.mixers.seen import KeysAndValues
+from grpo_jax.model.on_devices import on_devices
 
 _BLOCKS = (512, 256, SLOTS)  # slots that are read at a time
 _BLOCK_BYTES = 2**18  # of a row's keys in a block. With more, a v5e's kernel does not compile.
@@ -103,13 +104,7 @@ def attention(
     by_row, everywhere = PartitionSpec(rows, heads), PartitionSpec()
     of_stacks = PartitionSpec(None, rows, heads, None, SLOTS_AXIS if shards > 1 else None)
     of_own: Any = OwnTokens(of_stacks, everywhere, everywhere, PartitionSpec(rows))
-    kernel = jax.shard_map(
-      kernel,
-      mesh=config.rows.mesh,
-      in_specs=(by_row, of_own),
-      out_specs=by_row,
-      check_vma=False,  # the outputs of kernels do not say over which axes they vary
-    )
+    kernel = on_devices(kernel, config.rows.mesh, (by_row, of_own), by_row)
   out, log_total = kernel(q_PKGRE, own)  # over the rows' own tokens alone
   if sinks_H is not None:  # a sink adds to the sum of the softmax, but brings no value
     K, _, R, _ = q_PKGRE.shape[1:]

@@ -18,6 +18,8 @@ from grpo_jax.model.layers import Dense
 from grpo_jax.model.mixers.seen import Kept, Seen
 
 CHUNK = 64  # tokens that are computed together
+# The backward pass computes each segment of this many tokens again. A multiple of CHUNK.
+SEGMENT = 2048
 _EPSILON = 1e-6  # of the norm of queries and keys
 # The state sums what all earlier tokens wrote, so one bfloat16 product of a TPU is too inexact.
 # HIGH splits each number into two bfloat16 parts, which is enough. HIGHEST takes three parts, and
@@ -157,6 +159,9 @@ def scan_tokens(
 ) -> tuple[jax.Array, Memory]:
   """Applies the convolution and the delta rule to the tokens of rows (a `seen.Scan`).
 
+  Long rows are computed in segments. The backward pass keeps the inputs and the memory before each
+  segment, and not the many float32 arrays of every token.
+
   Args:
     weights: float32, the weights of the convolution. The newest token's are last.
     tokens: The inputs of the T tokens.
@@ -166,6 +171,32 @@ def scan_tokens(
   Returns:
     The vectors that the queries read, float32 [B, T, J, R, N], and the memory after the tokens.
   """
+  B, T = tokens.log_decay.shape[:2]
+  if T <= SEGMENT:
+    return _scan_segment(weights, tokens, memory, is_token_BT)
+  padding = -T % SEGMENT
+  if padding and is_token_BT is None:
+    is_token_BT = jnp.ones((B, T), bool)
+
+  def in_segments(x: jax.Array) -> jax.Array:
+    """[B, T, ...] -> [segments, B, SEGMENT, ...]"""
+    x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(B, -1, SEGMENT, *x.shape[2:]), 1, 0)
+
+  @jax.checkpoint
+  def segment(memory: Memory, x: tuple[Tokens, jax.Array | None]) -> tuple[Memory, jax.Array]:
+    out, memory = _scan_segment(weights, x[0], memory, x[1])
+    return memory, out
+
+  memory, out = jax.lax.scan(segment, memory, jax.tree.map(in_segments, (tokens, is_token_BT)))
+  out = jnp.moveaxis(out, 0, 1)
+  return out.reshape(B, T + padding, *out.shape[3:])[:, :T], memory
+
+
+def _scan_segment(
+  weights: Tails, tokens: Tokens, memory: Memory, is_token_BT: jax.Array | None
+) -> tuple[jax.Array, Memory]:
+  """`scan_tokens` for at most SEGMENT tokens."""
   T, (W, _, A) = tokens.log_decay.shape[1], weights.q.shape
   with_tails = jax.tree.map(
     lambda tail, x: jnp.concatenate([jnp.moveaxis(tail, 1, 2), x], axis=1),

@@ -14,6 +14,7 @@ from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import ACTIVATIONS, RMSNorm, einsum
 from grpo_jax.model.mlps.dense import MLP
 from grpo_jax.model.mlps.router import Choice, Routed, Routes, route, statistics
+from grpo_jax.model.on_devices import on_devices
 
 _LANES = 128  # of a TPU
 _MOST_INPUTS = 2048  # how many inputs of a matrix a kernel holds at a time
@@ -208,9 +209,7 @@ def _route_on_mesh(config: ModelConfig) -> Callable[..., Choice]:
     return route_here
   tokens: Any = config.rows.spec
   in_specs = tokens, PartitionSpec(), tokens
-  return jax.shard_map(
-    route_here, mesh=config.rows.mesh, in_specs=in_specs, out_specs=tokens, check_vma=False
-  )
+  return on_devices(route_here, config.rows.mesh, in_specs, tokens)
 
 
 def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
@@ -258,18 +257,14 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
       out_BTD = jax.lax.psum_scatter(out_BTD, expert_axis, tiled=True)
     return out_BTD
 
-  def on_mesh(*args: Any) -> jax.Array:
+  def mix_on_mesh(*args: Any) -> jax.Array:
     *_, weights, biases = args
-    return jax.shard_map(
-      mix_local,
-      mesh=config.rows.mesh,
-      in_specs=(rows, rows, rows, *_specs(config, weights, biases)),
-      out_specs=rows,
-      # A kernel's output does not say over which axes it varies.
-      check_vma=not isinstance(weights, InStacks),
-    )(*args)
+    in_specs = rows, rows, rows, *_specs(config, weights, biases)
+    # A kernel's output does not say over which axes it varies.
+    check_vma = not isinstance(weights, InStacks)
+    return on_devices(mix_local, config.rows.mesh, in_specs, rows, check_vma=check_vma)(*args)
 
-  return on_mesh
+  return mix_on_mesh
 
 
 def _specs(

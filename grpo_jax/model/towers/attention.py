@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import einsum
+from grpo_jax.model.on_devices import on_devices
 
 MAX_SCORES = 2**25  # the scores that exist at a time: 128 MiB in float32
 MAX_CHUNK = 512  # queries, where those of a picture do not fit at once
@@ -32,13 +33,9 @@ def attend(
   row_axes = config.rows.spec[0]
   heads = PartitionSpec(row_axes, None, config.axis_of(q_BNAE.shape[2]), None)
   # Each device attends within its own pictures and heads, so its loops exchange nothing.
-  return jax.shard_map(
-    _attend_pictures,
-    mesh=config.rows.mesh,
-    in_specs=(heads, heads, heads, PartitionSpec(row_axes, None)),
-    out_specs=heads,
-    check_vma=False,
-  )(q_BNAE, k_BNAE, v_BNAE, seen_BN)
+  in_specs = heads, heads, heads, PartitionSpec(row_axes, None)
+  attend = on_devices(_attend_pictures, config.rows.mesh, in_specs, heads)
+  return attend(q_BNAE, k_BNAE, v_BNAE, seen_BN)
 
 
 def _attend_pictures(
