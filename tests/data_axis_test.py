@@ -103,7 +103,7 @@ def updated(config, params, batch, mesh=None, split=None, micro=2):
     ("mixture", dict(data=2, expert=2)),
     slow("dense", dict(data=4)),
     slow("dense", dict(data=2, fsdp=2, tensor=2)),
-    slow("dense", dict(data=2, context=2)),
+    slow("dense", dict(data=2, fsdp=2, context=2)),
     slow("windows", dict(data=2, context=4)),
     slow("windows", dict(data=2, tensor=2)),
     slow("mixture", dict(data=2, fsdp=2)),

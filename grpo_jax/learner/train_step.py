@@ -42,7 +42,8 @@ class UpdateRule:
     move: (trained parameters after the optimizer's step, routing of the batch) -> the parameters,
       with changes that follow no gradient, such as those of router biases. None changes nothing.
     mesh: The mesh of the devices. Those along `data` then sum the gradients of their own prompts,
-      and exchange the sums once. None leaves it to XLA, which exchanges those of each micro-batch.
+      and exchange the sums once. With None, or an axis `context`, XLA exchanges the gradients of
+      each micro-batch.
   """
 
   objective: Objective
@@ -190,7 +191,9 @@ def add_gradients(
   """
   if sums is None:
     return _part_sums(given, 0, segment.slots, rule)
-  if rule.mesh is None or rule.mesh.shape[_DATA] == 1:
+  axes = {} if rule.mesh is None else rule.mesh.shape
+  # Where an axis `context` splits tokens, too, XLA aborts (jaxlib 0.10.2, in a gather of tokens).
+  if axes.get(_DATA, 1) == 1 or axes.get("context", 1) > 1:
     return _with_segment(given, sums, segment, rule)
   return _with_segment_apart(given, sums, segment, rule)
 

@@ -18,7 +18,6 @@ from grpo_jax.model.attention.ring import attend_ring, slots_of
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.mixers.seen import Recur, Scan
-from grpo_jax.model.on_devices import on_devices
 
 AXIS = "context"
 # attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view) -> out_PNHE: attention of groups
@@ -290,11 +289,13 @@ def across(attend: AttendStream, has_kernel: bool) -> AttendStream:
       return exchange.make(attend)(q, k, v, lengths_P, packing, here)
 
     tokens, rows = PartitionSpec(row_axes, AXIS, head_axis, None), PartitionSpec(row_axes)
-    in_specs = tokens, tokens, tokens, rows, rows, PartitionSpec(head_axis), rows
-    attend_apart = on_devices(attend_here, mesh, in_specs, tokens)
-    return attend_apart(
-      q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view.sinks_H, pictures_PS
-    )
+    return jax.shard_map(
+      attend_here,
+      mesh=mesh,
+      in_specs=(tokens, tokens, tokens, rows, rows, PartitionSpec(head_axis), rows),
+      out_specs=tokens,
+      check_vma=False,  # the outputs of kernels do not say over which axes they vary
+    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view.sinks_H, pictures_PS)
 
   return attend_split
 
@@ -352,9 +353,13 @@ def recur_by_heads(
       out_PN, kept = recur_of(lengths_P, packing)(scan, weights, inputs_PN, empty)
       return jax.tree.map(lambda x: jax.lax.all_to_all(x, AXIS, 1, 2, tiled=True), out_PN), kept
 
-    in_specs = heads_second, tokens, heads_first, rows, rows
-    out_specs = tokens, PartitionSpec(row_axes, head_axes)
-    out_PN, kept = on_devices(recur_here, mesh, in_specs, out_specs)(
+    out_PN, kept = jax.shard_map(
+      recur_here,
+      mesh=mesh,
+      in_specs=(heads_second, tokens, heads_first, rows, rows),
+      out_specs=(tokens, PartitionSpec(row_axes, head_axes)),
+      check_vma=False,
+    )(
       jax.tree.map(lambda x: with_more(x, 1), weights),
       jax.tree.map(lambda x: with_more(x, 2), inputs_PN),
       jax.tree.map(lambda x: with_more(x, 0), empty),
