@@ -9,15 +9,23 @@ python experiments/context_memory.py chips [--compile=reference,update]
 python experiments/context_memory.py sampling
   One group of 8 completions of 131,072 tokens of that model on eight chips of a v5p, sampled in
   bfloat16 with several sizes of sampling.tensor and sampling.context, by the same compiler.
+python experiments/context_memory.py long [--model=FOLDER]
+  The update of groups of 8 completions: 131,072 tokens of that model on 64 chips of a v5p or, with
+  the config.json of Qwen3.5-4B in FOLDER, 65,536 of that one on 16 chips of a v6e.
+python experiments/context_memory.py ring
+  A small model whose attention goes around a ring of eight chips of a v5p: which messages are on
+  their way while attention computes, by the order of instructions in the compiled update.
 python experiments/context_memory.py host
   A model of four layers on four chips of a TPU v5e, with learner.remat_policy=offload and without:
   what the update holds on a device and in the memory of the host, by the compiler of jax[tpu].
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
+import re
 import tempfile
 
 import jax
@@ -29,6 +37,7 @@ from grpo_jax.around.planning.plan import run_of
 from grpo_jax.around.planning.topologies import devices_of
 from grpo_jax.config import from_dict
 from grpo_jax.configs import default
+from grpo_jax.model.attention import context as context_lib
 from grpo_jax.model.huggingface import config_json
 from grpo_jax.parallel.chips import chip_of
 from grpo_jax.run.memory import sampler_bytes
@@ -133,6 +142,59 @@ def sampling() -> None:
         print(f"  at least, for each token: {seconds}")
 
 
+def long(model_folder: str) -> None:
+  jax.config.update("jax_platforms", "cpu")
+  topology, tokens, axes = "v5p:4x4x4", 131072, dict(fsdp=4, context=16)
+  if model_folder:
+    topology, tokens, axes = "v6e:4x4", 65536, dict(fsdp=1, context=16)
+  devices = devices_of(topology, None)
+  with contextlib.ExitStack() as stack:
+    if not model_folder:
+      model_folder = stack.enter_context(tempfile.TemporaryDirectory())
+      text = json.dumps(config_json.config_to_json(LONG_QWEN))
+      Path(model_folder, "config.json").write_text(text)
+    c = config_of(2048, tokens, prompts=16 * axes["fsdp"], group_size=8, micro_batch=axes["fsdp"])
+    c.model.update(path=model_folder, dtype="bfloat16", reference_dtype="bfloat16")
+    c.model.vision, c.sampling.dtype = "ignored", "bfloat16"
+    c.mesh.update(data=1, **axes)
+    run = run_of(from_dict(c.to_dict()), devices)
+    held, activations = (size / 1e9 for size in run.programs.estimate_of_update)
+    print(
+      f"{topology}, {axes}: {held:.1f} GB held, {activations:.1f} of activations by the estimate"
+    )
+    phase = phase_of(run, "update")
+  print(f"{phase.total / 1e9:.1f} GB in all, compiled in {phase.compile_seconds:.0f} s")
+  limits = seconds_by_limit(phase.counted.whole, chip_of(devices[0]))
+  print("at least " + ", ".join(f"{limit} {least:.1f} s" for limit, least in limits.items()))
+  print(f"a device of the {len(devices)} sends {phase.counted.whole.link_bytes / 1e9:,.0f} GB")
+
+
+def ring() -> None:
+  jax.config.update("jax_platforms", "cpu")
+  devices = devices_of("v5p:2x2x2", None)
+  context_lib.EXCHANGES = tuple(x for x in context_lib.EXCHANGES if x.name == "ring")
+  c = config_of(1024, 16384, prompts=1, group_size=4, micro_batch=1)
+  c.model.update(SMALL, embed_dim=1024, num_layers=2, head_dim=128, attention="auto")
+  c.model.dtype = "bfloat16"
+  c.mesh.update(data=1, context=8)
+  run = run_of(from_dict(c.to_dict()), devices)
+  (update,) = [program for program in programs(run) if program.name == "update"]
+  (stage,) = update.stages
+  for computation in stage.lower().compile().as_text().split("\n\n"):
+    # Attention of a turn is four conditionals, one for each pair of pieces.
+    opcode = r"%([\w.-]+) = .*? (conditional|collective-permute-start|collective-permute-done)\("
+    found = re.findall(opcode, computation)
+    at = {name: place for place, (name, _) in enumerate(found)}
+    attention = [place for place, (_, code) in enumerate(found) if code == "conditional"]
+    pairs = re.findall(r"%([\w.-]+) = [^\n]*? collective-permute-done\(%([\w.-]+)\)", computation)
+    if len(attention) < 4 or not pairs or "ENTRY" in computation.splitlines()[0]:
+      continue
+    print(f"a turn with {len(pairs)} messages")
+    for done, start in pairs:
+      beside = sum(at[start] < place < at[done] for place in attention)
+      print(f"  {start} to {done}: beside {beside} of {len(attention)} parts of attention")
+
+
 def host() -> None:
   jax.config.update("jax_platforms", "cpu")
   devices = devices_of("v5e:2x2", None)
@@ -155,13 +217,16 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("what", choices=("simulated", "chips", "sampling", "host"))
+  parser.add_argument("what", choices=("simulated", "chips", "sampling", "long", "ring", "host"))
   parser.add_argument("--compile", default="", help="with chips: reference, update")
+  parser.add_argument("--model", default="", help="with long: a folder with a config.json")
   args = parser.parse_args()
   if args.what == "chips":
     chips([*filter(None, args.compile.split(","))])
+  elif args.what == "long":
+    long(args.model)
   else:
-    {"simulated": simulated, "sampling": sampling, "host": host}[args.what]()
+    {"simulated": simulated, "sampling": sampling, "ring": ring, "host": host}[args.what]()
 
 
 if __name__ == "__main__":

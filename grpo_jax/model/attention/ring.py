@@ -253,19 +253,21 @@ def _forward(
     """Adds the keys that are here to the sums of both pieces of queries, and passes the keys on."""
     sums, moving = carry
     new_sums = []
-    of_pieces_here = [_Sums(*(x[a] for x in sums)) for a in range(2)]
-    for a, of_piece in enumerate(of_pieces_here):
+    for a, of_piece in enumerate(sums):
       for b in range(2):
         pair = _pair(ring, q, of_pieces, number, (a, b))
-        arguments = of_piece, pair, moving[0][b], moving[1][b]
+        arguments = of_piece, pair, *moving[b]
         of_piece = jax.lax.cond(
           pair.is_before, add_to_piece, lambda of_piece, *_: of_piece, *arguments
         )
       new_sums.append(of_piece)
-    return (jax.tree.map(lambda *x: jnp.stack(x), *new_sums), _passed_on(moving, ring.axis)), None
+    return (new_sums, _passed_on(moving, ring.axis)), None
 
   turns = jnp.arange(jax.lax.axis_size(ring.axis))
-  (sums, _), _ = jax.lax.scan(turn, (sums, (k, v)), turns)
+  # Both pieces are in one list and not in one array, which each turn would have to copy.
+  carry = [_Sums(*of_piece) for of_piece in zip(*sums)], list(zip(k, v))
+  (sums, _), _ = jax.lax.scan(turn, carry, turns)
+  sums = jax.tree.map(lambda *x: jnp.stack(x), *sums)
   # A slot without a token has a sum of 0.
   total = jnp.maximum(sums.total, jnp.finfo(jnp.float32).tiny)
   out = (sums.values / jnp.moveaxis(total, -1, 3)[..., None]).astype(q.dtype)
@@ -310,25 +312,29 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     return dq + added, dkv
 
   def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
-    """Adds the gradients between the queries and the keys that are here, and passes these on."""
-    dq, (k, v, dk, dv) = carry
-    dq, dkv = [dq[0], dq[1]], [(dk[0], dv[0]), (dk[1], dv[1])]
+    """Adds the gradients between the queries and the keys that are here, and passes these on.
+
+    The sums of the earlier devices arrive while this one computes, and then it adds its own.
+    """
+    dq, kv, of_earlier = (list(x) for x in carry)
+    dkv = [(of_keys, of_keys)] * 2
     for a in range(2):
       of_piece = dout[a], log_total[a], products[a]
       for b in range(2):
         pair = _pair(ring, q, of_pieces, number, (a, b))
-        arguments = dq[a], dkv[b], pair, of_piece, k[b], v[b]
+        arguments = dq[a], dkv[b], pair, of_piece, *kv[b]
         dq[a], dkv[b] = jax.lax.cond(
           pair.is_before, add_of_piece, lambda dq, dkv, *_: (dq, dkv), *arguments
         )
-    dk, dv = (jnp.stack(x) for x in zip(*dkv))
-    return (jnp.stack(dq), _passed_on((k, v, dk, dv), ring.axis)), None
+    kv, of_earlier = _passed_on((kv, of_earlier), ring.axis)
+    return (dq, kv, jax.tree.map(jnp.add, of_earlier, dkv)), None
 
-  zeros = jnp.zeros(k.shape, jnp.float32)
+  of_queries, of_keys = (jnp.zeros(x.shape[1:], jnp.float32) for x in (q, k))
   turns = jnp.arange(jax.lax.axis_size(ring.axis))
-  carry = jnp.zeros(q.shape, jnp.float32), (k, v, zeros, zeros)
-  # After as many turns as there are devices, dk and dv are back where their keys and values belong.
-  (dq, (_, _, dk, dv)), _ = jax.lax.scan(turn, carry, turns)
+  carry = [of_queries] * 2, list(zip(k, v)), [(of_keys, of_keys)] * 2
+  (dq, _, dkv), _ = jax.lax.scan(turn, carry, turns)
+  dkv = _passed_on(dkv, ring.axis)  # to the device whose keys and values they belong to
+  dq, (dk, dv) = jnp.stack(dq), (jnp.stack(x) for x in zip(*dkv))
   # A sink has the weight exp(sink - log_total) and the value 0, so only `products` is left.
   dsinks = -(jnp.exp(sinks_KR[..., None] - log_total) * products).sum((0, 1, 2, 5))
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
