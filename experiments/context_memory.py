@@ -9,7 +9,7 @@ python experiments/context_memory.py chips [--compile=reference,update]
 python experiments/context_memory.py sampling
   One group of 8 completions of 131,072 tokens of that model on eight chips of a v5p, sampled in
   bfloat16 with several sizes of sampling.tensor and sampling.context, by the same compiler.
-python experiments/context_memory.py long [--model=FOLDER]
+python experiments/context_memory.py long [--model=FOLDER] [--context=16]
   The update of groups of 8 completions: 131,072 tokens of that model on 64 chips of a v5p or, with
   the config.json of Qwen3.5-4B in FOLDER, 65,536 of that one on 16 chips of a v6e.
 python experiments/context_memory.py ring
@@ -32,6 +32,7 @@ import jax
 from ml_collections import ConfigDict
 
 from grpo_jax import model
+from grpo_jax.around.planning import cost
 from grpo_jax.around.planning.phases import Phase, compiled, seconds_by_limit
 from grpo_jax.around.planning.plan import run_of
 from grpo_jax.around.planning.topologies import devices_of
@@ -142,18 +143,17 @@ def sampling() -> None:
         print(f"  at least, for each token: {seconds}")
 
 
-def long(model_folder: str) -> None:
+def long(model_folder: str, context: int) -> None:
   jax.config.update("jax_platforms", "cpu")
-  topology, tokens, axes = "v5p:4x4x4", 131072, dict(fsdp=4, context=16)
-  if model_folder:
-    topology, tokens, axes = "v6e:4x4", 65536, dict(fsdp=1, context=16)
+  topology, tokens = ("v6e:4x4", 65536) if model_folder else ("v5p:4x4x4", 131072)
   devices = devices_of(topology, None)
+  axes = dict(fsdp=len(devices) // context, context=context)
   with contextlib.ExitStack() as stack:
     if not model_folder:
       model_folder = stack.enter_context(tempfile.TemporaryDirectory())
       text = json.dumps(config_json.config_to_json(LONG_QWEN))
       Path(model_folder, "config.json").write_text(text)
-    c = config_of(2048, tokens, prompts=16 * axes["fsdp"], group_size=8, micro_batch=axes["fsdp"])
+    c = config_of(2048, tokens, prompts=len(devices), group_size=8, micro_batch=axes["fsdp"])
     c.model.update(path=model_folder, dtype="bfloat16", reference_dtype="bfloat16")
     c.model.vision, c.sampling.dtype = "ignored", "bfloat16"
     c.mesh.update(data=1, **axes)
@@ -163,6 +163,9 @@ def long(model_folder: str) -> None:
       f"{topology}, {axes}: {held:.1f} GB held, {activations:.1f} of activations by the estimate"
     )
     phase = phase_of(run, "update")
+  if phase.counted is None:
+    print(f"does not fit: {phase.failure}")
+    return
   print(f"{phase.total / 1e9:.1f} GB in all, compiled in {phase.compile_seconds:.0f} s")
   limits = seconds_by_limit(phase.counted.whole, chip_of(devices[0]))
   print("at least " + ", ".join(f"{limit} {least:.1f} s" for limit, least in limits.items()))
@@ -180,7 +183,12 @@ def ring() -> None:
   run = run_of(from_dict(c.to_dict()), devices)
   (update,) = [program for program in programs(run) if program.name == "update"]
   (stage,) = update.stages
-  for computation in stage.lower().compile().as_text().split("\n\n"):
+  text = stage.lower().compile().as_text()
+  whole = cost.count(text).whole
+  print(
+    f"{whole.memory_bytes / 1e9:.0f} GB of traffic, {whole.link_bytes / 1e9:.3f} GB of messages"
+  )
+  for computation in text.split("\n\n"):
     # Attention of a turn is four conditionals, one for each pair of pieces.
     opcode = r"%([\w.-]+) = .*? (conditional|collective-permute-start|collective-permute-done)\("
     found = re.findall(opcode, computation)
@@ -220,11 +228,12 @@ def main() -> None:
   parser.add_argument("what", choices=("simulated", "chips", "sampling", "long", "ring", "host"))
   parser.add_argument("--compile", default="", help="with chips: reference, update")
   parser.add_argument("--model", default="", help="with long: a folder with a config.json")
+  parser.add_argument("--context", type=int, default=16, help="with long: mesh.context")
   args = parser.parse_args()
   if args.what == "chips":
     chips([*filter(None, args.compile.split(","))])
   elif args.what == "long":
-    long(args.model)
+    long(args.model, args.context)
   else:
     {"simulated": simulated, "sampling": sampling, "ring": ring, "host": host}[args.what]()
 

@@ -239,7 +239,7 @@ def _with_segment_apart(given: Given, sums: Sums, segment: PackedSegment, rule: 
   return jax.shard_map(
     own_segment,
     mesh=rule.mesh,
-    in_specs=(Given(*[everywhere] * 3, begun), of_sums, everywhere, everywhere),
+    in_specs=(Given(everywhere, everywhere, everywhere, begun), of_sums, everywhere, everywhere),
     out_specs=of_sums,
     axis_names={_DATA},
     check_vma=False,  # the outputs of kernels do not say over which axes they vary

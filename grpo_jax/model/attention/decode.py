@@ -5,6 +5,7 @@ memory layouts. This kernel reads a row's blocks of slots from the newest back t
 token, and keeps the scores on the chip.
 """
 
+from collections.abc import Callable
 import functools
 import math
 from typing import Any, NamedTuple
@@ -98,7 +99,9 @@ def attention(
   """
   cap, interpret = config.attention_cap, config.platform != "tpu"  # tests emulate the kernel
   shards = config.slot_shards
-  kernel = functools.partial(own_attention, cap=cap, interpret=interpret, devices=shards)
+  kernel: Callable[..., Any] = functools.partial(
+    own_attention, cap=cap, interpret=interpret, devices=shards
+  )
   if not config.on_one_device:
     rows, heads = config.rows.spec[0], config.axis_of(q_PKGRE.shape[1])
     by_row, everywhere = PartitionSpec(rows, heads), PartitionSpec()
