@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 import pytest
@@ -16,8 +15,10 @@ from small_run import small_config, with_section
 from grpo_jax import learner, model
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo.settings import Algo
+from grpo_jax.around.planning.cost import count
 from grpo_jax.around.planning.phases import compiled
 from grpo_jax.config import Learner, Mesh
+from grpo_jax.learner.by_slots import sizes_of, with_places
 from grpo_jax.learner.packed import PackedSegment
 from grpo_jax.learner.train_step import Given, add_gradients, begin, no_gradients
 from grpo_jax.model.config import DeltaShape
@@ -78,7 +79,7 @@ def make_batch():
   )
 
 
-def updated(config, params, batch, mesh=None, split=None, micro=2):
+def updated(config, params, batch, mesh=None, micro=2):
   """Parameters and metrics after an update on a mesh, or on one device."""
   shape = config
   if mesh is not None:
@@ -89,7 +90,7 @@ def updated(config, params, batch, mesh=None, split=None, micro=2):
     batch = jax.device_put(batch, sharding.batch_sharding(mesh))
   options = Learner(logprob_chunk=16, router_aux_coef=0.1 if config.num_experts else 0.0)
   objective = learner.grpo(shape, ALGO, options)
-  rule = learner.UpdateRule(objective, SGD, micro, mesh=mesh if split is None else split)
+  rule = learner.UpdateRule(objective, SGD, micro, mesh=mesh)
   state = learner.init_state(params, SGD, ALGO)
   step = jax.jit(functools.partial(learner.train_step, rule=rule))
   state, measured = step(state, None, None, batch)
@@ -181,17 +182,13 @@ def test_metrics_of_devices_are_merged_as_those_of_micro_batches():
 
   parts = [measured(x[i : i + 1], mask[i : i + 1]) for i in range(4)]
   wanted = metrics_lib.reduced(functools.reduce(metrics_lib.merge, parts))
-  across = jax.shard_map(
-    lambda *args: metrics_lib.merge_across(measured(*args), "data"),
-    mesh=mesh_of(data=4),
-    in_specs=PartitionSpec("data"),
-    out_specs=PartitionSpec(),
-  )
-  assert metrics_lib.reduced(across(x, mask)) == pytest.approx(wanted, rel=1e-6)
+  together = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+  found = metrics_lib.reduced(metrics_lib.merge_all(together))
+  assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_segments_add_up():
-  """The sums of a segment begin with those of earlier segments, once and not on each device."""
+  """Each device adds to its own sums of earlier segments, whose completions are packed."""
   config, batch, mesh = DENSE, make_batch(), mesh_of(data=2)
   params = small_batch.params_of(config, mean=0.1)
   objective = learner.grpo(config, ALGO, Learner(logprob_chunk=16))
@@ -203,31 +200,53 @@ def test_segments_add_up():
     given = Given(params, None, None, begun)
     sums, first = no_gradients(given, rule), 0
     for end in ends:
-      sums = add_gradients(given, sums, PackedSegment(0, first, end), rule)
+      sums = add_gradients(given, sums, PackedSegment(24, first, end), rule)
       first = end
     return sums
 
   wanted = sums_of(params, batch, None, (4,))
-  found = sums_of(params, batch, mesh, (1, 3, 4))
-  for x, y in zip(*(jax.tree.leaves((sums.grads, sums.loss)) for sums in (found, wanted))):
-    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+  found = sums_of(params, batch, mesh, (1, 4))
+  found = found.replace(
+    report=found.report.replace(metrics=metrics_lib.merge_all(found.report.metrics))
+  )
+  ours, theirs = (
+    jax.tree.leaves((found.grads, found.loss)),
+    jax.tree.leaves((wanted.grads, wanted.loss)),
+  )
+  for x, y in zip(ours, theirs, strict=True):
+    assert x.shape == (2, *y.shape)
+    np.testing.assert_allclose(x.sum(0), y, rtol=1e-4, atol=1e-5)
   ours, theirs = (metrics_lib.reduced(sums.report.metrics) for sums in (found, wanted))
   assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def sent_in_segment(run, arguments):
+  """The bytes that a device sends in the program of packed micro-batches."""
+  update = run.programs.update
+  state, base, reference, batch = arguments
+  begun = with_places(update._begin.eval_shape(state.coefs, batch, None), update._begun_places)
+  given = Given(state.params, base, reference, begun)
+  sums = with_places(update._zeros.eval_shape(given), update._sums_places)
+  lowered = update._add.lower(given, sums, 0, 4, slots=sizes_of(batch, "cpu")[0])
+  return count(lowered.compile().as_text()).whole.link_bytes
 
 
 @pytest.mark.parametrize("axes", [dict(data=4), slow(dict(data=2, fsdp=2))], ids=str)
 def test_gradients_travel_over_data_once(axes):
   """However many micro-batches there are. Along fsdp they must travel in each."""
   mesh = dict(data=1) | axes
-  sent = {}
+  sent, in_segment = {}, {}
   for micro in (4, 8):
     config = with_section(small_config(), "mesh", **mesh)
     config = with_section(config, "batch", prompts=16, micro_batch=micro)
     run = Run(with_section(config, "eval", every=0), devices=jax.devices()[:4])
     (update,) = [program for program in programs(run) if program.name == "update"]
     sent[micro] = compiled(update).counted.whole.link_bytes
+    (stage,) = update.stages
+    in_segment[micro] = sent_in_segment(run, stage.arguments)
   weights = 4 * sum(x.size for x in jax.tree.leaves(run.parameters.abstract_policy))
   if mesh.get("fsdp", 1) == 1:
     assert weights < sent[4] < 1.05 * sent[8]
+    assert max(in_segment.values()) < 0.05 * weights  # the update ends with the exchange
   else:  # weights and gradients of a half, in two more micro-batches
     assert sent[4] - sent[8] < 2.5 * weights

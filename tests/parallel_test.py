@@ -227,11 +227,18 @@ def test_any_axes_fit_a_torus(sizes, sides):
   assert sorted(chip.id for chip in found.flat) == list(range(len(chips)))
 
 
-@pytest.mark.parametrize("dropped", [[15], [13, 14], [0, 15], [3, 7, 11, 15]])
+@pytest.mark.parametrize("dropped", [[15], [13, 14], [0, 15], [20, 31]])
 def test_chips_with_holes_stay_in_order(dropped):
-  chips = [chip for chip in torus(4, 4, 1) if chip.id not in dropped]
-  found = arranged((len(chips), 1), chips)
-  assert sorted(chip.id for chip in found.flat) == [chip.id for chip in chips]
+  """Slice after slice, also where one slice has fewer chips or they are given in turn."""
+  chips = [chip for chip in torus(4, 4, 1, slices=2) if chip.id not in dropped]
+  mixed = sorted(chips, key=lambda chip: (chip.id % 16, chip.id))
+  found = arranged((len(chips), 1), mixed)
+  assert [chip.id for chip in found.flat] == [chip.id for chip in chips]
+
+
+def test_slices_of_two_sizes_stay_in_order():
+  chips = [chip for chip in torus(4, 4, 1, slices=2) if chip.id < 24]  # 4 x 4 and 2 x 4 chips
+  assert [chip.id for chip in arranged((3, 8), chips).flat] == list(range(24))
 
 
 @pytest.mark.parametrize(

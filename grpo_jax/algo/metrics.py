@@ -85,7 +85,7 @@ _MERGE = {
   "min": jnp.minimum,
   "effective": jnp.add,
 }
-_ACROSS = {jnp.add: jax.lax.psum, jnp.maximum: jax.lax.pmax, jnp.minimum: jax.lax.pmin}
+_MERGE_ALL = {jnp.add: jnp.sum, jnp.maximum: jnp.max, jnp.minimum: jnp.min}
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -jnp.inf, "min": jnp.inf, "effective": 0.0}
 
 
@@ -105,12 +105,12 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
   return {name: _merge_two(first[name], second[name]) for name in first}
 
 
-def merge_across(metrics: Metrics, axis: str) -> Metrics:
-  """Combines the metrics of the devices along an axis, within a `jax.shard_map`."""
+def merge_all(metrics: Metrics) -> Metrics:
+  """Combines metrics with a first axis, of devices that computed different prompts."""
 
   def merged(metric: Metric) -> Metric:
-    value = _ACROSS[_MERGE[metric.reduction]](metric.value, axis)
-    return metric.replace(value=value, weight=jax.lax.psum(metric.weight, axis))
+    value = _MERGE_ALL[_MERGE[metric.reduction]](metric.value, axis=0)
+    return metric.replace(value=value, weight=metric.weight.sum(0))
 
   return {name: merged(metric) for name, metric in metrics.items()}
 

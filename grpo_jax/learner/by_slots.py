@@ -179,7 +179,7 @@ class Update:
     """Prepares the programs, which are compiled later.
 
     One program begins an update, one finishes it, and for each number of slots one adds the
-    gradients of micro-batches.
+    gradients of micro-batches, or computes that of the only one.
 
     Args:
       rule: The objective, the optimizer and the size of micro-batches.
@@ -189,14 +189,16 @@ class Update:
     places = places or SlotPlaces()
     self._rule, self._platform = rule, platform
     # The shardings of the programs' outputs, as structs like the outputs. None leaves them to XLA.
-    updated = begun = sums = None
+    updated = begun = only = sums = None
     if places.state is not None:
       updated = places.state, places.everywhere
       parts = Parts(places.parts, places.everywhere, places.everywhere)
       begun = Begun(parts, places.everywhere, places.everywhere)
       # Gradients lie where their parameters lie.
-      sums = Sums(places.state.params, places.everywhere, places.everywhere)
-    self._begun_places, self._sums_places = begun, sums
+      only = sums = Sums(places.state.params, places.everywhere, places.everywhere)
+      if pieces.sums_apart(rule.mesh) > 1:
+        sums = _places_apart(places.state.params, rule.mesh)
+    self._begun_places, self._sums_places, self._only_places = begun, sums, only
     self.whole = Jitted(self._train_step, donate_argnums=0, out_shardings=updated)
     self._begin = Jitted(self._prepare_and_begin, out_shardings=begun)
     zeros = functools.partial(pieces.no_gradients, rule=rule)
@@ -207,6 +209,9 @@ class Update:
       static_argnames="slots",
       donate_argnames="sums",
       out_shardings=sums,
+    )
+    self._only = Jitted(
+      self._add_gradients, _slots_of_call, static_argnames="slots", out_shardings=only
     )
     finish = functools.partial(pieces.finish, rule=rule)
     self._finish = Jitted(finish, donate_argnums=0, out_shardings=updated)
@@ -236,13 +241,14 @@ class Update:
     begun = self._begin(state.coefs, batch, stats)
     given = Given(state.params, base, reference, begun)
     sums = None if m == P else self._zeros(given)  # one micro-batch needs no sums
+    add = self._only if m == P else self._add
     chosen = segments(np.asarray(begun.parts.needed_M), sizes)
     if sums is None and not chosen:
       # No group is left in the only micro-batch. Its gradient of 0 still moves the momentum.
       chosen = [PackedSegment(sizes[0], 0, 1)]
     computed = 0  # tokens, padding included
     for slots, first, end in chosen:
-      sums = self._add(given, sums, first, end, slots=slots)
+      sums = add(given, sums, first, end, slots=slots)
       in_group = slots or G * row_slots(T, self._platform)  # 0 slots means rows of T
       computed += (end - first) * m * (batch.prompts_PS.shape[1] + in_group)
     return self._finish(state, begun, sums, float(computed))
@@ -275,7 +281,12 @@ class Update:
     if m < P:
       self._zeros.compile_ahead(compiler, given)
     for slots in _sizes_compiled_ahead(sizes, self._platform):
-      self._add.compile_ahead(compiler, given, None if m == P else sums, 0, 1, slots=slots)
+      if m < P:
+        self._add.compile_ahead(compiler, given, sums, 0, 1, slots=slots)
+      else:
+        self._only.compile_ahead(compiler, given, None, 0, 1, slots=slots)
+        only = self._only.eval_shape(given, None, 0, 1, slots=slots)
+        sums = with_places(only, self._only_places)
     self._finish.compile_ahead(compiler, state, begun, sums, 0.0)
 
   def _train_step(
@@ -290,6 +301,13 @@ class Update:
     self, given: Given, sums: Sums | None, first: jax.Array, end: jax.Array, slots: int
   ) -> Sums:
     return pieces.add_gradients(given, sums, PackedSegment(slots, first, end), self._rule)
+
+
+def _places_apart(params: Any, mesh: Mesh) -> Sums:
+  """The shardings of sums with a first axis, of devices along `data`."""
+  of_devices = NamedSharding(mesh, PartitionSpec("data"))
+  grads = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("data", *x.spec)), params)
+  return Sums(grads, of_devices, of_devices)
 
 
 def sizes_of(batch: Batch, platform: str) -> list[int]:

@@ -67,7 +67,7 @@ def batch_stats(
     batch: Prompts, completions, the loss mask and temperatures.
     options: Which statistics to compute, and how.
   """
-  options = dataclasses.replace(options, model=options.model.on_own_devices)
+  options = dataclasses.replace(options, model=options.model.within_shard_map)
   P, G, T = batch.completions_PGT.shape
   targets = targets_of(batch, options.model)  # the packing of the W targets, or None for rows
 

@@ -26,6 +26,7 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.learner.objectives import Objective, PartReport
 from grpo_jax.learner.packed import PackedSegment, Parts, in_parts, real_tokens
 from grpo_jax.learner.token_stats import in_micro_batches
+from grpo_jax.parallel.mesh import CONTEXT
 from grpo_jax.types import Batch, Coefficients, Routing, TrainState
 
 _DATA = "data"  # the axis of the mesh along which devices have the same parameters
@@ -41,8 +42,8 @@ class UpdateRule:
     micro_batch: Prompts per forward and backward pass. 0 means all. It does not change the update.
     move: (trained parameters after the optimizer's step, routing of the batch) -> the parameters,
       with changes that follow no gradient, such as those of router biases. None changes nothing.
-    mesh: The mesh of the devices. Those along `data` then sum the gradients of their own prompts,
-      and exchange the sums once. With None, or an axis `context`, XLA exchanges the gradients of
+    mesh: The mesh of the devices. Those along `data` then add up the gradients of their own
+      prompts, and exchange the sums once (`sums_apart`). With None, XLA exchanges the gradients of
       each micro-batch.
   """
 
@@ -159,18 +160,30 @@ def begin(coefs: Coefficients, batch: Batch, rule: UpdateRule) -> Begun:
   return Begun(in_parts(rule.objective.drop(batch), rule.micro_batch), of_batch, tokens)
 
 
+def sums_apart(mesh: jax.sharding.Mesh | None) -> int:
+  """How many devices add up gradients of their own prompts, along `data`. 1 means that none does.
+
+  Beside an axis `context`, XLA aborts where they do and another axis splits prompts (jaxlib 0.10.2,
+  in a gather of tokens), so none does.
+  """
+  return 1 if mesh is None or CONTEXT in mesh.shape else mesh.shape[_DATA]
+
+
 def no_gradients(given: Given, rule: UpdateRule) -> Sums:
-  """The sums before the first micro-batch."""
+  """The sums before the first micro-batch.
+
+  If devices along `data` have their own (`sums_apart`), all but the routing has an axis of them.
+  """
   loss, report = jax.eval_shape(_loss_of(given, rule), given.params, _micro_batch(given.begun, 0))
-  return _empty(Sums(given.params, loss, report))
-
-
-def _empty(like: Sums) -> Sums:
-  """Sums over no micro-batch, with the names and shapes of others."""
   grads, loss, routing = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), (like.grads, like.loss, like.report.routing)
+    lambda x: jnp.zeros(x.shape, x.dtype), (given.params, loss, report.routing)
   )
-  return Sums(grads, loss, PartReport(metrics.neutral(like.report.metrics), routing))
+  measured, devices = metrics.neutral(report.metrics), sums_apart(rule.mesh)
+  if devices > 1:
+    grads, loss, measured = jax.tree.map(
+      lambda x: jnp.broadcast_to(x, (devices, *x.shape)), (grads, loss, measured)
+    )
+  return Sums(grads, loss, PartReport(measured, routing))
 
 
 def add_gradients(
@@ -191,9 +204,7 @@ def add_gradients(
   """
   if sums is None:
     return _part_sums(given, 0, segment.slots, rule)
-  axes = {} if rule.mesh is None else rule.mesh.shape
-  # Where an axis `context` splits tokens, too, XLA aborts (jaxlib 0.10.2, in a gather of tokens).
-  if axes.get(_DATA, 1) == 1 or axes.get("context", 1) > 1:
+  if sums_apart(rule.mesh) == 1:
     return _with_segment(given, sums, segment, rule)
   return _with_segment_apart(given, sums, segment, rule)
 
@@ -216,34 +227,45 @@ def _with_segment(given: Given, sums: Sums, segment: PackedSegment, rule: Update
 
 
 def _with_segment_apart(given: Given, sums: Sums, segment: PackedSegment, rule: UpdateRule) -> Sums:
-  """`_with_segment`, but the devices along `data` add up their own sums until the segment ends.
+  """`_with_segment`, but each device along `data` adds to its own sums.
 
-  They have the same parameters and different prompts. Without the `shard_map`, XLA would add up the
-  gradients of all devices in each micro-batch.
+  The devices have the same parameters and different prompts. Without the `shard_map`, XLA would add
+  up the gradients of all devices in each micro-batch.
   """
 
   def own_segment(given: Given, sums: Sums, first: jax.Array, end: jax.Array) -> Sums:
-    is_first = jax.lax.axis_index(_DATA) == 0  # of the devices, the one that begins with `sums`
-    own = jax.tree.map(lambda x, y: jnp.where(is_first, x, y), sums, _empty(sums))
-    own = own.replace(report=own.report.replace(routing=sums.report.routing))  # of own prompts
+    own = _map_apart(lambda x: x[0], sums)
     own = _with_segment(given, own, segment._replace(first=first, end=end), rule)
-    grads, loss = jax.lax.psum((own.grads, own.loss), _DATA)
-    measured = metrics.merge_across(own.report.metrics, _DATA)
-    return Sums(grads, loss, own.report.replace(metrics=measured))
+    return _map_apart(lambda x: x[None], own)
 
   # The specs name `data` alone, because XLA splits arrays over the other axes.
-  everywhere, of_prompts = PartitionSpec(), PartitionSpec(_DATA)
+  everywhere, own = PartitionSpec(), PartitionSpec(_DATA)
   parts = Parts(PartitionSpec(None, _DATA), everywhere, everywhere)
   begun = Begun(parts, everywhere, everywhere)
-  of_sums = Sums(everywhere, everywhere, PartReport(everywhere, of_prompts))
   return jax.shard_map(
     own_segment,
     mesh=rule.mesh,
-    in_specs=(Given(everywhere, everywhere, everywhere, begun), of_sums, everywhere, everywhere),
-    out_specs=of_sums,
+    in_specs=(Given(everywhere, everywhere, everywhere, begun), own, everywhere, everywhere),
+    out_specs=own,
     axis_names={_DATA},
     check_vma=False,  # the outputs of kernels do not say over which axes they vary
   )(given, sums, jnp.int32(segment.first), jnp.int32(segment.end))
+
+
+def _map_apart(function: Callable[[jax.Array], jax.Array], sums: Sums) -> Sums:
+  """Applies a function to all arrays that have an axis of devices, which are all but the routing.
+
+  The routing has an axis of prompts, which is split over the same devices.
+  """
+  grads, loss, measured = jax.tree.map(function, (sums.grads, sums.loss, sums.report.metrics))
+  return Sums(grads, loss, sums.report.replace(metrics=measured))
+
+
+def _of_all_devices(sums: Sums) -> Sums:
+  """Adds up the sums of the devices along `data`: this is where their gradients are exchanged."""
+  grads, loss = jax.tree.map(lambda x: x.sum(0), (sums.grads, sums.loss))
+  measured = metrics.merge_all(sums.report.metrics)
+  return Sums(grads, loss, sums.report.replace(metrics=measured))
 
 
 def _part_sums(given: Given, number: jax.Array | int, slots: int, rule: UpdateRule) -> Sums:
@@ -267,6 +289,8 @@ def finish(
     rule: Objective, optimizer and micro-batch size.
   """
   tokens, batch = begun.tokens, begun.parts.batch
+  if len(begun.parts.needed_M) > 1 and sums_apart(rule.mesh) > 1:
+    sums = _of_all_devices(sums)
   grad_norm = optax.tree.norm(sums.grads)
   # Without tokens the gradient does not matter, and the update does not count as skipped.
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)

@@ -328,8 +328,8 @@ class ModelConfig:
     return math.prod(mesh_shape[axis] for axis in self.rows.spec[0])
 
   @property
-  def on_own_devices(self) -> "ModelConfig":
-    """The model within a `shard_map`: its axes split rows before, so they no longer do."""
+  def within_shard_map(self) -> "ModelConfig":
+    """The model within a `shard_map`, whose axes have already split the rows."""
     split = split_already()
     if self.rows is None or not split:
       return self

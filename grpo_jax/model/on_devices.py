@@ -32,6 +32,8 @@ def on_devices(
   """
   split = split_already()
   left = (frozenset(mesh.axis_names) if axes is None else axes) - split
+  if not left:  # `jax.shard_map` would take no axis for all of them
+    return function
   return jax.shard_map(
     function,
     mesh=None if split else mesh,  # JAX wants the mesh of the surrounding `shard_map`
@@ -46,7 +48,7 @@ def constrain(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
   """Constrains an activation to a sharding. With None, XLA chooses.
 
   Left to choose on a mesh, XLA splits activations along D, as fsdp splits the weights, and gathers
-  all rows on every device.
+  all rows on every device. The sharding names no axis that a surrounding `shard_map` splits.
   """
   if sharding is None:
     return x

@@ -158,14 +158,18 @@ def arranged(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
 
   Args:
     sizes: The sizes of the axes. Their product is the number of devices.
-    devices: The devices. If they are TPUs that do not fill a box, they stay in this order.
+    devices: The devices. TPUs of slices that are no boxes, or differ in size, stay in this order,
+      slice after slice.
   """
+  if devices[0].platform != "tpu":
+    return mesh_utils.create_device_mesh(sizes, devices)
   slices: dict[int, list[jax.Device]] = {}
   for device in devices:
     slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
-  if devices[0].platform == "tpu" and not all(map(_fill_a_box, slices.values())):
-    return np.asarray(devices).reshape(sizes)
-  if devices[0].platform != "tpu" or len(slices) == 1:
+  if len({*map(len, slices.values())}) > 1 or not all(map(_fill_a_box, slices.values())):
+    in_slices = [device for number in sorted(slices) for device in slices[number]]
+    return np.asarray(in_slices).reshape(sizes)
+  if len(slices) == 1:
     return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   between, left = [], len(slices)  # how many slices lie along each axis
   for size in sizes:

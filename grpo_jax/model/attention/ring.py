@@ -275,7 +275,7 @@ def _forward(
 
 
 def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
-  """The gradients of `_ring`. The gradients of k and v go around the devices with k and v."""
+  """The gradients of `_ring`. Those of k and v follow these one turn later."""
   q, k, v, sinks_KR, of_pieces, out, log_total = saved
   # The gradient of a softmax subtracts dout . out from each key's dout . value.
   products = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
@@ -312,7 +312,7 @@ def _backward(ring: _Ring, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     return dq + added, dkv
 
   def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
-    """Adds the gradients between the queries and the keys that are here, and passes these on.
+    """Adds the gradients between the queries and the keys that are here, and passes the keys on.
 
     The sums of the earlier devices arrive while this one computes, and then it adds its own.
     """

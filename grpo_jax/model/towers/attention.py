@@ -34,8 +34,8 @@ def attend(
   heads = PartitionSpec(row_axes, None, config.axis_of(q_BNAE.shape[2]), None)
   # Each device attends within its own pictures and heads, so its loops exchange nothing.
   in_specs = heads, heads, heads, PartitionSpec(row_axes, None)
-  attend = on_devices(_attend_pictures, config.rows.mesh, in_specs, heads)
-  return attend(q_BNAE, k_BNAE, v_BNAE, seen_BN)
+  attend_apart = on_devices(_attend_pictures, config.rows.mesh, in_specs, heads)
+  return attend_apart(q_BNAE, k_BNAE, v_BNAE, seen_BN)
 
 
 def _attend_pictures(
