@@ -294,7 +294,10 @@ def collectives(lowered):
   """The shapes of the arrays that the devices exchange in a lowered function."""
   text = re.sub(r"/\*.*?\*/", "", lowered.compile().as_text())
   names = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
-  moved = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", text)
+  # A sum over an axis of one device has groups of one device, which exchange nothing.
+  alone = r"replica_groups=\{\{\d+\}(,\{\d+\})*\}"
+  lines = [line for line in text.splitlines() if not re.search(alone, line)]
+  moved = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", "\n".join(lines))
   return {
     tuple(map(int, filter(None, sizes.split(","))))
     for result in moved
