@@ -102,6 +102,23 @@ def test_two_processes_give_the_numbers_of_one_and_stop_together_and_resume(tmp_
   assert (tmp_path / "two" / "checkpoints" / str(step)).is_dir()
 
 
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"mesh.data": 1, "mesh.context": 4, "mesh.tensor": 1, "sampling.context": 4},
+    {"mesh.data": 4, "mesh.fsdp": 1, "batch.micro_batch": 4},  # sums of gradients meet at the end
+  ],
+  ids=str,
+)
+def test_texts_caches_and_gradients_of_two_processes_are_those_of_one(tmp_path, keys):
+  one, two = (
+    train(1, tmp_path / "one", steps=2, **keys),
+    train(2, tmp_path / "two", steps=2, **keys),
+  )
+  assert len(one) == 5
+  assert_same(two, one)
+
+
 def test_a_run_goes_on_with_fewer_and_more_devices(tmp_path):
   """The batches are the same, and the numbers to rounding.
 
