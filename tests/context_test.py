@@ -32,7 +32,6 @@ from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps
-from grpo_jax.types import Images
 
 CONFIG = model.ModelConfig(
   vocab_size=31, embed_dim=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=6, mlp_dim=24
@@ -308,17 +307,10 @@ VISION = Path(__file__).parent / "golden" / "vision"
 def golden_batch(name):
   """A batch whose prompts have the golden images of a family."""
   expected = np.load(VISION / name / "expected.npz")
-  images = Images(
-    patches_PINC=jnp.asarray(expected["patches"]),
-    places_PIN2=jnp.asarray(expected["places"]),
-    seen_PS2=jnp.asarray(expected["seen"]),
-    positions_PS3=jnp.asarray(expected["positions"]) if "positions" in expected else None,
-    next_P=jnp.asarray(expected["next"]) if "next" in expected else None,
-  )
   return make_batch([[5, 3], [1, 4], [2, 5]], tokens=5, slots=9).replace(
     prompts_PS=jnp.asarray(expected["tokens"]),
     prompt_lengths_P=jnp.asarray(expected["lengths"], jnp.int32),
-    images=images,
+    images=small_batch.images_of(expected),
   )
 
 

@@ -26,7 +26,6 @@ from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.run.run import Run
 from grpo_jax.run.stages import programs
-from grpo_jax.types import Images
 
 SGD = optax.sgd(1.0)
 T = 9
@@ -138,7 +137,7 @@ def test_a_trained_tower_has_the_gradient_of_one_device():
   golden = model.load_config(VISION / "gemma3", vision=True)
   tower = dataclasses.replace(golden.vision, trained=True, num_layers=1)
   config = dataclasses.replace(DENSE, vocab_size=golden.vocab_size, vision=tower)
-  images = images_of(expected)
+  images = small_batch.images_of(expected)
   batch = make_batch()
   batch = jax.tree.map(lambda x: x[:4], batch).replace(
     prompts_PS=twice(expected["tokens"])[:4],
@@ -153,16 +152,6 @@ def test_a_trained_tower_has_the_gradient_of_one_device():
 
 def twice(x):
   return jnp.concatenate([jnp.asarray(x)] * 2)
-
-
-def images_of(expected):
-  return Images(
-    patches_PINC=jnp.asarray(expected["patches"]),
-    places_PIN2=jnp.asarray(expected["places"]),
-    seen_PS2=jnp.asarray(expected["seen"]),
-    positions_PS3=jnp.asarray(expected["positions"]) if "positions" in expected else None,
-    next_P=jnp.asarray(expected["next"]) if "next" in expected else None,
-  )
 
 
 def test_metrics_of_devices_are_merged_as_those_of_micro_batches():
@@ -206,18 +195,13 @@ def test_segments_add_up():
 
   wanted = sums_of(params, batch, None, (4,))
   found = sums_of(params, batch, mesh, (1, 4))
-  found = found.replace(
-    report=found.report.replace(metrics=metrics_lib.merge_all(found.report.metrics))
-  )
-  ours, theirs = (
-    jax.tree.leaves((found.grads, found.loss)),
-    jax.tree.leaves((wanted.grads, wanted.loss)),
-  )
+  ours, theirs = (jax.tree.leaves((sums.grads, sums.loss)) for sums in (found, wanted))
   for x, y in zip(ours, theirs, strict=True):
     assert x.shape == (2, *y.shape)
     np.testing.assert_allclose(x.sum(0), y, rtol=1e-4, atol=1e-5)
-  ours, theirs = (metrics_lib.reduced(sums.report.metrics) for sums in (found, wanted))
-  assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+  measured = metrics_lib.reduced(metrics_lib.merge_all(found.report.metrics))
+  expected = metrics_lib.reduced(wanted.report.metrics)
+  assert measured == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def sent_in_segment(run, arguments):

@@ -374,10 +374,10 @@ def test_a_tpu_that_is_not_here_is_planned_for():
 def test_slices_and_any_axes_compile_for_tpus(slices, topology, axes):
   config = with_section(small_config(), "mesh", **dict(data=1) | axes)
   config = with_section(config, "batch", prompts=32, micro_batch=16)
-  devices_of = topologies.topologies.get_topology_desc
   devices = topologies.devices_of(topology, None)
   if slices > 1:
-    devices = devices_of(platform="tpu", topology_name=topology, num_slices=slices).devices
+    describe = topologies.topologies.get_topology_desc
+    devices = describe(platform="tpu", topology_name=topology, num_slices=slices).devices
   run = plan.Run(with_section(config, "eval", every=0), devices=devices)
   assert dict(run.mesh.shape) == dict(data=1, fsdp=1, expert=1, tensor=1) | axes
   (update,) = [program for program in programs(run) if program.name == "update"]

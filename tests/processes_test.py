@@ -111,10 +111,7 @@ def test_two_processes_give_the_numbers_of_one_and_stop_together_and_resume(tmp_
   ids=str,
 )
 def test_texts_caches_and_gradients_of_two_processes_are_those_of_one(tmp_path, keys):
-  one, two = (
-    train(1, tmp_path / "one", steps=2, **keys),
-    train(2, tmp_path / "two", steps=2, **keys),
-  )
+  one, two = (train(count, tmp_path / str(count), steps=2, **keys) for count in (1, 2))
   assert len(one) == 5
   assert_same(two, one)
 

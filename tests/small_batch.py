@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Images
 
 
 def make_batch(lengths_PG, prompt_tokens, tokens, slots=0, seed=0):
@@ -29,3 +29,14 @@ def params_of(config, mean):
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
   rng = np.random.default_rng(1)
   return jax.tree.map(lambda x: jnp.asarray(rng.normal(mean, 0.3, x.shape), jnp.float32), shapes)
+
+
+def images_of(expected):
+  """The images of prompts in an expected.npz of golden/vision."""
+  return Images(
+    patches_PINC=jnp.asarray(expected["patches"]),
+    places_PIN2=jnp.asarray(expected["places"]),
+    seen_PS2=jnp.asarray(expected["seen"]),
+    positions_PS3=jnp.asarray(expected["positions"]) if "positions" in expected else None,
+    next_P=jnp.asarray(expected["next"]) if "next" in expected else None,
+  )

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from small_batch import images_of
 
 from grpo_jax import model
 from grpo_jax.model.attention import chunked
@@ -22,7 +23,6 @@ from grpo_jax.model.huggingface import config_json, families
 from grpo_jax.model.stacks import Places
 from grpo_jax.model.towers import attention as attention_of_towers
 from grpo_jax.parallel import sharding
-from grpo_jax.types import Images
 
 GOLDEN = Path(__file__).parent / "golden" / "vision"
 BOUND, G, T = 1e-4, 2, 5
@@ -42,16 +42,6 @@ def _params(*fast):
 def golden(request):
   config, params = model.load(GOLDEN / request.param, vision=True)
   return request.param, config, params, np.load(GOLDEN / request.param / "expected.npz")
-
-
-def images_of(expected):
-  return Images(
-    patches_PINC=jnp.asarray(expected["patches"]),
-    places_PIN2=jnp.asarray(expected["places"]),
-    seen_PS2=jnp.asarray(expected["seen"]),
-    positions_PS3=jnp.asarray(expected["positions"]) if "positions" in expected else None,
-    next_P=jnp.asarray(expected["next"]) if "next" in expected else None,
-  )
 
 
 def check(name, how, found, expected, valid_BT):

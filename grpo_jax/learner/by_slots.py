@@ -30,6 +30,7 @@ from grpo_jax.learner.packed import (
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats, in_micro_batches
 from grpo_jax.learner.train_step import Begun, Given, Sums, UpdateRule
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.mesh import DATA
 from grpo_jax.types import Batch, Coefficients, TrainState
 
 
@@ -305,8 +306,8 @@ class Update:
 
 def _places_apart(params: Any, mesh: Mesh) -> Sums:
   """The shardings of sums with a first axis, of devices along `data`."""
-  of_devices = NamedSharding(mesh, PartitionSpec("data"))
-  grads = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("data", *x.spec)), params)
+  of_devices = NamedSharding(mesh, PartitionSpec(DATA))
+  grads = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec(DATA, *x.spec)), params)
   return Sums(grads, of_devices, of_devices)
 
 

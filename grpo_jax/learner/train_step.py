@@ -26,10 +26,8 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.learner.objectives import Objective, PartReport
 from grpo_jax.learner.packed import PackedSegment, Parts, in_parts, real_tokens
 from grpo_jax.learner.token_stats import in_micro_batches
-from grpo_jax.parallel.mesh import CONTEXT
+from grpo_jax.parallel.mesh import CONTEXT, DATA
 from grpo_jax.types import Batch, Coefficients, Routing, TrainState
-
-_DATA = "data"  # the axis of the mesh along which devices have the same parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +164,14 @@ def sums_apart(mesh: jax.sharding.Mesh | None) -> int:
   Beside an axis `context`, XLA aborts where they do and another axis splits prompts (jaxlib 0.10.2,
   in a gather of tokens), so none does.
   """
-  return 1 if mesh is None or CONTEXT in mesh.shape else mesh.shape[_DATA]
+  return 1 if mesh is None or CONTEXT in mesh.shape else mesh.shape[DATA]
 
 
 def no_gradients(given: Given, rule: UpdateRule) -> Sums:
   """The sums before the first micro-batch.
 
-  If devices along `data` have their own (`sums_apart`), all but the routing has an axis of them.
+  If devices along `data` have sums of their own (`sums_apart`), all arrays but those of the routing
+  have a first axis of devices.
   """
   loss, report = jax.eval_shape(_loss_of(given, rule), given.params, _micro_batch(given.begun, 0))
   grads, loss, routing = jax.tree.map(
@@ -239,15 +238,15 @@ def _with_segment_apart(given: Given, sums: Sums, segment: PackedSegment, rule: 
     return _map_apart(lambda x: x[None], own)
 
   # The specs name `data` alone, because XLA splits arrays over the other axes.
-  everywhere, own = PartitionSpec(), PartitionSpec(_DATA)
-  parts = Parts(PartitionSpec(None, _DATA), everywhere, everywhere)
+  everywhere, own = PartitionSpec(), PartitionSpec(DATA)
+  parts = Parts(PartitionSpec(None, DATA), everywhere, everywhere)
   begun = Begun(parts, everywhere, everywhere)
   return jax.shard_map(
     own_segment,
     mesh=rule.mesh,
     in_specs=(Given(everywhere, everywhere, everywhere, begun), own, everywhere, everywhere),
     out_specs=own,
-    axis_names={_DATA},
+    axis_names={DATA},
     check_vma=False,  # the outputs of kernels do not say over which axes they vary
   )(given, sums, jnp.int32(segment.first), jnp.int32(segment.end))
 

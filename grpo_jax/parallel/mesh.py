@@ -12,7 +12,8 @@ from grpo_jax.config import Mesh
 from grpo_jax.model.config import SLOTS_AXIS
 from grpo_jax.settings import ConfigError
 
-AXES = ("data", "fsdp", "expert", "tensor")
+DATA = "data"  # the axis along which devices have the same parameters
+AXES = (DATA, "fsdp", "expert", "tensor")
 CONTEXT = "context"  # the axis that splits the tokens of a text. Only meshes that use it have it.
 
 
