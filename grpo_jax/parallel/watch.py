@@ -20,7 +20,9 @@ import numpy as np
 _HELLO = struct.Struct("!II")  # the run's secret, the number of the process
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_TO_AGREE = 10.0
-_FAILED, _ALL_FAILED = b"f", b"a"  # messages: the sender has failed, all processes have failed
+_SECONDS_TO_LEAVE = 2.0
+# Messages: the sender has failed, all processes have failed, the sender ends without the others.
+_FAILED, _ALL_FAILED, _ALONE = b"f", b"a", b"l"
 
 
 class Watch:
@@ -73,7 +75,14 @@ class Watch:
       self._failed.add(self._index)
       self._tell(_FAILED)
       self._conclude()
-      return self._changed.wait_for(lambda: self._is_over, _SECONDS_TO_AGREE)
+      if self._changed.wait_for(lambda: self._is_over, _SECONDS_TO_AGREE):
+        return True
+      # Those that hear of it end before this process does. Otherwise its end could make them fail,
+      # and with this process's message they would take that for an error of all.
+      self._is_over = True
+      self._tell(_ALONE)
+      self._changed.wait_for(lambda: not self._connections, _SECONDS_TO_LEAVE)
+      return False
 
   def _accept(self, listener: socket.socket, secret: int) -> None:
     """On the first process, in a thread: accepts connections for ever."""
@@ -101,7 +110,7 @@ class Watch:
   def _listen(self, index: int, connection: socket.socket) -> None:
     """Reads messages of process `index`. If its connection ends early, ends this process."""
     message = b"?"  # any but b"", which means that the connection has ended
-    while message:
+    while message not in (b"", _ALONE):
       try:
         message = connection.recv(1)
       except OSError:
@@ -112,6 +121,8 @@ class Watch:
           self._conclude()
         elif message == _ALL_FAILED:
           self._is_over = True
+        elif not message:
+          del self._connections[index]
         self._changed.notify_all()
     if not self._is_over:
       self._leave(
