@@ -162,6 +162,11 @@ class Data:
   held_out: float = setting(
     0.0, "where there is no test file: the share of training rows that become the test", below_one()
   )
+  train_examples: int = setting(
+    0,
+    "train on the first so many training rows, in a mixture on those of each source; 0 = all",
+    NOT_NEGATIVE,
+  )
   mixture: tuple[str, ...] = setting(
     (),
     "several tasks instead of one: TASK, TASK:PATH or NAME=TASK:PATH. Each example says in the"

@@ -211,6 +211,13 @@ class Chosen(Sequence[Example]):
     return self._examples[int(self._indices[index])]
 
 
+def first(examples: Sequence[Example], count: int) -> Sequence[Example]:
+  """The first `count` of some examples, or all of them if `count` is 0 or too large."""
+  if not 0 < count < len(examples):
+    return examples
+  return Chosen(examples, np.arange(count))
+
+
 def place_of(examples: Sequence[Any], index: int) -> str:
   """The name of an example in error messages: the file and place of its row, or its index."""
   where = getattr(examples, "where", None)
@@ -219,9 +226,14 @@ def place_of(examples: Sequence[Any], index: int) -> str:
 
 def is_in_memory(examples: Sequence[Any]) -> bool:
   """Whether all examples are in memory, so that reading them is free."""
-  if isinstance(examples, Chosen):
-    return is_in_memory(examples._examples)
-  return isinstance(examples, list)
+  return isinstance(chosen_from(examples), list)
+
+
+def chosen_from(examples: Sequence[Any]) -> Sequence[Any]:
+  """The examples that a subset was chosen from. Others are returned as they are."""
+  while isinstance(examples, Chosen):
+    examples = examples._examples
+  return examples
 
 
 def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from grpo_jax import registry
 from grpo_jax.data.files import tfds
 from grpo_jax.data.files.given import OfProgram, keep_rows
-from grpo_jax.data.files.rows import Example, Examples, InMemory
+from grpo_jax.data.files.rows import Example, Examples, InMemory, chosen_from, first
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
 from grpo_jax.data.images.of_prompts import GivenImages
 from grpo_jax.data.prompt_template import fields_of
@@ -73,7 +73,7 @@ class Task:
     found: set[str] = set()
     for split in (self.train, self.test):
       for part in split.parts if isinstance(split, Mixture) else [split]:
-        if isinstance(part, Problems):
+        if isinstance(chosen_from(part), Problems):
           found.update(string.printable)
           part = part[:_SOME]
         for i in range(len(part)):
@@ -351,7 +351,7 @@ def _one_task(data: "Data", source: Source, template: str) -> Task:
     train, test = hold_out(train, data.held_out)
   if not len(test) and data.mixture:
     raise no_test_split(source.path)
-  return Task(train, test, task.alphabet)
+  return Task(first(train, data.train_examples), test, task.alphabet)
 
 
 def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
