@@ -54,6 +54,15 @@ def sources(tmp_path):
   return (f"math:{formulas}", f"own=columns:{own}")
 
 
+def test_training_takes_the_first_rows_of_each_source(sources):
+  task = tasks.make_task(Data(mixture=sources, train_examples=2, prompts=("{problem}", "{ask}")))
+  assert [part and len(part) for part in task.train.parts] == [2, 2]
+  assert [example["task"] for example in task.train] == ["math", "math", "own", "own"]
+  assert len(task.test) == 4  # the test is whole
+  doubled = Data(mixture=sources, train_examples=1, weights=(3.0, 1.0))
+  assert tasks.make_task(doubled).train.shares() == {"math": (1, 0.75), "own": (1, 0.25)}
+
+
 # Countdown.
 
 

@@ -294,6 +294,24 @@ def test_which_rows_are_held_out_never_changes():
   assert [example["question"] for example in test] == ["27", "33", "44", "50"]
 
 
+@pytest.mark.parametrize("count, left", [(0, 200), (7, 7), (1000, 200)])
+def test_training_takes_the_first_rows(tmp_path, count, left):
+  path = write(tmp_path / "problems.jsonl", questions(200))
+  task = tasks.make_task(Data(task="math", path=str(path), train_examples=count))
+  everything = tasks.make_task(Data(task="math", path=str(path))).train
+  assert list(task.train) == list(everything)[:left]
+  assert rows.place_of(task.train, left - 1) == rows.place_of(everything, left - 1)
+  assert rows.is_in_memory(task.train)
+
+
+def test_the_first_rows_are_those_that_are_not_held_out(tmp_path):
+  path = str(write(tmp_path / "problems.jsonl", questions(200)))
+  data = Data(task="math", path=path, held_out=0.3)
+  whole = tasks.make_task(data)
+  few = tasks.make_task(dataclasses.replace(data, train_examples=5))
+  assert list(few.train) == list(whole.train)[:5] and list(few.test) == list(whole.test)
+
+
 def test_a_single_file_needs_a_held_out_part(tmp_path):
   path = str(write(tmp_path / "problems.jsonl", questions(200)))
   task = tasks.make_task(Data(task="math", path=path, held_out=0.1))
