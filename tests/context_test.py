@@ -431,6 +431,16 @@ def test_the_head_travels_once_however_many_chunks_of_tokens_there_are(axes):
   assert head < sent[1000] and abs(sent[1] - sent[1000]) < 0.1 * head
 
 
+def test_weights_are_gathered_over_one_axis_after_the_other():
+  """Of 16 dimensions, a device has 2, then the 8 that devices along context have, and then all."""
+  axes = dict(fsdp=2, context=4)
+  text = compiled_update(CONFIG, mesh_of(**axes), T, [[9, 9]] * 2).as_text()
+  assert {"f32[8,24]", "f32[16,24]"} <= set(re.findall(r"= (f32\[\d+,24\])\S* all-gather\(", text))
+  narrow = dataclasses.replace(CONFIG, embed_dim=12)  # split over one of the axes
+  text = compiled_update(narrow, mesh_of(**axes), T, [[9, 9]] * 2).as_text()
+  assert set(re.findall(r"= (f32\[\d+,24\])\S* all-gather\(", text)) == {"f32[12,24]"}
+
+
 def compiled_update(config, mesh, tokens, lengths_PG=None, chunk=64):
   """The compiled gradient of the log-probs of a prompt with two completions, or of others."""
   params = jax.eval_shape(lambda: model.init(jax.random.key(0), config))

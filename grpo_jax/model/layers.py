@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.kernels import factors
+from grpo_jax.model.on_devices import gathered
 
 _LIMIT, _SLOPE = 7.0, 1.702  # the constants of clamped_silu in gpt-oss
 
@@ -144,6 +145,8 @@ class Dense(nn.Module):
 
     kernel = self.param("kernel", initial_kernel, (*inputs, *self.features))
     kernel_IO, scale_O = factors(kernel, c.dtype, O)
+    if I != O and c.embed_dim in (I, O):  # fsdp and context split the dimension of size D
+      kernel_IO = gathered(c.rows, (I, O).index(c.embed_dim), kernel_IO)
     rows = merged(c, x, self.axes).astype(c.dtype)
     on_cpu = (c.platform or jax.default_backend()) == "cpu"
     out = matmul(on_cpu, rows, kernel_IO)

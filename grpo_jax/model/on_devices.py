@@ -1,10 +1,11 @@
-"""Runs a function on each device's part of arrays, also where another `shard_map` does so."""
+"""Which device has what: functions of each device's part of arrays, activations and weights."""
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def split_already() -> frozenset[str]:
@@ -54,3 +55,46 @@ def constrain(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     return x
   # JAX wants the mesh of the surrounding `shard_map`, which a bare spec stands for.
   return jax.lax.with_sharding_constraint(x, sharding.spec if split_already() else sharding)
+
+
+def gathered(rows: NamedSharding | None, dimension: int, kernel_IO: jax.Array) -> jax.Array:
+  """Gathers a weight that fsdp and context split: over the devices of one axis, then of the other.
+
+  In one step, a device of a TPU v5p:4x4x4 has parts of 56 rows, which do not fill tiles of its
+  memory. There XLA gathers by an all-reduce, which sends twice as much (experiments/LOG.md,
+  2026-11-29). On other meshes, and where the axes do not divide the dimension, nothing changes.
+
+  Args:
+    rows: The sharding of activations, or None.
+    dimension: The dimension of the weight that both axes split.
+    kernel_IO: The weight.
+  """
+  sizes = {} if rows is None else rows.mesh.shape
+  fsdp, context = sizes.get("fsdp", 1), sizes.get("context", 1)
+  if fsdp == 1 or context == 1 or kernel_IO.shape[dimension] % (fsdp * context):
+    return kernel_IO
+  return _gathered(rows.mesh, dimension, kernel_IO)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(mesh: Mesh, dimension: int, kernel_IO: jax.Array) -> jax.Array:
+  for axis in ("fsdp", None):
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * 2
+    spec[dimension] = axis
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    kernel_IO = jax.lax.with_sharding_constraint(kernel_IO, sharding)
+  return kernel_IO
+
+
+def _gathered_forward(mesh: Mesh, dimension: int, kernel_IO: jax.Array) -> tuple[jax.Array, None]:
+  return _gathered(mesh, dimension, kernel_IO), None
+
+
+def _gathered_backward(
+  mesh: Mesh, dimension: int, saved: None, dkernel_IO: jax.Array
+) -> tuple[jax.Array]:
+  """Leaves the gradient as it is: XLA adds it up, and splits it as it likes."""
+  return (dkernel_IO,)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
