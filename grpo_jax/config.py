@@ -329,6 +329,13 @@ class Sampling:
     at_least(-1),
     before=0.0,
   )
+  prompt_piece: int = setting(
+    0,
+    "the most tokens of a prompt that are computed while other rows wait to draw their next ones."
+    " Longer prompts are computed in pieces, between two chunks. 0 = whole prompts",
+    NOT_NEGATIVE,
+    before=0,
+  )
   rows: int = setting(
     0,
     "the most completions that are decoded together: each one that ends gives its place to the"

@@ -235,11 +235,11 @@ def test_prompts_that_wait_are_computed_together(tiny):
   first = ask(engine, *[(prompt, i) for i, prompt in enumerate(prompts)])
   assert engine.counts.prompts == 8 and engine.counts.calls - calls <= 3  # they come one by one
   longer = [x + one.tokens + [5] for x, one in zip(prompts, first)]
-  calls, going_on = engine.counts.calls, engine._decoder._device.programs.go_on._cache_size()
+  calls, going_on = engine.counts.calls, engine._decoder._device.programs.go_on.jitted._cache_size()
   ask(engine, *[(prompt, i) for i, prompt in enumerate(longer)])
   assert engine.counts.prompts == 16 and engine.counts.calls - calls <= 3
   programs = engine._decoder._device.programs
-  assert (programs.arrive.jitted._cache_size(), programs.go_on._cache_size()) == (
+  assert (programs.arrive.jitted._cache_size(), programs.go_on.jitted._cache_size()) == (
     compiled,
     going_on,
   )
@@ -318,7 +318,13 @@ def prompts_of(vocabulary):
 
 def compiled_programs(engine):
   programs = engine._decoder._device.programs
-  jitted = programs.arrive.jitted, programs.go_on, programs.copy, programs.keep, programs.grow
+  jitted = (
+    programs.arrive.jitted,
+    programs.go_on.jitted,
+    programs.copy,
+    programs.keep,
+    programs.grow,
+  )
   return [program._cache_size() for program in (*jitted, programs.chunk.jitted)]
 
 

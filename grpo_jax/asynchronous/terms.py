@@ -1,6 +1,6 @@
 """The terms on which a learner and its sampler processes must agree to draw the same completions.
 
-Devices, the sharding over them, the folders of models and `sampling.rows` may differ.
+Devices, how sampling is spread over them, and the folders of models may differ.
 """
 
 import hashlib
@@ -15,7 +15,8 @@ from grpo_jax.settings import shown
 from grpo_jax.storage.saved_config import as_json, flat
 
 _SECTIONS = ("model.", "lora.", "sampling.", "batch.group_size", "batch.prompts", "seed")
-_MAY_DIFFER = ("model.path", "lora.path", "sampling.context", "sampling.tensor", "sampling.rows")
+_OF_DEVICES = ("context", "prompt_piece", "rows", "tensor")  # how a sampler uses its own devices
+_MAY_DIFFER = ("model.path", "lora.path", *(f"sampling.{key}" for key in _OF_DEVICES))
 _MOST_IDS = 4096  # token ids whose texts are compared
 _VERSION = 2  # the version of the messages
 

@@ -128,7 +128,10 @@ class Programs:
       decoding = decoding_of(self._config.sampling, shape.stop_ids)
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
       weights = count(self._parameters.abstract_policy)  # with few, small grids are not worth it
-      self._samplers[kind] = Sampler(shape, decoding, weights, self._rows_in_flight, self._guide)
+      piece = self._config.sampling.prompt_piece
+      self._samplers[kind] = Sampler(
+        shape, decoding, weights, self._rows_in_flight, self._guide, piece
+      )
     return self._samplers[kind]
 
   @functools.cached_property

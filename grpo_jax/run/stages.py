@@ -13,11 +13,12 @@ from grpo_jax.compiling import Compiler, Jitted
 from grpo_jax.parallel import sharding
 from grpo_jax.run.memory import device_bytes, images_of, visual_of
 from grpo_jax.run.run import Run
-from grpo_jax.sampler.flight import NewRows, Prompts
+from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.programs import FlightPrograms, Suffixes
 from grpo_jax.sampler.rows import Chunk
 from grpo_jax.sampler.sampling import settings_of
-from grpo_jax.sampler.stream import by_row
+from grpo_jax.sampler.stream import Pace, by_row
 from grpo_jax.types import Batch, Completions
 
 Tree = TypeVar("Tree")
@@ -195,14 +196,10 @@ class _ProgramArguments:
       rounds = written - written_before
       if slots == pace.slots[-1]:
         if prompts > at_first:
-          waiting = (
-            self._prompts(pace.prompts_at_once, is_encoded),
-            self._host_array("int32", pace.prompts_at_once),
-          )
-          runs = -(-(prompts - at_first) // pace.prompts_at_once)
-          cache = device_bytes(flight.cache)
-          arrive = flight, self._sampled, *waiting
-          yield Stage(programs.arrive, arrive, runs, cache=cache, visual=visual_of_all)
+          later = self._later_prompts(programs, pace, flight, prompts - at_first, is_encoded)
+          for program, arguments, runs in later:
+            cache = device_bytes(flight.cache)
+            yield Stage(program, arguments, runs, cache=cache, visual=visual_of_all)
         rounds += (waves - 1) * (programs.decoding.max_tokens - 1)
       written_before = written
       if not rounds:
@@ -225,6 +222,25 @@ class _ProgramArguments:
         cache=device_bytes(flight.cache),
         visual=visual_of_all,
       )
+
+  def _later_prompts(
+    self, programs: FlightPrograms, pace: Pace, flight: Flight, count: int, is_encoded: bool
+  ) -> Iterator[tuple[Jitted, tuple[Any, ...], int]]:
+    """Yields (program, arguments, runs) that compute `count` prompts while others draw."""
+    S, most = self._config.data.max_prompt_tokens, pace.prompts_at_once
+    prompts, places = self._prompts(most, is_encoded), self._host_array("int32", most)
+    is_split = 0 < pace.prompt_piece < S and prompts.images is None
+    if is_split:
+      tokens = self._host_array("int32", most, pace.prompt_piece)
+      prompts = prompts.replace(tokens_nS=tokens)
+    yield programs.arrive, (flight, self._sampled, prompts, places), -(-count // most)
+    if is_split:
+      n = programs.pieces_at_once(pace.prompt_piece, S, most)
+      suffixes = Suffixes(
+        self._host_array("int32", n, pace.prompt_piece), *[self._host_array("int32", n)] * 5
+      )
+      pieces = -(-S // pace.prompt_piece) - 1  # after the first one
+      yield programs.go_on, (flight, None, self._sampled, suffixes), pieces * -(-count // n)
 
   def encode(self) -> Program:
     """Encodes the images of a batch with a frozen vision tower."""

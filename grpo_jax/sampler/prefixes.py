@@ -4,7 +4,6 @@ A cached text is a prompt with the tokens that a row drew after it. All cached t
 `Prefix`, which is separate from the rows in flight.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -20,27 +19,6 @@ from grpo_jax.sampler.programs import FlightPrograms, Prefilled
 from grpo_jax.types import Images
 
 _MOST_LOGITS = 2**25  # logits of prompt tokens in memory at the same time
-
-
-class Suffixes(NamedTuple):
-  """The suffixes of n prompts whose beginnings were computed earlier.
-
-  Attributes:
-    tokens_nU: int32, the tokens after the known beginning, right-padded.
-    lengths_n: int32, how many tokens each suffix has. At least 1.
-    from_n: int32, the source of the beginning: place n of the flight, or N + t for cached text t.
-    known_n: int32, how many tokens the beginning has.
-    places_n: int32, the place that gets the whole prompt. Prompts with N or more are dropped.
-    shift_n: int32, the position of a suffix token minus its index in the prompt. It is not 0 after
-      images whose tokens have positions in several axes.
-  """
-
-  tokens_nU: np.ndarray
-  lengths_n: np.ndarray
-  from_n: np.ndarray
-  known_n: np.ndarray
-  places_n: np.ndarray
-  shift_n: np.ndarray
 
 
 class EndedRows(NamedTuple):
@@ -97,11 +75,6 @@ class PrefixPrograms(FlightPrograms):
     return jax.jit(self._arrive_scored, donate_argnums=0, static_argnums=4)
 
   @functools.cached_property
-  def go_on(self) -> Any:
-    """(flight, cached texts, params, Suffixes) -> Flight: computes the suffixes of prompts."""
-    return jax.jit(self._go_on, donate_argnums=0)
-
-  @functools.cached_property
   def keep(self) -> Any:
     """(flight, cached texts, EndedRows) -> Prefix: adds the texts of ended rows to the cache."""
     return jax.jit(self._keep, donate_argnums=1)
@@ -156,41 +129,6 @@ class PrefixPrograms(FlightPrograms):
     at_once = max(1, min(S, _MOST_LOGITS // (n * self._config.vocab_size)))
     by_position = jax.lax.map(of_position, (hidden_SnD, next_token_Sn), batch_size=at_once)
     return jax.tree.map(lambda x: x.swapaxes(0, 1), by_position)
-
-  def _go_on(self, flight: Flight, cached: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
-    """Computes suffixes after their known beginnings, and puts the whole prompts into places."""
-    tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
-    (n, U), of_flight = tokens_nU.shape, flight.cache.prefix
-    # Keys and values of prompts are never rounded to `cache_dtype`.
-    config = dataclasses.replace(self._shaped(of_flight.slots), cache_dtype="")
-    N, is_text_n = flight.grid.places, from_n >= flight.grid.places
-
-    def either(of_place: jax.Array, of_text: jax.Array) -> jax.Array:  # both [L, n, ...]
-      is_text = is_text_n.reshape(n, *[1] * (of_place.ndim - 2))
-      return jnp.where(is_text, of_text, of_place)
-
-    # Indices out of range are clamped: `either` takes no beginning from there.
-    of_places = model.take_prompts(of_flight, jnp.minimum(from_n, N - 1)).replace(lengths_P=known_n)
-    of_texts = model.take_prompts(cached, jnp.maximum(from_n - N, 0)).replace(lengths_P=known_n)
-    # Arrays with one axis are `lengths_P`, which both have alike.
-    beginnings = jax.tree.map(lambda x, y: x if x.ndim == 1 else either(x, y), of_places, of_texts)
-    cache = model.empty_cache(config, beginnings, 1, U)  # a suffix is the one row of its beginning
-    positions_nU = (known_n + shift_n)[:, None] + jnp.arange(U)
-    hidden_nUD, cache, _ = model.routed_features(
-      params, config, tokens_nU, positions_nU, cache, lengths_n
-    )
-    padding_n = U - lengths_n  # slots that were written after a suffix
-    prompts = model.rows_as_prompts(cache, lengths_n, padding_n)
-    last_nD = jnp.take_along_axis(hidden_nUD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
-    next_N = flight.next_N
-    if next_N is not None:
-      next_N = next_N.at[places_n].set(known_n + shift_n + lengths_n, mode="drop")
-    flight = flight.replace(
-      cache=flight.cache.replace(prefix=model.put_prompts(of_flight, places_n, prompts)),
-      last_ND=flight.last_ND.at[places_n].set(last_nD, mode="drop"),
-      next_N=next_N,
-    )
-    return constrain_flight(self._config, flight)
 
   def _keep(self, flight: Flight, cached: model.Prefix, ended: EndedRows) -> model.Prefix:
     rows_n, own_n, texts_n = map(jnp.asarray, ended)

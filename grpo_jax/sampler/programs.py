@@ -76,6 +76,27 @@ class Prefilled(NamedTuple):
   hidden_nTD: jax.Array
 
 
+class Suffixes(NamedTuple):
+  """The suffixes of n prompts whose beginnings were computed earlier.
+
+  Attributes:
+    tokens_nU: int32, the tokens after the known beginning, right-padded.
+    lengths_n: int32, how many tokens each suffix has. At least 1.
+    from_n: int32, the source of the beginning: place n of the flight, or N + t for cached text t.
+    known_n: int32, how many tokens the beginning has.
+    places_n: int32, the place that gets the whole prompt. Prompts with N or more are dropped.
+    shift_n: int32, the position of a suffix token minus its index in the prompt. It is not 0 after
+      images whose tokens have positions in several axes.
+  """
+
+  tokens_nU: np.ndarray
+  lengths_n: np.ndarray
+  from_n: np.ndarray
+  known_n: np.ndarray
+  places_n: np.ndarray
+  shift_n: np.ndarray
+
+
 def most_rewound(columns: int) -> int:
   """`Cache.rewind` for chunks of `columns` columns: by how many slots a row may be rolled.
 
@@ -126,6 +147,15 @@ class FlightPrograms:
     return Jitted(self._arrive, donate_argnums=0)
 
   @functools.cached_property
+  def go_on(self) -> Jitted:
+    """(flight, cached texts, params, Suffixes) -> (Flight, experts): computes suffixes of prompts.
+
+    The cached texts, a `Prefix`, are None if every beginning lies in a place of the flight. The
+    experts [n, U, Y] of the suffixes are None without `keeps_experts`.
+    """
+    return Jitted(self._go_on, donate_argnums=0)
+
+  @functools.cached_property
   def copy(self) -> Any:
     """(flight, from_N) -> Flight: place n gets the prompt of place from_N[n] in the same shard."""
     return jax.jit(self._copy, donate_argnums=0)
@@ -160,6 +190,19 @@ class FlightPrograms:
       return flight.grid, flight.cache.slots  # each pair needs a program of its own
 
     return Jitted(self._chunk, key, donate_argnums=1)
+
+  def pieces_at_once(self, piece: int, prompt_slots: int, most: int) -> int:
+    """How many prompts one call of `go_on` computes a piece of, a multiple of the row shards.
+
+    Args:
+      piece: Tokens of a piece.
+      prompt_slots: S, the length that prompts are padded to.
+      most: The most prompts, a multiple of the row shards.
+    """
+    # After known tokens, attention holds all scores in memory.
+    scores = self._config.num_heads * piece * (prompt_slots + piece)
+    shards = self._config.row_shards
+    return shards * max(1, min(most // shards, _MOST_SCORES // scores))
 
   def abstract(
     self, grid: Grid, slots: int, params: Any, prompt_slots: int, settings: RowSettings
@@ -301,6 +344,39 @@ class FlightPrograms:
       self._config, flight.replace(cache=cache, last_ND=last_ND, next_N=next_N)
     )
 
+  def _go_on(
+    self, flight: Flight, cached: model.Prefix | None, params: Any, suffixes: Suffixes
+  ) -> tuple[Flight, jax.Array | None]:
+    """Computes suffixes after their known beginnings, and puts the whole prompts into places."""
+    tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
+    U, of_flight = tokens_nU.shape[1], flight.cache.prefix
+    # Keys and values of prompts are never rounded to `cache_dtype`.
+    config = dataclasses.replace(self._shaped(of_flight.slots), cache_dtype="")
+    # Indices out of range are clamped: `_either` takes no beginning from there.
+    N = flight.grid.places
+    of_places = model.take_prompts(of_flight, jnp.minimum(from_n, N - 1))
+    beginnings = of_places.replace(lengths_P=known_n)
+    if cached is not None:
+      of_texts = model.take_prompts(cached, jnp.maximum(from_n - N, 0))
+      beginnings = _either(from_n >= N, of_texts.replace(lengths_P=known_n), beginnings)
+    cache = model.empty_cache(config, beginnings, 1, U)  # a suffix is the one row of its beginning
+    positions_nU = (known_n + shift_n)[:, None] + jnp.arange(U)
+    hidden_nUD, cache, experts = model.routed_features(
+      params, config, tokens_nU, positions_nU, cache, lengths_n
+    )
+    padding_n = U - lengths_n  # slots that were written after a suffix
+    prompts = model.rows_as_prompts(cache, lengths_n, padding_n)
+    last_nD = jnp.take_along_axis(hidden_nUD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
+    next_N = flight.next_N
+    if next_N is not None:
+      next_N = next_N.at[places_n].set(known_n + shift_n + lengths_n, mode="drop")
+    flight = flight.replace(
+      cache=flight.cache.replace(prefix=model.put_prompts(of_flight, places_n, prompts)),
+      last_ND=flight.last_ND.at[places_n].set(last_nD, mode="drop"),
+      next_N=next_N,
+    )
+    return constrain_flight(self._config, flight), everywhere(self._config, experts)
+
   def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
     def copy(flight: Flight, from_N: jax.Array) -> Flight:
       prefix = model.take_prompts(flight.cache.prefix, from_N)
@@ -438,3 +514,15 @@ class FlightPrograms:
     """The model config for sequences of `prompt_slots` prompt tokens and T completion tokens."""
     length = prompt_slots + self.decoding.max_tokens
     return dataclasses.replace(self._config, length=length)
+
+
+def _either(is_first_n: jax.Array, first: model.Prefix, second: model.Prefix) -> model.Prefix:
+  """For each of n prompts, the one of `first` or of `second`. Both have the same lengths."""
+
+  def choose(x: jax.Array, y: jax.Array) -> jax.Array:
+    if x.ndim == 1:  # the lengths
+      return x
+    is_first = is_first_n.reshape(-1, *[1] * (x.ndim - 2))  # of keys, values or states [L, n, ...]
+    return jnp.where(is_first, x, y)
+
+  return jax.tree.map(choose, first, second)

@@ -92,6 +92,7 @@ class Sampler:
     weights: int = 0,
     rows: int | Callable[[int, int], int] = 0,
     guide: Callable[[], Guided] | None = None,
+    prompt_piece: int = 0,
   ):
     """Makes a sampler.
 
@@ -101,8 +102,10 @@ class Sampler:
       weights: How many parameters the model has. Few make smaller grids not worth compiling.
       rows: The most rows in flight, or (prompts, members) -> this number. 0 means all.
       guide: Makes the `Guided` of a new row, which restricts its tokens. None: no restrictions.
+      prompt_piece: The most tokens of a prompt that are computed while rows wait. 0 means all.
     """
     self._config, self._weights, self._guide = config, weights, guide
+    self._prompt_piece = prompt_piece
     # A function, which estimates memory, is called once for each (prompts, members).
     self._rows = functools.cache(rows) if callable(rows) else lambda *call: rows
     self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
@@ -133,7 +136,8 @@ class Sampler:
     slots = tuple(sizes_up_to(tokens, model.slots_step(self._config)))
     if self._config.slot_shards > 1:  # to grow would move slots between devices
       slots = slots[-1:]
-    return Pace(grid, tuple(smaller), slots, prompts_at_once, shards, in_order)
+    piece = self._prompt_piece
+    return Pace(grid, tuple(smaller), slots, prompts_at_once, shards, in_order, piece)
 
   def stream(
     self,

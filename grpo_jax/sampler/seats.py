@@ -9,7 +9,7 @@ The places may be split over shards, such as the devices of a mesh. Rows never l
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 import copy
 import dataclasses
 from typing import NamedTuple
@@ -243,12 +243,18 @@ def _shards_of(seats: Seats, places: np.ndarray | int) -> np.ndarray | int:
   return places // (seats.grid.places // seats.shards)
 
 
-def take_seats(seats: Seats) -> list[int]:
-  """Assigns free seats to waiting members of the place's prompt. Returns the rows p * G + g."""
+def take_seats(seats: Seats, closed: Collection[int] = ()) -> list[int]:
+  """Assigns free seats to waiting members of the place's prompt. Returns the rows p * G + g.
+
+  Args:
+    seats: The seats, which are updated.
+    closed: Places whose seats stay free, because their prompts are not computed yet.
+  """
   taken: list[int] = []
   if seats.all_seated:
     return taken
   has_free_N = (seats.row_NQ == NOBODY).any(1) & (seats.prompt_N != NOBODY)
+  has_free_N[list(closed)] = False
   for n in np.flatnonzero(has_free_N).tolist():
     p = int(seats.prompt_N[n])
     first = int(seats.waiting_P[p])

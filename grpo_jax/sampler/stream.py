@@ -17,14 +17,16 @@ from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts, Resumed
 from grpo_jax.sampler.guides import Guided
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.programs import FlightPrograms, most_rewound
+from grpo_jax.sampler.pieces import BegunPrompt, Unfinished, together
+from grpo_jax.sampler.programs import FlightPrograms, Suffixes, most_rewound
 from grpo_jax.sampler.requests import Finished, GroupRequest, News, StoppedRow
 from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
 from grpo_jax.sampler.stop import End
 from grpo_jax.types import Completions
 
-_SOONEST_LOOK = 16  # the most rounds of a chunk if the host looks for stop texts
+# The most rounds of a chunk if the host looks for stop texts, or prompts wait for another piece.
+_SOONEST_LOOK = 16
 _MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
 
 
@@ -43,6 +45,8 @@ class Pace(NamedTuple):
     smaller: The grids that rows move into when few are left and no group waits.
     slots: The sizes of the cache, in slots per row, through which it grows.
     prompts_at_once: How many queued prompts are computed together.
+    prompt_piece: The most tokens of a prompt that are computed between two chunks while rows draw.
+      0 computes whole prompts.
     shards: How many shards of the mesh hold different rows.
     in_order: Whether free seats go to the oldest groups first, for an endless stream of groups. If
       not, a group's members follow each other at one place, so that its prompt is stored once.
@@ -54,6 +58,7 @@ class Pace(NamedTuple):
   prompts_at_once: int
   shards: int
   in_order: bool = False
+  prompt_piece: int = 0
 
 
 class SeatRounds(NamedTuple):
@@ -91,6 +96,15 @@ def by_row(settings: RowSettings, prompts: int, members: int) -> RowSettings:
   # `off` has the type of the filter's values.
   return as_rows.with_filters(
     {name: per_row(x, isinstance(FILTERS[name].off, int)) for name, x in values.items()}
+  )
+
+
+def first_tokens(prompts: Prompts, count: int) -> Prompts:
+  """The first `count` tokens of each prompt without images. Shorter ones stay whole."""
+  return prompts.replace(
+    tokens_nS=prompts.tokens_nS[:, :count],
+    lengths_n=np.minimum(prompts.lengths_n, count),
+    shared=0 if prompts.shared >= count else prompts.shared,
   )
 
 
@@ -143,6 +157,7 @@ class Stream:
     members = self._members
     self._seats = seats_lib.no_one(0, members, self._pace.grid, self._pace.shards)
     self._flight: Flight | None = None  # the rows and their cache on the devices. None at first
+    self._unfinished = Unfinished()  # places whose prompts are not computed, or only to a part
     self._has_rolled = True  # False after a chunk with paused rows, until they are rolled
     self._rounds = 0  # since the cache counted from 0
     self._requests: dict[int, GroupRequest] = {}  # by index x
@@ -165,10 +180,14 @@ class Stream:
 
   @property
   def draws(self) -> bool:
-    seated = int((self._seats.row_NQ != NOBODY).sum())
-    if seated > len(self._paused):
+    if self._rows_draw:
       return True
     return seats_lib.can_sit(self._seats, self._fill, self._pace.prompts_at_once)
+
+  @property
+  def _rows_draw(self) -> bool:
+    """Whether a row has a seat and does not pause."""
+    return int((self._seats.row_NQ != NOBODY).sum()) > len(self._paused)
 
   @property
   def _has_room(self) -> bool:
@@ -338,10 +357,11 @@ class Stream:
       bool [R], True for seats that have a new row.
     """
     seats = self._seats
-    new_rows = seats_lib.take_seats(seats)
+    new_rows = seats_lib.take_seats(seats, self._unfinished.places)
     move = None if self.is_kept_full else seats_lib.move_together(seats, self._pace.smaller)
     if move is not None:
       self._flight = self._programs.move(self._flight, move.rows_NQ, move.places_N)
+      self._unfinished.clear()  # all rows have seats, at other places
       seat_of = {row: seat for seat, row in enumerate(seats.row_NQ.reshape(-1).tolist())}
       self._paused = {row: seat_of[row] for row in self._paused}
     return np.isin(seats.row_NQ.reshape(-1), new_rows)
@@ -394,26 +414,26 @@ class Stream:
     """Assigns free places to waiting prompts, and computes the prompts there.
 
     The first prompts are computed by the program that makes the cache, and later ones in batches. A
-    prompt that another place already has is copied.
+    prompt that another place already has is copied. With `prompt_piece`, rows that draw wait for
+    one piece alone, and the rest follows in the next calls.
     """
     seats, batch = self._seats, self._pace.prompts_at_once
     arrivals = self._fill(seats, batch)
     if self._flight is None and not seats.queue:
       # All prompts have a place. The remaining places get copies for members that wait.
       arrivals = [*arrivals, *self._fill(seats, batch)]
-    new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
-    copies = [arrival for arrival in arrivals if arrival.copied_from != NOBODY]
     if self._flight is None:
-      first = self._first_of_same_set(new)
+      first = self._first_of_same_set([one for one in arrivals if one.copied_from == NOBODY])
       self._begin_with_prompts(first, params)
       begun = {arrival.prompt for arrival in first}  # also in the places of their copies
-      new = new[len(first) :]
-      copies = [arrival for arrival in copies if arrival.prompt not in begun]
-    while new:
-      together = self._first_of_same_set(new)[:batch]
-      self._add_prompts(together, params)
-      new = new[len(together) :]
-    if copies:
+      arrivals = [arrival for arrival in arrivals if arrival.prompt not in begun]
+    self._unfinished.add(arrivals, seats.prompt_N)
+    in_pieces = bool(self._pace.prompt_piece) and self._rows_draw
+    while unfinished := self._unfinished.begun:
+      self._compute_prompts(unfinished, in_pieces, params)
+      if in_pieces:  # the rows that draw wait for one call
+        break
+    if copies := self._unfinished.take_copies():
       from_N = np.arange(seats.grid.places)
       for arrival in copies:  # from_N of the source, because it may itself be an earlier copy
         from_N[arrival.place] = from_N[arrival.copied_from]
@@ -442,21 +462,76 @@ class Stream:
     self._rounds = 0
     self._keep_prompts(xs, experts)
 
-  def _add_prompts(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
-    """Computes at most `prompts_at_once` prompts for places of the flight."""
+  def _compute_prompts(
+    self, unfinished: Sequence[BegunPrompt], in_pieces: bool, params: model.Params
+  ) -> None:
+    """Computes the oldest unfinished prompts, or the next piece of each, in one call."""
+    chosen = together(unfinished, self._pace.prompts_at_once, self._are_of_same_set)
+    if chosen[0].tokens:
+      chosen = self._continue_prompts(chosen, params)
+    else:
+      chosen = self._add_prompts(chosen, in_pieces, params)
+    self._unfinished.computed(chosen, self._prompt_tokens)
+
+  def _add_prompts(
+    self, chosen: Sequence[BegunPrompt], in_pieces: bool, params: model.Params
+  ) -> list[BegunPrompt]:
+    """Computes at most `prompts_at_once` prompts, or first pieces, for places of the flight."""
     batch = self._pace.prompts_at_once
-    xs = [arrivals[i % len(arrivals)].prompt for i in range(batch)]  # repeats some
+    xs = [chosen[i % len(chosen)].prompt for i in range(batch)]  # repeats some
     places = np.full(batch, self._seats.grid.places)  # past the last place: repetitions are dropped
-    places[: len(arrivals)] = [arrival.place for arrival in arrivals]
-    self._flight, experts = self._programs.arrive(
-      self._flight, params, self._prompts_of(xs), places
-    )
+    places[: len(chosen)] = [one.place for one in chosen]
+    prompts, piece = self._prompts_of(xs), self._pace.prompt_piece
+    if in_pieces and prompts.images is None and prompts.tokens_nS.shape[1] > piece:
+      prompts = first_tokens(prompts, piece)
+    self._flight, experts = self._programs.arrive(self._flight, params, prompts, places)
     self._keep_prompts(xs, experts)
+    lengths = prompts.lengths_n[: len(chosen)].tolist()
+    return [one._replace(tokens=tokens) for one, tokens in zip(chosen, lengths, strict=True)]
+
+  def _continue_prompts(
+    self, chosen: Sequence[BegunPrompt], params: model.Params
+  ) -> list[BegunPrompt]:
+    """Computes the next pieces of prompts, of as many as one call can. Returns them."""
+    pace, places = self._pace, self._seats.grid.places
+    piece, slots = pace.prompt_piece, self._flight.cache.prefix.slots
+    n = self._programs.pieces_at_once(piece, slots, pace.prompts_at_once)
+    chosen = chosen[:n]
+    suffixes = Suffixes(
+      tokens_nU=np.zeros((n, piece), np.int32),
+      lengths_n=np.ones(n, np.int32),
+      from_n=np.zeros(n, np.int32),
+      known_n=np.ones(n, np.int32),
+      places_n=np.full(n, places, np.int32),  # past the last place: dropped
+      shift_n=np.zeros(n, np.int32),
+    )
+    computed = []
+    for i, (place, x, known) in enumerate(chosen):
+      prompts, index = self._requests[x].prompts, self._requests[x].place
+      end = min(known + piece, self._prompt_tokens(x))
+      suffixes.tokens_nU[i, : end - known] = prompts.tokens_nS[index, known:end]
+      suffixes.lengths_n[i], suffixes.known_n[i] = end - known, known
+      suffixes.from_n[i] = suffixes.places_n[i] = place
+      computed.append(BegunPrompt(place, x, end))
+    self._flight, experts = self._programs.go_on(self._flight, None, params, suffixes)
+    if experts is not None:
+      of_prompts = self._drawn.prompt_experts_PSY
+      for i, (_, x, known), (_, _, end) in zip(range(n), chosen, computed, strict=False):
+        of_prompts[x, known:end] = jax.device_get(experts[i, : end - known])
+    return computed
+
+  def _prompt_tokens(self, x: int) -> int:
+    """How many tokens the prompt of group x has."""
+    return int(self._requests[x].prompts.lengths_n[self._requests[x].place])
+
+  def _are_of_same_set(self, x: int, y: int) -> bool:
+    """Whether one call can compute the prompts of two groups, because they share one `Prompts`."""
+    return self._requests[x].prompts is self._requests[y].prompts
 
   def _keep_prompts(self, xs: Sequence[int], experts: jax.Array | None) -> None:
-    """Stores the experts [n, S, Y] of prompt tokens, if they are not None."""
+    """Stores the experts [n, S, Y] of the first prompt tokens, if they are not None."""
     if experts is not None:
-      self._drawn.prompt_experts_PSY[xs] = jax.device_get(experts)
+      self._drawn.prompt_experts_PSY[xs, : experts.shape[1]] = jax.device_get(experts)
 
   def _prompts_of(self, xs: Sequence[int]) -> Prompts:
     """The prompts of groups whose requests share one `Prompts`. No copy if these are all of it."""
@@ -487,6 +562,8 @@ class Stream:
     rounds = min(self._programs.columns - 1, slots - written)
     if self._paused:  # a row can be rolled by so many slots, but one round is always due
       rounds = min(rounds, max(1, most_rewound(self._programs.columns)))
+    if self._unfinished:  # their seats are free until the last piece
+      rounds = min(rounds, _SOONEST_LOOK)
     going = int((seats.row_NQ != NOBODY).sum()) - len(self._paused)
     if self._has_room:  # the first row that ends may finish a group, which others replace
       ended = 0

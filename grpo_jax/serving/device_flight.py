@@ -17,7 +17,8 @@ import numpy as np
 from grpo_jax import model
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding
-from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, ScoredPrompts, Suffixes
+from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, ScoredPrompts
+from grpo_jax.sampler.programs import Suffixes
 from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.sampling import sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
@@ -337,7 +338,8 @@ class DeviceFlight:
     shifts = [images[place].shift if place in images else 0 for place in places]
     arguments = padded, lengths, numbers, known, np.array(places), np.array(shifts, np.int32)
     flight = self._flight.prompts_only
-    self._put_prompts(self.programs.go_on(flight, self._texts, params, Suffixes(*arguments)))
+    changed, _ = self.programs.go_on(flight, self._texts, params, Suffixes(*arguments))
+    self._put_prompts(changed)
 
   def _put_prompts(self, changed: Flight) -> None:
     """Takes the result of a call that computed prompts for `Flight.prompts_only`."""

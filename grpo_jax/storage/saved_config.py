@@ -23,6 +23,7 @@ _MAY_DIFFER = (
   "learner.logprob_chunk",
   "batch.micro_batch",
   "sampling.context",
+  "sampling.prompt_piece",
   "sampling.rows",
   "sampling.tensor",
   "reward.batch",
