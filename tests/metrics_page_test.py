@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 NO_METRICS = {"step", "time"}
 WRITTEN_BY = ("algo", "asynchronous", "batches", "evaluation", "learner", "scoring", "training")
 KINDS = (
-  "advantage batch check clip_ratio completions correction curriculum dynamic_sampling environment"
-  " eval harness perf prompts ratio rejection rewards rollout router sampler sampling selection"
-  " staleness teacher time tools update warm_start"
+  "advantage batch check clip_ratio completions correction curriculum dynamic_sampling"
+  " environment eval frac_reward_zero_std harness perf prompts ratio rejection reward rewards"
+  " rollout router sampler sampling selection staleness teacher time tools update warm_start"
 ).split()
 
 

@@ -55,7 +55,7 @@ def sources(tmp_path):
 
 
 def test_training_takes_the_first_rows_of_each_source(sources):
-  task = tasks.make_task(Data(mixture=sources, train_examples=2, prompts=("{problem}", "{ask}")))
+  task = tasks.make_task(Data(mixture=sources, train_examples=2, prompts=("{question}", "{ask}")))
   assert [part and len(part) for part in task.train.parts] == [2, 2]
   assert [example["task"] for example in task.train] == ["math", "math", "own", "own"]
   assert len(task.test) == 4  # the test is whole
@@ -337,6 +337,20 @@ def test_an_epoch_of_many_places_is_not_walked(sources):
   assert task.train.shares() == {"math": (3, pytest.approx(5e-8)), "own": (2, pytest.approx(1))}
 
 
+def test_the_source_of_a_prompt_is_known_without_its_example(sources):
+  """Also where other prompts are too long, and are left out."""
+  data = Data(mixture=sources, prompts=("{question}", "{ask} is a long question of this source"))
+  for max_prompt_tokens, expected in ((50, ["math"] * 3 + ["own"] * 2), (4, ["math"] * 3)):
+    shorter = dataclasses.replace(data, max_prompt_tokens=max_prompt_tokens)
+    found = PromptSet(tasks.make_task(shorter).train, QWEN, shorter)
+    assert found.sources == ["math", "own"]
+    assert found.sources_of(np.arange(len(found))) == expected
+    assert [prompt.example["task"] for prompt in found.make(range(len(found)))] == expected
+  alone = Data(task="arithmetic")
+  found = PromptSet(tasks.make_task(alone).test, QWEN, alone)
+  assert found.sources == [] == found.sources_of([0, 1])
+
+
 def test_a_mixture_of_files(sources):
   data = Data(mixture=sources, prompts=("M {question}", "O {ask} {kind}"), max_prompt_tokens=9)
   task = tasks.make_task(data)
@@ -532,10 +546,17 @@ def test_a_mixture_is_trained_with_rewards_by_task(tmp_path):
     rows = grpo_jax.read_completions(tmp_path / "run", step)
     prompts = [prompt.text for prompt in found.prompts.make(found.indices)]
     assert [row["prompt"] for row in rows[:: config.batch.group_size]] == prompts
+    by_task = {"arithmetic": [], "countdown": []}
     for row in rows:
       is_sum = row["prompt"].endswith("=")
+      assert row["task"] == ("arithmetic" if is_sum else "countdown")
+      by_task[row["task"]].append(row["reward"])
       assert (row["rewards/strict"] is None) == (not is_sum)
       assert (row["rewards/countdown"] is None) == is_sum
+    (metrics,) = [row for row in grpo_jax.read_metrics(tmp_path / "run") if row["step"] == step]
+    for task, rewards in by_task.items():
+      assert (metrics[f"reward/{task}"] is None) == (rewards == [])
+      assert not rewards or metrics[f"reward/{task}"] == pytest.approx(np.mean(rewards))
   assert "eval/accuracy" in grpo_jax.read_metrics(tmp_path / "run")[-1]
 
 

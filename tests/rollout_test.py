@@ -12,6 +12,7 @@ from grpo_jax.batches.rollout_metrics import (
   completion_rows,
   rollout_metrics,
   score_metrics,
+  source_metrics,
   staleness_metrics,
 )
 from grpo_jax.config import Data, Mesh
@@ -369,6 +370,18 @@ def test_tokens_and_the_filters_gap_are_of_the_sampled_tokens_alone():
   lengths = [values[f"completions/{name}_length"] for name in ("mean", "min", "max")]
   assert lengths == [2, 1, 3]
   assert values["sampler/filter_gap_mean"] == pytest.approx(gap_PGT[sampled_PGT].mean())
+
+
+def test_each_source_of_a_mixture_has_its_reward_and_its_share_of_idle_groups():
+  rewards = score([["1", "2"]] * 3, fixed([[0, 1], [NAN, 3], [4, 4]]))
+  found = source_metrics(rewards, ["a", "b", "a"], ["a", "b", "c"])
+  assert found.pop("reward/c") != found.pop("frac_reward_zero_std/c")  # NaN
+  assert found == {
+    "reward/a": 2.25,
+    "frac_reward_zero_std/a": 0.5,
+    "reward/b": 3.0,
+    "frac_reward_zero_std/b": 1.0,  # one reward alone differs from no other
+  }
 
 
 def test_rows_are_json_in_group_order_and_no_function_hides_another_field():

@@ -18,6 +18,7 @@ from grpo_jax.batches.rollout_metrics import (
   completion_rows,
   rollout_metrics,
   score_metrics,
+  source_metrics,
   turn_metrics,
   with_judgements,
 )
@@ -492,6 +493,8 @@ class Collector:
     """The metrics of all sampled groups, including those that a user registered."""
     completions = sampled.rollouts.completions
     metrics = rollout_metrics(completions, sampled.rewards, self._score.names)
+    source_P = self.prompts.sources_of(sampled.indices_P)
+    metrics |= source_metrics(sampled.rewards, source_P, self.prompts.sources)
     metrics |= check_metrics(host_scores(sampled.rewards), sampled.checks_PG)
     if sampled.rollouts.turns_PG is not None:
       metrics |= turn_metrics(sampled.rollouts.turns_PG)

@@ -115,6 +115,27 @@ def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
   return metrics
 
 
+def source_metrics(
+  rewards: Rewards, source_P: Sequence[str], sources: Sequence[str]
+) -> dict[str, float]:
+  """`reward` and `frac_reward_zero_std` of the prompts of each source of a mixture.
+
+  Args:
+    rewards: The scores of the reward functions, without the penalty for length.
+    source_P: The source of each prompt.
+    sources: All sources. The metrics of one without a prompt are NaN.
+  """
+  rewards_PG, differ_P = host_scores(rewards), groups_that_differ(rewards)
+  metrics = {}
+  for source in sources:
+    is_of_P = np.array([one == source for one in source_P], bool)
+    scored = rewards_PG[is_of_P][~np.isnan(rewards_PG[is_of_P])]
+    metrics[f"reward/{source}"] = float(scored.mean()) if scored.size else float("nan")
+    idle = float(1 - differ_P[is_of_P].mean()) if is_of_P.any() else float("nan")
+    metrics[f"frac_reward_zero_std/{source}"] = idle
+  return metrics
+
+
 def check_metrics(rewards_PG: np.ndarray, checks_PG: np.ndarray) -> dict[str, float]:
   """The mean check, and the gap between the mean reward and it. Empty without a check.
 
@@ -207,6 +228,8 @@ def completion_rows(
       "completion_ids": completions.tokens_PGT[p, g, :length].tolist(),
       "logprobs": [_shortest(x) for x in completions.logprobs_PGT[p, g, :length]],
     }
+    if "task" in prompts[p].example:
+      row["task"] = str(prompts[p].example["task"])
     if prompts[p].images:
       row["images"] = images_P[p]
     if rollouts.turns_PG is not None and rollouts.turns_PG[p, g] is not None:

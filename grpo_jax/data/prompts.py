@@ -222,6 +222,21 @@ class PromptSet:
       return None
     return {str(example.get("task")) for example in self._split}
 
+  @property
+  def sources(self) -> list[str]:
+    """The names of the sources of data.mixture. Empty without a mixture."""
+    return self._split.names if isinstance(self._split, Mixture) else []
+
+  def sources_of(self, indices: Iterable[int]) -> list[str]:
+    """The source of each prompt. Empty without a mixture. This reads no example."""
+    split = self._split
+    if not isinstance(split, Mixture):
+      return []
+    return [
+      split.name_of(int(index) if self._kept is None else int(self._kept[index]))
+      for index in indices
+    ]
+
   def example(self, index: int) -> Mapping[str, Any]:
     """The example that prompt `index` is made from."""
     if self._kept is None:

@@ -179,6 +179,15 @@ class Mixture(Sequence[Example]):
     part = self._parts[source]
     return f"{self._names[source]}: {place_of(part, place % len(part))}"
 
+  @property
+  def names(self) -> list[str]:
+    """The names of the sources."""
+    return self._names
+
+  def name_of(self, index: int) -> str:
+    """The name of the source that example `index` comes from. This does not read the example."""
+    return self._names[self._find(index)[0]]
+
   def part_of(self, index: int) -> Sequence[Example]:
     """The examples of the source that example `index` comes from."""
     return self._parts[self._find(index)[0]]
