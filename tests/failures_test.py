@@ -36,6 +36,7 @@ from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.timing import is_of_clock
 from grpo_jax.train import train
+from grpo_jax.training import reporter
 from grpo_jax.training.loop import run_steps
 from grpo_jax.training.trainer import SkippedUpdates
 
@@ -742,3 +743,27 @@ def test_ctrl_c_while_the_program_imports_prints_no_traceback(tmp_path):
   process.send_signal(signal.SIGINT)
   _, lines = process.communicate(timeout=60)
   assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in lines
+
+
+@pytest.mark.parametrize("differs, warned", [(False, 1), (True, 0)])
+def test_a_run_whose_rewards_have_stopped_to_differ_says_so_once(
+  tmp_path, capfd, monkeypatch, differs, warned
+):
+  """The rewards differ in the first of nine steps, or in every third. A step has 12 completions."""
+  monkeypatch.setattr(reporter, "_MOST_IDLE_STEPS", 3)
+  source = f"""
+seen = [0]
+def reward(completions, **_):
+  step = seen[0] // 12
+  seen[0] += len(completions)
+  differs = step == 0 or {differs} and step % 3 == 0
+  return [0.5 + differs * number for number in range(len(completions))]
+"""
+  config = with_reward(dataclasses.replace(small_config(), steps=9), tmp_path, source)
+  config = with_section(config, "eval", every=0)
+  run_steps(config, tmp_path / "run")
+  output = capfd.readouterr()
+  line = "warning: in 3 steps, no completion had an advantage"
+  assert (output.out + output.err).count(line) == warned
+  if warned:
+    assert "Their mean is 0.50" in " ".join(output.out.split())

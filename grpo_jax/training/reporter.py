@@ -27,6 +27,7 @@ from grpo_jax.timing import Clock
 from grpo_jax.training import trackers
 
 COMPLETIONS_SHOWN = 4
+_MOST_IDLE_STEPS = 10
 
 
 class Reporter:
@@ -64,6 +65,7 @@ class Reporter:
     self._writer: RowWriter | None = None
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
+    self._idle_steps = 0  # how many steps, the last ones, had no completion to learn from
     is_first = run.hosts.is_first
     # A notebook gets plain text, without HTML and without the colours that its kernel asks for.
     plain = {"color_system": None, "width": 100} if notebook.is_running() else {}
@@ -149,6 +151,14 @@ class Reporter:
     """
     if rows is not None:
       self._completions(step, rows)
+    self._idle_steps = self._idle_steps + 1 if metrics.get("batch/completions") == 0 else 0
+    if self._idle_steps == _MOST_IDLE_STEPS:
+      self.warn(
+        f"in {_MOST_IDLE_STEPS} steps, no completion had an advantage, because the rewards in each"
+        f" group are equal. Their mean is {metrics['reward']:.2f}: see in completions/ whether"
+        " answers do not differ any more, or none is right. Other prompts, sampling.temperature,"
+        " algo.kl_coef and algo.entropy_coef can change that"
+      )
     if self._evaluation_is_due(step):
       try:
         metrics = metrics | self._evaluate(step, params)
