@@ -1,21 +1,38 @@
 """How long rows in flight wait for the prompts of groups that come later, with pieces and without.
 
 python experiments/prompt_pieces.py [--longest=2048] [--pieces=0,512,128]
+python experiments/prompt_pieces.py --chips [--longest=32768] [--pieces=0,2048]
 
 Groups come one after another to a small model with random weights, as in a run with
 rollout.weights=in_flight. One prompt of eight has --longest tokens, and the others have 64. For
 each sampling.prompt_piece (0: whole prompts), the command prints the longest and the mean time
 between two chunks, in which rows that draw wait, and the time of all. Every size is sampled once
 before, so that compiling is not timed. The sum of all token ids shows that all sizes draw the same.
+
+With --chips, the compiler of jax[tpu] compiles what computes later prompts of the shape of
+Qwen2.5-7B on eight chips of a TPU v5p, which need not exist, with 64 rows in flight: what a call
+needs beside its arguments, and how long rows wait for it at least.
 """
 
 import argparse
+import json
+from pathlib import Path
+import tempfile
 import time
 
+from context_memory import LONG_QWEN, config_of
 import jax
 import numpy as np
 
 from grpo_jax import model
+from grpo_jax.around.planning import cost
+from grpo_jax.around.planning.phases import seconds_by_limit
+from grpo_jax.around.planning.plan import run_of
+from grpo_jax.around.planning.topologies import devices_of
+from grpo_jax.config import from_dict
+from grpo_jax.model.huggingface import config_json
+from grpo_jax.parallel.chips import chip_of
+from grpo_jax.run.stages import programs
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.sampler.sampling import Sampler
@@ -70,13 +87,48 @@ def sample(sampler: Sampler, params: model.Params, longest: int) -> tuple[list[f
   return waits[1:], time.perf_counter() - began, drawn
 
 
+def by_compiler(longest: int, pieces: list[int]) -> None:
+  """Prints memory and least times of the programs that compute later prompts."""
+  jax.config.update("jax_platforms", "cpu")
+  devices = devices_of("v5p:2x2x2", None)
+  with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "config.json").write_text(json.dumps(config_json.config_to_json(LONG_QWEN)))
+    for piece in pieces:
+      c = config_of(longest, 4096, prompts=128, group_size=8, micro_batch=8)
+      c.model.update(path=folder, dtype="bfloat16", reference_dtype="bfloat16")
+      c.sampling.update(dtype="bfloat16", tensor=4, rows=64, prompt_piece=piece)
+      c.mesh.update(data=1, fsdp=8)
+      run = run_of(from_dict(c.to_dict()), devices)
+      (sample,) = [program for program in programs(run) if program.name == "sample"]
+      compiled = run.programs.sampler().programs
+      for stage in sample.stages:
+        if stage.program not in (compiled.arrive, compiled.go_on):
+          continue
+        name = "arrive" if stage.program is compiled.arrive else "go_on"
+        print(f"pieces of {piece or 'all'} tokens, {name}, called {stage.runs} times:", end=" ")
+        try:
+          executable = stage.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+          print(str(error).splitlines()[0])
+          continue
+        limits = seconds_by_limit(cost.count(executable.as_text()).whole, chip_of(devices[0]))
+        print(
+          f"{executable.memory_analysis().temp_size_in_bytes / 1e9:.1f} GB of temporary arrays;"
+          f" rows wait {max(limits.values()):.2f} s at least"
+        )
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest prompts")
   parser.add_argument("--pieces", default="0,512,128", help="sampling.prompt_piece, 0 = whole")
+  parser.add_argument("--chips", action="store_true", help="ask the compiler of jax[tpu]")
   args = parser.parse_args()
+  if args.chips:
+    by_compiler(args.longest, [*map(int, args.pieces.split(","))])
+    return
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CONFIG)
   for piece in map(int, args.pieces.split(",")):
     decoding = Decoding(max_tokens=T, stop_ids=())

@@ -515,9 +515,10 @@ class Stream:
       computed.append(BegunPrompt(place, x, end))
     self._flight, experts = self._programs.go_on(self._flight, None, params, suffixes)
     if experts is not None:
-      of_prompts = self._drawn.prompt_experts_PSY
-      for i, (_, x, known), (_, _, end) in zip(range(n), chosen, computed, strict=False):
-        of_prompts[x, known:end] = jax.device_get(experts[i, : end - known])
+      of_prompts, experts_nUY = self._drawn.prompt_experts_PSY, jax.device_get(experts)
+      for experts_UY, before, after in zip(experts_nUY, chosen, computed):
+        new = slice(before.tokens, after.tokens)
+        of_prompts[after.prompt, new] = experts_UY[: after.tokens - before.tokens]
     return computed
 
   def _prompt_tokens(self, x: int) -> int:
