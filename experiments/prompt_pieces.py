@@ -33,6 +33,7 @@ from grpo_jax.config import from_dict
 from grpo_jax.model.huggingface import config_json
 from grpo_jax.parallel.chips import chip_of
 from grpo_jax.run.stages import programs
+from grpo_jax.sampler.flight import NewRows
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.sampler.sampling import Sampler
@@ -62,15 +63,21 @@ def requests_of(sampler: Sampler, longest: int) -> list[GroupRequest]:
 
 
 def sample(sampler: Sampler, params: model.Params, longest: int) -> tuple[list[float], float, int]:
-  """(seconds that rows wait before each chunk, seconds in all, sum of the tokens' ids)."""
+  """(seconds that rows wait before each chunk, seconds in all, sum of the tokens' ids).
+
+  Chunks that only new rows draw are left out: nobody waits for them.
+  """
   stream = sampler.stream(lambda: (params, 0), IN_FLIGHT, G, in_order=True)
   programs, waits, began, drawn = sampler.programs, list[float](), time.perf_counter(), 0
   chunk, ended = programs.chunk, [began]
 
-  def timed(params: model.Params, flight: object, *rest: object) -> object:
+  def timed(
+    params: model.Params, flight: object, new: NewRows, going_R: np.ndarray, *rest: object
+  ) -> object:
     jax.block_until_ready(flight)  # what was computed since the last chunk
-    waits.append(time.perf_counter() - ended[0])
-    result = jax.block_until_ready(chunk(params, flight, *rest))
+    if (going_R & ~new.is_new_R).any():
+      waits.append(time.perf_counter() - ended[0])
+    result = jax.block_until_ready(chunk(params, flight, new, going_R, *rest))
     ended[0] = time.perf_counter()
     return result
 
@@ -84,7 +91,7 @@ def sample(sampler: Sampler, params: model.Params, longest: int) -> tuple[list[f
         drawn += int(finished.completions.tokens_PGT.sum())
   finally:
     vars(programs)["chunk"] = chunk
-  return waits[1:], time.perf_counter() - began, drawn
+  return waits, time.perf_counter() - began, drawn
 
 
 def by_compiler(longest: int, pieces: list[int]) -> None:

@@ -428,10 +428,11 @@ class Stream:
       begun = {arrival.prompt for arrival in first}  # also in the places of their copies
       arrivals = [arrival for arrival in arrivals if arrival.prompt not in begun]
     self._unfinished.add(arrivals, seats.prompt_N)
-    in_pieces = bool(self._pace.prompt_piece) and self._rows_draw
+    is_split, rows_draw = bool(self._pace.prompt_piece), self._rows_draw
     while unfinished := self._unfinished.begun:
-      self._compute_prompts(unfinished, in_pieces, params)
-      if in_pieces:  # the rows that draw wait for one call
+      self._compute_prompts(unfinished, is_split and rows_draw, params)
+      # Rows that draw wait for one call. Where none does, the first complete prompt begins to.
+      if is_split and (rows_draw or len(self._unfinished.begun) < len(unfinished)):
         break
     if copies := self._unfinished.take_copies():
       from_N = np.arange(seats.grid.places)
