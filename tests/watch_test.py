@@ -11,7 +11,7 @@ from grpo_jax.parallel import watch
 
 @pytest.fixture
 def two(monkeypatch):
-  """Two watches that are connected, and what each one left with. Leaving closes connections."""
+  """Two watches that are connected, and the lines with which each one left."""
   monkeypatch.setattr(watch, "_SECONDS_TO_AGREE", 0.5)
   left = [[], []]
   offered, offers = threading.Event(), []
@@ -19,8 +19,6 @@ def two(monkeypatch):
   def leave_of(index):
     def leave(line):
       left[index].append(line)
-      for connection in watches[index]._connections.values():
-        connection.shutdown(2)  # as the kernel does when a process ends
 
     return leave
 
@@ -49,10 +47,24 @@ def test_processes_that_fail_together_agree(two):
 
 
 @pytest.mark.parametrize("failed", [0, 1])
-def test_the_other_has_left_before_one_that_fails_alone_goes_on(two, failed):
-  """Else the end of this process makes the other fail too, and that one says that all failed."""
+def test_a_process_that_another_one_drags_along_does_not_say_that_all_failed(two, failed):
+  """The end of the one that fails alone makes the other fail a moment later."""
   watches, left = two
   assert not watches[failed].all_failed()
-  assert left[failed] == []
+  assert left == [[], []]  # nobody ends before the one that failed has said why
+  assert not watches[1 - failed].all_failed()
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_the_others_end_when_one_ends_that_has_failed_alone(two, failed):
+  watches, left = two
+  assert not watches[failed].all_failed()
+  for connection in watches[failed]._connections.values():
+    connection.shutdown(2)  # as the kernel does when a process ends
+  started = time.monotonic()
+  while not left[1 - failed]:
+    assert time.monotonic() - started < 10
+    time.sleep(0.01)
   (line,) = left[1 - failed]
   assert line.startswith(f"process {failed} of 2 (counted from 0) has ended")
+  assert left[failed] == []

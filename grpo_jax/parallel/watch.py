@@ -20,9 +20,10 @@ import numpy as np
 _HELLO = struct.Struct("!II")  # the run's secret, the number of the process
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_TO_AGREE = 10.0
-_SECONDS_TO_LEAVE = 2.0
-# Messages: the sender has failed, all processes have failed, the sender ends without the others.
-_FAILED, _ALL_FAILED, _ALONE = b"f", b"a", b"l"
+_SECONDS_TO_HEAR = 2.0
+# Messages: the sender has failed, all processes have failed, the sender ends without the others,
+# and the answer to that.
+_FAILED, _ALL_FAILED, _ALONE, _HEARD = b"f", b"a", b"l", b"h"
 
 
 class Watch:
@@ -32,7 +33,8 @@ class Watch:
     """Watches in process `index` of `count`. `leave(line)` must end the process with the line."""
     self._index, self._count, self._leave = index, count, leave
     self._connections: dict[int, socket.socket] = {}  # by the number of the other process
-    self._failed: set[int] = set()  # the processes that called `all_failed`
+    self._failed: set[int] = set()  # the processes that called `all_failed` and have not given up
+    self._heard: set[int] = set()  # the processes that know that this one has given up
     self._changed = threading.Condition()  # guards the attributes, and is notified of messages
     self._is_over = False  # whether the other processes may end now
 
@@ -77,11 +79,11 @@ class Watch:
       self._conclude()
       if self._changed.wait_for(lambda: self._is_over, _SECONDS_TO_AGREE):
         return True
-      # Those that hear of it end before this process does. Otherwise its end could make them fail,
-      # and with this process's message they would take that for an error of all.
+      # The end of this process may make the others fail. They must know before that it does not
+      # count as failed any more, or they would take its end for an error of all.
       self._is_over = True
       self._tell(_ALONE)
-      self._changed.wait_for(lambda: not self._connections, _SECONDS_TO_LEAVE)
+      self._changed.wait_for(lambda: self._heard >= {*self._connections}, _SECONDS_TO_HEAR)
       return False
 
   def _accept(self, listener: socket.socket, secret: int) -> None:
@@ -110,7 +112,7 @@ class Watch:
   def _listen(self, index: int, connection: socket.socket) -> None:
     """Reads messages of process `index`. If its connection ends early, ends this process."""
     message = b"?"  # any but b"", which means that the connection has ended
-    while message not in (b"", _ALONE):
+    while message:
       try:
         message = connection.recv(1)
       except OSError:
@@ -121,8 +123,12 @@ class Watch:
           self._conclude()
         elif message == _ALL_FAILED:
           self._is_over = True
-        elif not message:
-          del self._connections[index]
+        elif message == _ALONE:
+          self._failed.discard(index)
+          with contextlib.suppress(OSError):
+            connection.sendall(_HEARD)
+        elif message == _HEARD or not message:
+          self._heard.add(index)
         self._changed.notify_all()
     if not self._is_over:
       self._leave(
@@ -132,7 +138,7 @@ class Watch:
 
   def _conclude(self) -> None:
     """On the first process: once all processes have failed, tells all of them so."""
-    if self._index == 0 and len(self._failed) == self._count:
+    if self._index == 0 and not self._is_over and len(self._failed) == self._count:
       self._is_over = True  # set first, because the other processes end when they are told
       self._tell(_ALL_FAILED)
 

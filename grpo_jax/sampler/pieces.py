@@ -98,7 +98,7 @@ class Unfinished:
 def together(
   begun: Sequence[BegunPrompt], most: int, is_alike: Callable[[int, int], bool]
 ) -> list[BegunPrompt]:
-  """The prompts of the next call: the oldest, and others that have as much computed as it.
+  """The prompts of the next call: the oldest, and others that have begun, or not, as it has.
 
   Args:
     begun: The prompts that must be computed, oldest first.

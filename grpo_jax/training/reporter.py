@@ -151,7 +151,8 @@ class Reporter:
     """
     if rows is not None:
       self._completions(step, rows)
-    self._idle_steps = self._idle_steps + 1 if metrics.get("batch/completions") == 0 else 0
+    are_equal = metrics.get("frac_reward_zero_std") == 1 and metrics.get("batch/completions") == 0
+    self._idle_steps = self._idle_steps + 1 if are_equal else 0
     if self._idle_steps == _MOST_IDLE_STEPS:
       self.warn(
         f"in {_MOST_IDLE_STEPS} steps, no completion had an advantage, because the rewards in each"
