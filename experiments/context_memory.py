@@ -9,6 +9,9 @@ python experiments/context_memory.py chips [--compile=reference,update]
 python experiments/context_memory.py sampling
   One group of 8 completions of 131,072 tokens of that model on eight chips of a v5p, sampled in
   bfloat16 with several sizes of sampling.tensor and sampling.context, by the same compiler.
+python experiments/context_memory.py prompts
+  What computes one prompt of 65,536 tokens of that model on these chips, with several sizes of
+  sampling.tensor and sampling.context, by the same compiler.
 python experiments/context_memory.py long [--model=FOLDER] [--context=16]
   The update of groups of 8 completions: 131,072 tokens of that model on 64 chips of a v5p or, with
   the config.json of Qwen3.5-4B in FOLDER, 65,536 of that one on 16 chips of a v6e.
@@ -143,6 +146,37 @@ def sampling() -> None:
         print(f"  at least, for each token: {seconds}")
 
 
+def prompts() -> None:
+  jax.config.update("jax_platforms", "cpu")
+  devices = devices_of("v5p:2x2x2", None)
+  with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "config.json").write_text(json.dumps(config_json.config_to_json(LONG_QWEN)))
+    for tensor, context in ((8, 1), (4, 2), (2, 4), (1, 8)):
+      c = config_of(65536, 4096, prompts=1, group_size=8, micro_batch=1)
+      c.model.update(path=folder, dtype="bfloat16", reference_dtype="bfloat16")
+      c.sampling.update(dtype="bfloat16", tensor=tensor, context=context)
+      c.mesh.update(data=1, context=8)
+      run = run_of(from_dict(c.to_dict()), devices)
+      (sample,) = [program for program in programs(run) if program.name == "sample"]
+      begin = run.programs.sampler().programs.begin
+      (stage,) = [stage for stage in sample.stages if stage.program is begin]
+      executable = stage.lower().compile()
+      memory, text = executable.memory_analysis(), executable.as_text()
+      counted = cost.count(text).whole
+      limits = seconds_by_limit(counted, chip_of(devices[0]))
+      print(
+        f"tensor {tensor}, context {context}: {memory.temp_size_in_bytes / 1e9:.2f} GB of temporary"
+        f" arrays, {counted.link_bytes / 1e9:.1f} GB over links; at least "
+        + ", ".join(f"{limit} {least:.2f} s" for limit, least in limits.items())
+      )
+      # The kernel of attention does not declare its operations. A token sees half of the others.
+      shape = re.search(r"%splash_mha_fwd\S* = [^\n]*?bf16\[(\d+),(\d+),(\d+)\]", text)
+      heads, tokens, head_dim = map(int, shape.groups())
+      of_kernel = 2 * tokens**2 * head_dim * heads * LONG_QWEN.num_layers
+      seconds = of_kernel / chip_of(devices[0]).flops
+      print(f"  and {seconds:.2f} s for attention to {tokens:,} tokens with {heads} heads")
+
+
 def long(model_folder: str, context: int) -> None:
   jax.config.update("jax_platforms", "cpu")
   topology, tokens = ("v6e:4x4", 65536) if model_folder else ("v5p:4x4x4", 131072)
@@ -221,11 +255,14 @@ def host() -> None:
     )
 
 
+WHAT = dict(simulated=simulated, sampling=sampling, prompts=prompts, ring=ring, host=host)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("what", choices=("simulated", "chips", "sampling", "long", "ring", "host"))
+  parser.add_argument("what", choices=("chips", "long", *WHAT))
   parser.add_argument("--compile", default="", help="with chips: reference, update")
   parser.add_argument("--model", default="", help="with long: a folder with a config.json")
   parser.add_argument("--context", type=int, default=16, help="with long: mesh.context")
@@ -235,7 +272,7 @@ def main() -> None:
   elif args.what == "long":
     long(args.model, args.context)
   else:
-    {"simulated": simulated, "sampling": sampling, "ring": ring, "host": host}[args.what]()
+    WHAT[args.what]()
 
 
 if __name__ == "__main__":

@@ -205,12 +205,12 @@ def within_windows(config: ModelConfig, prefix: Prefix, slots: int) -> Prefix:
   slots, of which the first holds token max(length - n, 0) of the prompt.
 
   If a mesh splits the slots, n and S are rounded up to a multiple of its devices, and prompts are
-  padded to the slots of the flight that they belong to.
+  padded, or their padding is cut, to the slots of the flight that they belong to.
 
   Args:
     config: The model.
     prefix: Prompts, with one slot for each of their S tokens.
-    slots: The number of tokens of the longest prompt in the flight, at least S.
+    slots: The number of tokens of the longest prompt in the flight.
   """
   shards = config.slot_shards
 
@@ -218,6 +218,8 @@ def within_windows(config: ModelConfig, prefix: Prefix, slots: int) -> Prefix:
     """The last tokens of the prompts in a stack, whose layers all have the same window."""
     window, S = config.kind(numbers[name][0]).window, x_LPKSE.shape[3]
     n = -(-min(window or slots, slots) // shards) * shards
+    if slots <= n < S:  # all tokens of the prompts, without padding
+      return x_LPKSE[:, :, :, :n]
     if n < S:
       first_P = jnp.maximum(prefix.lengths_P - n, 0)
       from_PS = first_P[:, None] + jnp.arange(n)
@@ -229,7 +231,7 @@ def within_windows(config: ModelConfig, prefix: Prefix, slots: int) -> Prefix:
   numbers = stacks(config)
   keys = {name: last(name, x) for name, x in prefix.keys.items()}
   values = {name: last(name, x) for name, x in prefix.values.items()}
-  return prefix.replace(keys=keys, values=values)
+  return prefix.replace(keys=keys, values=values, slots=slots)
 
 
 def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:

@@ -348,6 +348,14 @@ class ModelConfig:
     """The number of devices over which the slots of each row's cache are split."""
     return 1 if self.rows is None else self.rows.mesh.shape.get(SLOTS_AXIS, 1)
 
+  @property
+  def split_along_slots(self) -> "ModelConfig":
+    """The model with the tokens of a text split over the devices that split the slots of a row."""
+    if self.slot_shards == 1:
+      return self
+    tokens = PartitionSpec(self.rows.spec[0], SLOTS_AXIS)
+    return dataclasses.replace(self, rows=NamedSharding(self.rows.mesh, tokens))
+
   def slots_axis(self, slots: int) -> str | None:
     """The mesh axis over which this number of slots of a cache is split, or None."""
     return SLOTS_AXIS if self.slot_shards > 1 and slots % self.slot_shards == 0 else None

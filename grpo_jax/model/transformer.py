@@ -154,7 +154,10 @@ def routed_features(
     return out.x_BTD, cached_pass.updated(cache, out.cache, T), _experts(c, out)
   groups = Groups(lengths_B, prompt_slots=T)
   attend = in_groups(c, groups, vision.pictures(c, visual, T), keep=True)
-  angles = _angles(c, vision.positions(visual, positions_BT), c.length or T)
+  positions = vision.positions(visual, positions_BT)
+  if c.context > 1:  # each device computes the angles of its own tokens
+    positions = constrain(positions, c.rows)
+  angles = _angles(c, positions, c.length or T)
   shared = Shared(*angles, attend, recur_in_groups(c, groups, keep=True))
   out = _hidden(params, c, tokens_BT, shared, visual=visual)
   return out.x_BTD, cached_pass.of_rows(out.kept, T), _experts(c, out)

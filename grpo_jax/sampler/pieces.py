@@ -1,15 +1,21 @@
-"""Which prompts of a flight are not computed yet, or only to a part (sampling.prompt_piece).
+"""Computes the prompts of a flight, whole or in pieces (sampling.prompt_piece).
 
 Rows in flight wait while prompts are computed. So a long prompt is computed a piece at a time, and
 rows draw a chunk of tokens between two pieces. The seats of its place stay free until its last one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from grpo_jax.sampler.seats import NOBODY, Arrival
+from grpo_jax import model
+from grpo_jax.sampler.flight import Flight, Prompts
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.programs import FlightPrograms, Suffixes
+from grpo_jax.sampler.requests import GroupRequest
+from grpo_jax.sampler.seats import NOBODY, Arrival, Seats
 
 
 class BegunPrompt(NamedTuple):
@@ -31,9 +37,8 @@ class Unfinished:
 
   def __init__(self) -> None:
     self._begun: dict[int, BegunPrompt] = {}  # by place
-    self._copies: dict[
-      int, Arrival
-    ] = {}  # by place: places that get a copy once their source has it
+    # By place: those that get a copy once their source has the prompt.
+    self._copies: dict[int, Arrival] = {}
 
   def __bool__(self) -> bool:
     return bool(self._begun or self._copies)
@@ -111,3 +116,186 @@ def together(
   new = [one for one in begun if not one.tokens]
   differs = [not is_alike(oldest.prompt, one.prompt) for one in new]
   return new[: differs.index(True) if True in differs else None][:most]
+
+
+def first_tokens(prompts: Prompts, count: int) -> Prompts:
+  """The first `count` tokens of each prompt without images. Shorter ones stay whole."""
+  return prompts.replace(
+    tokens_nS=prompts.tokens_nS[:, :count],
+    lengths_n=np.minimum(prompts.lengths_n, count),
+    shared=0 if prompts.shared >= count else prompts.shared,
+  )
+
+
+class PlacedPrompts:
+  """The prompts that have places in a flight, and the calls that compute them.
+
+  The first prompts are computed by the program that makes the cache, and later ones in batches. A
+  prompt that another place already has is copied.
+  """
+
+  def __init__(
+    self,
+    programs: FlightPrograms,
+    requests: Mapping[int, GroupRequest],
+    keep_experts: Callable[[int, int, np.ndarray], None],
+    at_once: int,
+    piece: int,
+  ):
+    """Starts without prompts.
+
+    Args:
+      programs: The compiled programs.
+      requests: The request of each prompt p. The caller changes it as groups come and go.
+      keep_experts: keep_experts(p, first, experts_UY) stores the experts of tokens of prompt p, of
+        which the first has the number `first`. It is called only for models with `keeps_experts`.
+      at_once: How many queued prompts are computed together.
+      piece: The most tokens of a prompt that are computed in one call while rows draw. 0 computes
+        whole prompts.
+    """
+    self._programs, self._requests, self._keep_experts = programs, requests, keep_experts
+    self._at_once, self._piece = at_once, piece
+    self._unfinished = Unfinished()
+
+  @property
+  def closed(self) -> set[int]:
+    """The places at which no row can sit yet."""
+    return self._unfinished.places
+
+  def clear(self) -> None:
+    """Forgets all places."""
+    self._unfinished.clear()
+
+  def begin(
+    self,
+    arrivals: Sequence[Arrival],
+    seats: Seats,
+    slots: int,
+    params: model.Params,
+    settings: RowSettings,
+  ) -> tuple[Flight, list[Arrival]]:
+    """Makes the flight with the first of the new prompts, including the copies of these prompts.
+
+    Args:
+      arrivals: The new prompts.
+      seats: The places and seats of the flight, where the new prompts have their places.
+      slots: The slots of the cache, for each row.
+      params: The weights.
+      settings: Arrays [R] with the dtypes and filters of later rows.
+
+    Returns:
+      The flight, and the new prompts that it has not got.
+    """
+    new = [BegunPrompt(one.place, one.prompt) for one in arrivals if one.copied_from == NOBODY]
+    first = together(new, len(new), self._are_of_same_set)
+    n = -(-len(first) // seats.shards) * seats.shards
+    xs = [first[i % len(first)].prompt for i in range(n)]  # repeats some, to fill all shards
+    of_places, index_N = seats.prompt_N.tolist(), None  # None: place n has the prompt of index n
+    if xs != of_places:  # places of other prompts get prompt 0 until theirs is computed or copied
+      index_N = np.array([xs.index(x) if x in xs else 0 for x in of_places])
+    prompts = self._prompts_of(xs)
+    flight, experts = self._programs.begin(seats.grid, slots, params, prompts, index_N, settings)
+    self._keep_experts_of(xs, experts)
+    return flight, [arrival for arrival in arrivals if arrival.prompt not in xs]
+
+  def add(self, arrivals: Iterable[Arrival], prompt_N: np.ndarray) -> None:
+    """Adds prompts that have just got places, as `Unfinished.add`."""
+    self._unfinished.add(arrivals, prompt_N)
+
+  def compute(self, flight: Flight, params: model.Params, draws: bool) -> Flight:
+    """Computes the prompts that were added. In pieces, it stops once a row can draw.
+
+    Args:
+      flight: The flight.
+      params: The weights.
+      draws: Whether a row can already draw. In pieces, it then waits for one call alone.
+    """
+    while begun := self._unfinished.begun:
+      flight = self._compute_some(flight, begun, params, draws)
+      if self._piece and (draws or len(self._unfinished.begun) < len(begun)):
+        break
+    if copies := self._unfinished.take_copies():
+      from_N = np.arange(flight.grid.places)
+      for arrival in copies:  # from_N of the source, because it may itself be an earlier copy
+        from_N[arrival.place] = from_N[arrival.copied_from]
+      flight = self._programs.copy(flight, from_N)
+    return flight
+
+  def _compute_some(
+    self, flight: Flight, begun: Sequence[BegunPrompt], params: model.Params, draws: bool
+  ) -> Flight:
+    """Computes the oldest unfinished prompts, or the next piece of each, in one call."""
+    chosen = together(begun, self._at_once, self._are_of_same_set)
+    if chosen[0].tokens:
+      flight, computed = self._continue_prompts(flight, chosen, params)
+    else:
+      flight, computed = self._start_prompts(flight, chosen, params, bool(self._piece) and draws)
+    self._unfinished.computed(computed, self._prompt_tokens)
+    return flight
+
+  def _start_prompts(
+    self, flight: Flight, chosen: Sequence[BegunPrompt], params: model.Params, in_pieces: bool
+  ) -> tuple[Flight, list[BegunPrompt]]:
+    """Computes at most `at_once` prompts, or first pieces. Also returns how far they are."""
+    xs = [chosen[i % len(chosen)].prompt for i in range(self._at_once)]  # repeats some
+    # Past the last place: repetitions are dropped.
+    places = np.full(self._at_once, flight.grid.places)
+    places[: len(chosen)] = [one.place for one in chosen]
+    prompts, piece = self._prompts_of(xs), self._piece
+    if in_pieces and prompts.images is None and prompts.tokens_nS.shape[1] > piece:
+      prompts = first_tokens(prompts, piece)
+    flight, experts = self._programs.arrive(flight, params, prompts, places)
+    self._keep_experts_of(xs, experts)
+    lengths = prompts.lengths_n[: len(chosen)].tolist()
+    return flight, [one._replace(tokens=n) for one, n in zip(chosen, lengths, strict=True)]
+
+  def _continue_prompts(
+    self, flight: Flight, chosen: Sequence[BegunPrompt], params: model.Params
+  ) -> tuple[Flight, list[BegunPrompt]]:
+    """Computes the next pieces of as many prompts as a call can. Also returns how far they are."""
+    piece, slots = self._piece, flight.cache.prefix.slots
+    n = self._programs.pieces_at_once(piece, slots, self._at_once)
+    chosen = chosen[:n]
+    suffixes = Suffixes(
+      tokens_nU=np.zeros((n, piece), np.int32),
+      lengths_n=np.ones(n, np.int32),
+      from_n=np.zeros(n, np.int32),
+      known_n=np.ones(n, np.int32),
+      places_n=np.full(n, flight.grid.places, np.int32),  # past the last place: dropped
+      shift_n=np.zeros(n, np.int32),
+    )
+    computed = []
+    for i, (place, x, known) in enumerate(chosen):
+      prompts, index = self._requests[x].prompts, self._requests[x].place
+      end = min(known + piece, self._prompt_tokens(x))
+      suffixes.tokens_nU[i, : end - known] = prompts.tokens_nS[index, known:end]
+      suffixes.lengths_n[i], suffixes.known_n[i] = end - known, known
+      suffixes.from_n[i] = suffixes.places_n[i] = place
+      computed.append(BegunPrompt(place, x, end))
+    flight, experts = self._programs.go_on(flight, None, params, suffixes)
+    if experts is not None:
+      for experts_UY, old, new in zip(jax.device_get(experts), chosen, computed):
+        self._keep_experts(new.prompt, old.tokens, experts_UY[: new.tokens - old.tokens])
+    return flight, computed
+
+  def _keep_experts_of(self, xs: Sequence[int], experts: jax.Array | None) -> None:
+    """Stores the experts [n, S, Y] of the first prompt tokens, if they are not None."""
+    if experts is not None:
+      for x, experts_SY in zip(xs, jax.device_get(experts), strict=True):
+        self._keep_experts(x, 0, experts_SY)
+
+  def _prompt_tokens(self, x: int) -> int:
+    """How many tokens prompt x has."""
+    return int(self._requests[x].prompts.lengths_n[self._requests[x].place])
+
+  def _are_of_same_set(self, x: int, y: int) -> bool:
+    """Whether one call can compute two prompts, because they share one `Prompts`."""
+    return self._requests[x].prompts is self._requests[y].prompts
+
+  def _prompts_of(self, xs: Sequence[int]) -> Prompts:
+    """Prompts whose requests share one `Prompts`. No copy if these are all of it."""
+    prompts = self._requests[xs[0]].prompts
+    places = np.array([self._requests[x].place for x in xs])
+    if np.array_equal(places, np.arange(len(prompts.lengths_n))):
+      return prompts
+    return jax.tree.map(lambda x: x[places], prompts)

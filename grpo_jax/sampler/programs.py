@@ -247,6 +247,12 @@ class FlightPrograms:
       shared = 0
     positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
     tokens_nT, cache, shared_experts = prompts.tokens_nS[:, shared:], None, None
+    split = config.split_along_slots
+    if split.context > 1:  # devices share the tokens: prompts have no shared beginning on a mesh
+      config = split
+      # In a ring, each device has two pieces of equal length.
+      more = -S % (2 * config.context)
+      tokens_nT, positions_nT = (jnp.pad(x, ((0, 0), (0, more))) for x in (tokens_nT, positions_nT))
     if shared:  # one row computes the beginning, and all n prompts continue it
       config = dataclasses.replace(config, cache_dtype="")  # prompts are never rounded
       beginning = prompts.tokens_nS[:1, :shared], jnp.arange(shared)[None]  # tokens, positions
@@ -261,8 +267,13 @@ class FlightPrograms:
     if shared_experts is not None:
       shared_experts = jnp.broadcast_to(shared_experts, (n, *shared_experts.shape[1:]))
       experts = jnp.concatenate([shared_experts, experts], 1)
-    last_n11 = (counts_n - 1)[:, None, None]
-    last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
+    if config.context > 1:  # each device adds what it has, which is 0 on all but one
+      is_last_nT = jnp.arange(hidden_nTD.shape[1]) == (counts_n - 1)[:, None]
+      last_nD = jnp.where(is_last_nT[..., None], hidden_nTD, 0).sum(1)
+      experts = None if experts is None else experts[:, :S]
+    else:
+      last_n11 = (counts_n - 1)[:, None, None]
+      last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
     # With a shared beginning, each row of the cache has only the tokens after it.
     as_prefix = model.rows_as_prefix if shared else model.as_prefix
     next_n = None

@@ -6,6 +6,7 @@ that pauses keeps its seat and its cache while the others go on.
 """
 
 from collections.abc import Callable, Sequence
+import copy
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,14 +15,14 @@ import numpy as np
 from grpo_jax import model
 from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.filters import FILTERS
-from grpo_jax.sampler.flight import Flight, NewRows, Prompts, Resumed
+from grpo_jax.sampler.flight import Flight, NewRows, Resumed
 from grpo_jax.sampler.guides import Guided
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.pieces import BegunPrompt, Unfinished, together
-from grpo_jax.sampler.programs import FlightPrograms, Suffixes, most_rewound
+from grpo_jax.sampler.pieces import PlacedPrompts
+from grpo_jax.sampler.programs import FlightPrograms, most_rewound
 from grpo_jax.sampler.requests import Finished, GroupRequest, News, StoppedRow
 from grpo_jax.sampler.rows import Chunk, Drawn, Extras
-from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
+from grpo_jax.sampler.seats import NOBODY, Grid
 from grpo_jax.sampler.stop import End
 from grpo_jax.types import Completions
 
@@ -99,15 +100,6 @@ def by_row(settings: RowSettings, prompts: int, members: int) -> RowSettings:
   )
 
 
-def first_tokens(prompts: Prompts, count: int) -> Prompts:
-  """The first `count` tokens of each prompt without images. Shorter ones stay whole."""
-  return prompts.replace(
-    tokens_nS=prompts.tokens_nS[:, :count],
-    lengths_n=np.minimum(prompts.lengths_n, count),
-    shared=0 if prompts.shared >= count else prompts.shared,
-  )
-
-
 class Stream:
   """A `GroupSampler` on devices of this process.
 
@@ -157,10 +149,16 @@ class Stream:
     members = self._members
     self._seats = seats_lib.no_one(0, members, self._pace.grid, self._pace.shards)
     self._flight: Flight | None = None  # the rows and their cache on the devices. None at first
-    self._unfinished = Unfinished()  # places whose prompts are not computed, or only to a part
     self._has_rolled = True  # False after a chunk with paused rows, until they are rolled
     self._rounds = 0  # since the cache counted from 0
     self._requests: dict[int, GroupRequest] = {}  # by index x
+    self._prompts = PlacedPrompts(
+      self._programs,
+      self._requests,
+      self._keep_experts,
+      self._pace.prompts_at_once,
+      self._pace.prompt_piece,
+    )
     self._place_of: dict[int, int] = {}  # `GroupRequest.number` -> x
     self._free = list[int]()  # unused indices x
     self._going_X = np.zeros(0, int)  # rows of each group that have not ended
@@ -357,11 +355,11 @@ class Stream:
       bool [R], True for seats that have a new row.
     """
     seats = self._seats
-    new_rows = seats_lib.take_seats(seats, self._unfinished.places)
+    new_rows = seats_lib.take_seats(seats, self._prompts.closed)
     move = None if self.is_kept_full else seats_lib.move_together(seats, self._pace.smaller)
     if move is not None:
       self._flight = self._programs.move(self._flight, move.rows_NQ, move.places_N)
-      self._unfinished.clear()  # all rows have seats, at other places
+      self._prompts.clear()  # all rows have seats, at other places
       seat_of = {row: seat for seat, row in enumerate(seats.row_NQ.reshape(-1).tolist())}
       self._paused = {row: seat_of[row] for row in self._paused}
     return np.isin(seats.row_NQ.reshape(-1), new_rows)
@@ -411,137 +409,27 @@ class Stream:
     )
 
   def _place_prompts(self, params: model.Params) -> None:
-    """Assigns free places to waiting prompts, and computes the prompts there.
-
-    The first prompts are computed by the program that makes the cache, and later ones in batches. A
-    prompt that another place already has is copied. With `prompt_piece`, rows that draw wait for
-    one piece alone, and the rest follows in the next calls.
-    """
-    seats, batch = self._seats, self._pace.prompts_at_once
+    """Assigns free places to waiting prompts, and computes the prompts there."""
+    seats, batch, prompts = self._seats, self._pace.prompts_at_once, self._prompts
     arrivals = self._fill(seats, batch)
     if self._flight is None and not seats.queue:
       # All prompts have a place. The remaining places get copies for members that wait.
       arrivals = [*arrivals, *self._fill(seats, batch)]
     if self._flight is None:
-      first = self._first_of_same_set([one for one in arrivals if one.copied_from == NOBODY])
-      self._begin_with_prompts(first, params)
-      begun = {arrival.prompt for arrival in first}  # also in the places of their copies
-      arrivals = [arrival for arrival in arrivals if arrival.prompt not in begun]
-    self._unfinished.add(arrivals, seats.prompt_N)
-    is_split, rows_draw = bool(self._pace.prompt_piece), self._rows_draw
-    while unfinished := self._unfinished.begun:
-      self._compute_prompts(unfinished, is_split and rows_draw, params)
-      # Rows that draw wait for one call. Where none does, the first complete prompt begins to.
-      if is_split and (rows_draw or len(self._unfinished.begun) < len(unfinished)):
-        break
-    if copies := self._unfinished.take_copies():
-      from_N = np.arange(seats.grid.places)
-      for arrival in copies:  # from_N of the source, because it may itself be an earlier copy
-        from_N[arrival.place] = from_N[arrival.copied_from]
-      self._flight = self._programs.copy(self._flight, from_N)
+      any_R = np.zeros(seats.grid.rows, int)  # the values of the settings are not read
+      settings = jax.tree.map(lambda x: x[any_R], self._settings)
+      self._flight, arrivals = prompts.begin(
+        arrivals, seats, slots=self._pace.slots[0], params=params, settings=settings
+      )
+      self._rounds = 0
+    prompts.add(arrivals, seats.prompt_N)
+    # Rows that draw, or could draw now, wait for one piece alone.
+    draws = self._rows_draw or bool(seats_lib.take_seats(copy.deepcopy(seats), prompts.closed))
+    self._flight = prompts.compute(self._flight, params, draws)
 
-  def _first_of_same_set(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """The longest start of `arrivals` whose prompts share one `Prompts`, for one program call."""
-    prompts = [self._requests[arrival.prompt].prompts for arrival in arrivals]
-    is_same = [one is prompts[0] for one in prompts]
-    return list(arrivals[: is_same.index(False) if False in is_same else None])
-
-  def _begin_with_prompts(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
-    """Makes the flight with the first prompts, including the copies of these prompts."""
-    pace = self._pace
-    n = -(-len(arrivals) // pace.shards) * pace.shards
-    xs = [arrivals[i % len(arrivals)].prompt for i in range(n)]  # repeats some, to fill all shards
-    of_places = self._seats.prompt_N.tolist()
-    prompt_N = None  # each place has the prompt with its index
-    if xs != of_places:  # places of other prompts get prompt 0 until theirs is computed or copied
-      prompt_N = np.array([xs.index(x) if x in xs else 0 for x in of_places])
-    any_R = np.zeros(pace.grid.rows, int)  # the values of the settings are not read
-    settings = jax.tree.map(lambda x: x[any_R], self._settings)
-    prompts = self._prompts_of(xs)
-    begun = self._programs.begin(pace.grid, pace.slots[0], params, prompts, prompt_N, settings)
-    self._flight, experts = begun
-    self._rounds = 0
-    self._keep_prompts(xs, experts)
-
-  def _compute_prompts(
-    self, unfinished: Sequence[BegunPrompt], in_pieces: bool, params: model.Params
-  ) -> None:
-    """Computes the oldest unfinished prompts, or the next piece of each, in one call."""
-    chosen = together(unfinished, self._pace.prompts_at_once, self._are_of_same_set)
-    if chosen[0].tokens:
-      chosen = self._continue_prompts(chosen, params)
-    else:
-      chosen = self._add_prompts(chosen, in_pieces, params)
-    self._unfinished.computed(chosen, self._prompt_tokens)
-
-  def _add_prompts(
-    self, chosen: Sequence[BegunPrompt], in_pieces: bool, params: model.Params
-  ) -> list[BegunPrompt]:
-    """Computes at most `prompts_at_once` prompts, or first pieces, for places of the flight."""
-    batch = self._pace.prompts_at_once
-    xs = [chosen[i % len(chosen)].prompt for i in range(batch)]  # repeats some
-    places = np.full(batch, self._seats.grid.places)  # past the last place: repetitions are dropped
-    places[: len(chosen)] = [one.place for one in chosen]
-    prompts, piece = self._prompts_of(xs), self._pace.prompt_piece
-    if in_pieces and prompts.images is None and prompts.tokens_nS.shape[1] > piece:
-      prompts = first_tokens(prompts, piece)
-    self._flight, experts = self._programs.arrive(self._flight, params, prompts, places)
-    self._keep_prompts(xs, experts)
-    lengths = prompts.lengths_n[: len(chosen)].tolist()
-    return [one._replace(tokens=tokens) for one, tokens in zip(chosen, lengths, strict=True)]
-
-  def _continue_prompts(
-    self, chosen: Sequence[BegunPrompt], params: model.Params
-  ) -> list[BegunPrompt]:
-    """Computes the next pieces of prompts, of as many as one call can. Returns them."""
-    pace, places = self._pace, self._seats.grid.places
-    piece, slots = pace.prompt_piece, self._flight.cache.prefix.slots
-    n = self._programs.pieces_at_once(piece, slots, pace.prompts_at_once)
-    chosen = chosen[:n]
-    suffixes = Suffixes(
-      tokens_nU=np.zeros((n, piece), np.int32),
-      lengths_n=np.ones(n, np.int32),
-      from_n=np.zeros(n, np.int32),
-      known_n=np.ones(n, np.int32),
-      places_n=np.full(n, places, np.int32),  # past the last place: dropped
-      shift_n=np.zeros(n, np.int32),
-    )
-    computed = []
-    for i, (place, x, known) in enumerate(chosen):
-      prompts, index = self._requests[x].prompts, self._requests[x].place
-      end = min(known + piece, self._prompt_tokens(x))
-      suffixes.tokens_nU[i, : end - known] = prompts.tokens_nS[index, known:end]
-      suffixes.lengths_n[i], suffixes.known_n[i] = end - known, known
-      suffixes.from_n[i] = suffixes.places_n[i] = place
-      computed.append(BegunPrompt(place, x, end))
-    self._flight, experts = self._programs.go_on(self._flight, None, params, suffixes)
-    if experts is not None:
-      of_prompts, experts_nUY = self._drawn.prompt_experts_PSY, jax.device_get(experts)
-      for experts_UY, before, after in zip(experts_nUY, chosen, computed):
-        new = slice(before.tokens, after.tokens)
-        of_prompts[after.prompt, new] = experts_UY[: after.tokens - before.tokens]
-    return computed
-
-  def _prompt_tokens(self, x: int) -> int:
-    """How many tokens the prompt of group x has."""
-    return int(self._requests[x].prompts.lengths_n[self._requests[x].place])
-
-  def _are_of_same_set(self, x: int, y: int) -> bool:
-    """Whether one call can compute the prompts of two groups, because they share one `Prompts`."""
-    return self._requests[x].prompts is self._requests[y].prompts
-
-  def _keep_prompts(self, xs: Sequence[int], experts: jax.Array | None) -> None:
-    """Stores the experts [n, S, Y] of the first prompt tokens, if they are not None."""
-    if experts is not None:
-      self._drawn.prompt_experts_PSY[xs, : experts.shape[1]] = jax.device_get(experts)
-
-  def _prompts_of(self, xs: Sequence[int]) -> Prompts:
-    """The prompts of groups whose requests share one `Prompts`. No copy if these are all of it."""
-    prompts = self._requests[xs[0]].prompts
-    places = np.array([self._requests[x].place for x in xs])
-    if np.array_equal(places, np.arange(len(prompts.lengths_n))):
-      return prompts
-    return jax.tree.map(lambda x: x[places], prompts)
+  def _keep_experts(self, x: int, first: int, experts_UY: np.ndarray) -> None:
+    """Stores the experts of the prompt tokens of group x, from token number `first` on."""
+    self._drawn.prompt_experts_PSY[x, first : first + len(experts_UY)] = experts_UY
 
   def _with_room(self, longest: int) -> Chunk:
     """Makes room in the cache for the next tokens, and decides when the chunk ends.
@@ -564,7 +452,7 @@ class Stream:
     rounds = min(self._programs.columns - 1, slots - written)
     if self._paused:  # a row can be rolled by so many slots, but one round is always due
       rounds = min(rounds, max(1, most_rewound(self._programs.columns)))
-    if self._unfinished:  # their seats are free until the last piece
+    if self._prompts.closed:  # their seats are free until the last piece
       rounds = min(rounds, _SOONEST_LOOK)
     going = int((seats.row_NQ != NOBODY).sum()) - len(self._paused)
     if self._has_room:  # the first row that ends may finish a group, which others replace

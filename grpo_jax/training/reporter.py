@@ -65,7 +65,7 @@ class Reporter:
     self._writer: RowWriter | None = None
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
-    self._idle_steps = 0  # how many steps, the last ones, had no completion to learn from
+    self._idle_steps = 0  # how many steps, the last ones, had equal rewards in every group
     is_first = run.hosts.is_first
     # A notebook gets plain text, without HTML and without the colours that its kernel asks for.
     plain = {"color_system": None, "width": 100} if notebook.is_running() else {}

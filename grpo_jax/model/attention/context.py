@@ -1,10 +1,12 @@
-"""Layers of groups whose tokens are split over the devices along the mesh's axis `context`.
+"""Layers of groups whose tokens are split over the devices along an axis of the mesh.
 
-Only attention and recurrence need tokens of other devices. An `Exchange` is a way to send them.
+The learner splits texts over `context`, and the sampler splits prompts over `slots`. Only attention
+and recurrence need tokens of other devices. An `Exchange` is a way to send them.
 """
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -19,7 +21,6 @@ from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.mixers.seen import Recur, Scan
 
-AXIS = "context"
 # attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, packing, view) -> out_PNHE: attention of groups
 # whose completions are packed in a stream, or in rows if the packing is None.
 AttendStream = Callable[
@@ -38,14 +39,14 @@ _BYTES_OF_SCORE = 12
 
 @dataclasses.dataclass(frozen=True)
 class SplitAttention:
-  """The sizes of a layer's attention, where each device along `context` has some tokens.
+  """The sizes of a layer's attention, where each of several devices has some tokens.
 
   Attributes:
     heads: H, the number of query heads of a device.
     key_heads: K, the number of key heads of a device.
     head_dim: E.
     item: The bytes of a number.
-    devices: The number of devices along `context`.
+    devices: The number of devices that share the tokens of a text.
     window: As in `View`.
     has_kernel: A kernel can compute heads of which a device has all tokens.
     has_pictures: The tokens of a picture also see its later tokens.
@@ -84,7 +85,8 @@ class Exchange:
     uses_kernel: The exchange can run a kernel.
     sees_pictures: Tokens can see later tokens of their picture.
     needs_window: The exchange is for layers with a window alone.
-    make: (attention of all tokens) -> attention as each device of the axis computes it.
+    make: (attention of all tokens, axis) -> attention as each device along this axis of the mesh
+      computes it.
   """
 
   name: str
@@ -94,7 +96,7 @@ class Exchange:
   uses_kernel: bool
   sees_pictures: bool
   needs_window: bool
-  make: Callable[[AttendStream], AttendStream]
+  make: Callable[[AttendStream, str], AttendStream]
 
   def bytes_sent(self, of: SplitAttention) -> float:
     """The bytes that a device sends for each of its tokens, in the forward pass of a layer."""
@@ -110,7 +112,7 @@ class Exchange:
     return self.bytes_sent(of) * _OPERATIONS_PER_BYTE_SENT + scores * of_score
 
 
-def by_heads(attend: AttendStream) -> AttendStream:
+def by_heads(attend: AttendStream, axis: str) -> AttendStream:
   """Runs `attend` on all tokens of a few heads on each device (Jacobs et al. 2309.14509).
 
   An all-to-all gives each device all tokens of some heads, instead of some tokens of all heads. A
@@ -129,7 +131,7 @@ def by_heads(attend: AttendStream) -> AttendStream:
     view: View,
   ) -> jax.Array:
     """An `AttendStream` on a device that has some tokens of each of its heads."""
-    devices = jax.lax.axis_size(AXIS)
+    devices = jax.lax.axis_size(axis)
     (H, E), K = q_PNHE.shape[2:], k_PNKE.shape[2]
     more = divisible_heads(H, K, devices) // K - H // K  # query heads to add to each key head
 
@@ -146,27 +148,29 @@ def by_heads(attend: AttendStream) -> AttendStream:
       q_PNHE = with_more(q_PNHE, 2)
       sinks_H = None if sinks_H is None else with_more(sinks_H, 0)
     if sinks_H is not None:  # every device has all sinks, and needs those of its heads
-      sinks_H = sinks_H.reshape(devices, -1)[jax.lax.axis_index(AXIS)]
+      sinks_H = sinks_H.reshape(devices, -1)[jax.lax.axis_index(axis)]
     arrays = q_PNHE, _divided(k_PNKE, devices), _divided(v_PNKE, devices)
     # Splits the axis of heads, and joins that of tokens. Below, the outputs go the other way.
-    q, k, v = (jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in arrays)
+    q, k, v = (jax.lax.all_to_all(x, axis, 2, 1, tiled=True) for x in arrays)
     of_device = dataclasses.replace(view, sinks_H=sinks_H)
     out = attend(q, k, v, prompt_lengths_P, packing, of_device)
-    out = jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
+    out = jax.lax.all_to_all(out, axis, 1, 2, tiled=True)
     by_key = out.reshape(*out.shape[:2], K, H // K + more, E)
     return by_key[..., : H // K, :].reshape(*out.shape[:2], H, E)
 
   return attend_here
 
 
-def by_slots(attend_tokens: Callable[..., jax.Array]) -> Callable[[AttendStream], AttendStream]:
+def by_slots(
+  attend_tokens: Callable[..., jax.Array],
+) -> Callable[[AttendStream, str], AttendStream]:
   """Makes `Exchange.make` for attention in plain JAX on the device's own tokens.
 
   Args:
     attend_tokens: `ring.attend_ring` or `halo.attend_halo`.
   """
 
-  def make(attend: AttendStream) -> AttendStream:
+  def make(attend: AttendStream, axis: str) -> AttendStream:
     del attend  # such an exchange computes the attention itself
 
     def attend_here(
@@ -178,7 +182,7 @@ def by_slots(attend_tokens: Callable[..., jax.Array]) -> Callable[[AttendStream]
       view: View,
     ) -> jax.Array:
       slots = slots_of(prompt_lengths_P, packing, view)
-      return attend_tokens(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, slots, view, AXIS)
+      return attend_tokens(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, slots, view, axis)
 
     return attend_here
 
@@ -266,7 +270,7 @@ def across(attend: AttendStream, has_kernel: bool) -> AttendStream:
     packing: Packing | None,
     view: View,
   ) -> jax.Array:
-    mesh, row_axes, pictures_PS = view.rows.mesh, view.rows.spec[0], view.pictures_PS
+    mesh, pictures_PS, (row_axes, axis) = view.rows.mesh, view.pictures_PS, view.rows.spec
     head_axis = "tensor" if q_PNHE.shape[2] % mesh.shape["tensor"] == 0 else None
     if head_axis:  # a device that holds query heads must hold their key heads
       k_PNKE, v_PNKE = (_divided(x, mesh.shape[head_axis]) for x in (k_PNKE, v_PNKE))
@@ -284,11 +288,11 @@ def across(attend: AttendStream, has_kernel: bool) -> AttendStream:
       (H, E), K, item = q.shape[2:], k.shape[2], q.dtype.itemsize
       # With `rows`, `by_rows.on_mesh` would split what is already split.
       here = dataclasses.replace(view, rows=None, sinks_H=sinks_H, pictures_PS=pictures_PS)
-      sizes = H, K, E, item, mesh.shape[AXIS], view.window, has_kernel, pictures_PS is not None
+      sizes = H, K, E, item, mesh.shape[axis], view.window, has_kernel, pictures_PS is not None
       exchange = cheapest(SplitAttention(*sizes))
-      return exchange.make(attend)(q, k, v, lengths_P, packing, here)
+      return exchange.make(attend, axis)(q, k, v, lengths_P, packing, here)
 
-    tokens, rows = PartitionSpec(row_axes, AXIS, head_axis, None), PartitionSpec(row_axes)
+    tokens, rows = PartitionSpec(row_axes, axis, head_axis, None), PartitionSpec(row_axes)
     return jax.shard_map(
       attend_here,
       mesh=mesh,
@@ -318,21 +322,21 @@ def recur_by_heads(
     lengths_P: int32, how many tokens each prompt has.
     packing: The packing of the completions, or None if they are in rows.
   """
-  mesh, row_axes = config.rows.mesh, config.rows.spec[0]
-  head_axes = ("tensor", AXIS)
-  rows, tokens = PartitionSpec(row_axes), PartitionSpec(row_axes, AXIS, "tensor")
+  mesh, (row_axes, token_axis) = config.rows.mesh, config.rows.spec
+  head_axes = ("tensor", token_axis)
+  rows, tokens = PartitionSpec(row_axes), PartitionSpec(row_axes, token_axis, "tensor")
   # The heads are the second axis of weights [W, J, ...], and the first one of a memory [J, ...].
   heads_second, heads_first = PartitionSpec(None, head_axes), PartitionSpec(head_axes)
 
   def recur(scan: Scan, weights: Any, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
     """Pads the heads, exchanges tokens for heads, recurs, and exchanges the outputs back."""
     J = jax.tree.leaves(empty)[0].shape[0]
-    tensor, context = (mesh.shape[axis] for axis in head_axes)
+    tensor, devices = (mesh.shape[axis] for axis in head_axes)
     # Each device along `tensor` has a block of heads. Zeros are added at the end of every block, so
     # that no head moves to another device. If `tensor` does not divide J, all heads are one block.
     blocks = 1 if J % tensor else tensor
     in_block = J // blocks
-    more = -in_block % (tensor // blocks * context)
+    more = -in_block % (tensor // blocks * devices)
 
     def with_more(x: jax.Array, axis: int) -> jax.Array:
       """Appends `more` heads of zeros to each block of the axis of heads."""
@@ -349,9 +353,12 @@ def recur_by_heads(
     def recur_here(
       weights: Any, inputs_PN: Any, empty: Any, lengths_P: jax.Array, packing: Packing | None
     ) -> tuple[Any, Any]:
-      inputs_PN = jax.tree.map(lambda x: jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True), inputs_PN)
+      exchange = functools.partial(jax.lax.all_to_all, axis_name=token_axis, tiled=True)
+      to_heads = functools.partial(exchange, split_axis=2, concat_axis=1)
+      to_tokens = functools.partial(exchange, split_axis=1, concat_axis=2)
+      inputs_PN = jax.tree.map(to_heads, inputs_PN)
       out_PN, kept = recur_of(lengths_P, packing)(scan, weights, inputs_PN, empty)
-      return jax.tree.map(lambda x: jax.lax.all_to_all(x, AXIS, 1, 2, tiled=True), out_PN), kept
+      return jax.tree.map(to_tokens, out_PN), kept
 
     out_PN, kept = jax.shard_map(
       recur_here,
