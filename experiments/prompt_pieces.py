@@ -1,7 +1,7 @@
 """How long rows in flight wait for the prompts of groups that come later, with pieces and without.
 
 python experiments/prompt_pieces.py [--longest=2048] [--pieces=0,512,128]
-python experiments/prompt_pieces.py --chips [--longest=32768] [--pieces=0,2048]
+python experiments/prompt_pieces.py --chips [--longest=32768] [--pieces=0,2048] [--context=1]
 
 Groups come one after another to a small model with random weights, as in a run with
 rollout.weights=in_flight. One prompt of eight has --longest tokens, and the others have 64. For
@@ -94,7 +94,7 @@ def sample(sampler: Sampler, params: model.Params, longest: int) -> tuple[list[f
   return waits, time.perf_counter() - began, drawn
 
 
-def by_compiler(longest: int, pieces: list[int]) -> None:
+def by_compiler(longest: int, pieces: list[int], context: int) -> None:
   """Prints memory and least times of the programs that compute later prompts."""
   jax.config.update("jax_platforms", "cpu")
   devices = devices_of("v5p:2x2x2", None)
@@ -103,7 +103,8 @@ def by_compiler(longest: int, pieces: list[int]) -> None:
     for piece in pieces:
       c = config_of(longest, 4096, prompts=128, group_size=8, micro_batch=8)
       c.model.update(path=folder, dtype="bfloat16", reference_dtype="bfloat16")
-      c.sampling.update(dtype="bfloat16", tensor=4, rows=64, prompt_piece=piece)
+      c.sampling.update(dtype="bfloat16", tensor=4 // context, rows=64, prompt_piece=piece)
+      c.sampling.context = context
       c.mesh.update(data=1, fsdp=8)
       run = run_of(from_dict(c.to_dict()), devices)
       (sample,) = [program for program in programs(run) if program.name == "sample"]
@@ -121,7 +122,9 @@ def by_compiler(longest: int, pieces: list[int]) -> None:
         limits = seconds_by_limit(cost.count(executable.as_text()).whole, chip_of(devices[0]))
         print(
           f"{executable.memory_analysis().temp_size_in_bytes / 1e9:.1f} GB of temporary arrays;"
-          f" rows wait {max(limits.values()):.2f} s at least"
+          f" rows wait {max(limits.values()):.2f} s at least ("
+          + ", ".join(f"{limit} {least:.2f} s" for limit, least in limits.items())
+          + ")"
         )
 
 
@@ -131,10 +134,11 @@ def main() -> None:
   )
   parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest prompts")
   parser.add_argument("--pieces", default="0,512,128", help="sampling.prompt_piece, 0 = whole")
+  parser.add_argument("--context", type=int, default=1, help="with --chips: sampling.context")
   parser.add_argument("--chips", action="store_true", help="ask the compiler of jax[tpu]")
   args = parser.parse_args()
   if args.chips:
-    by_compiler(args.longest, [*map(int, args.pieces.split(","))])
+    by_compiler(args.longest, [*map(int, args.pieces.split(","))], args.context)
     return
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CONFIG)
   for piece in map(int, args.pieces.split(",")):

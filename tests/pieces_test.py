@@ -9,14 +9,12 @@ from small_run import small_config, small_run, with_section
 from stream_test import KEYS, drawn, replying
 
 from grpo_jax import model
-from grpo_jax.run.checks import check_config
 from grpo_jax.run.stages import programs
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.pieces import BegunPrompt, Unfinished, together
 from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.sampler.sampling import Sampler
 from grpo_jax.sampler.seats import NOBODY, Arrival
-from grpo_jax.settings import ConfigError
 
 S, GROUPS = 23, 8
 
@@ -134,6 +132,9 @@ def assert_pieces_change_nothing(config, params, piece=4, placed=None, **options
         (22, True, False, ()),
         (4, True, True, (2, 1, 1, 1)),
         (4, False, False, (2, 1, 2, 1)),
+        (4, True, False, (1, 1, 1, 1, 2)),
+        (3, False, True, (2, 1, 1, 1, 2)),
+        (5, True, True, (1, 1, 2, 1, 4)),
       )
     ),
   ],
@@ -157,21 +158,28 @@ def test_pieces_change_no_token_and_rows_wait_for_one_of_them_at_a_time(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "name, cache_dtype",
+  "name, cache_dtype, mesh",
   [
-    ("gemma3", ""),
-    ("gemma3", "int8"),
-    ("gpt_oss", ""),
-    ("llama_dynamic", ""),
-    ("qwen3_5", ""),
-    ("deepseek_v3", ""),
+    ("gemma3", "", ()),
+    ("gemma3", "int8", ()),
+    ("gpt_oss", "", ()),
+    ("llama_dynamic", "", ()),
+    ("qwen3_5", "", ()),
+    ("deepseek_v3", "", ()),
+    ("gemma3", "", (2, 1, 1, 1, 2)),
+    ("gpt_oss", "", (1, 1, 1, 2, 4)),
+    ("qwen3_5", "", (1, 1, 2, 1, 2)),
+    ("deepseek_v3", "", (1, 1, 1, 1, 8)),
+    ("qwen3_moe_mixed", "", (1, 1, 1, 1, 4)),
+    ("gemma4_e", "", (1, 1, 1, 1, 2)),
   ],
 )
-def test_families_compute_prompts_in_pieces(name, cache_dtype):
-  """With windows, sinks, scaled angles, states and latent attention."""
+def test_families_compute_prompts_in_pieces(name, cache_dtype, mesh):
+  """With windows, sinks, scaled angles, states, latent attention and experts."""
   config, params = model.load(FAMILIES / name)
   config = dataclasses.replace(config, dtype="float32", cache_dtype=cache_dtype)
-  assert_pieces_change_nothing(config, params)
+  placed = on(mesh, config, params) if mesh else None
+  assert_pieces_change_nothing(config, params, 5, placed)
 
 
 @pytest.mark.slow
@@ -202,9 +210,3 @@ def test_the_plan_of_a_run_has_a_program_for_pieces():
   assert runs[compiled.arrive] == 2 and runs[compiled.go_on] == 4
   for stage in sample.stages:
     stage.lower()
-
-
-def test_pieces_do_not_go_with_prompts_whose_slots_are_split():
-  config = with_section(small_config(), "sampling", context=2, prompt_piece=5)
-  with pytest.raises(ConfigError, match="sampling.prompt_piece is 5: sampling.context is 2"):
-    check_config(config)

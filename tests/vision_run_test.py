@@ -133,15 +133,21 @@ def test_micro_batches_do_not_change_the_update(vision, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("vision", ["frozen", "trained"])
 @pytest.mark.parametrize(
-  "mesh",
-  [Mesh(data=2, fsdp=2), Mesh(data=1, fsdp=2, tensor=2), Mesh(data=1, fsdp=2, context=2)],
+  "mesh, slot_shards",
+  [
+    (Mesh(data=2, fsdp=2), 1),
+    (Mesh(data=1, fsdp=2, tensor=2), 1),
+    (Mesh(data=1, fsdp=2, context=2), 1),
+    (Mesh(data=1, fsdp=2, context=2), 2),  # whose sampler also splits prompts
+  ],
 )
-def test_a_step_on_a_mesh_is_that_of_one_device(mesh, vision, tmp_path):
+def test_a_step_on_a_mesh_is_that_of_one_device(mesh, slot_shards, vision, tmp_path):
   config = vision_config(tmp_path, vision)
   config = with_section(config, "optimizer", name="sgd", learning_rate=0.1)
   _, one, _ = take_steps(config, tmp_path / "one", count=1)
   axes = "data", "fsdp", "tensor", "context"
   config = config.replace({f"mesh.{axis}": getattr(mesh, axis) for axis in axes})
+  config = with_section(config, "sampling", context=slot_shards)
   make = lambda config: Run(config, devices=jax.devices()[:4])  # noqa: E731
   _, four, [metrics] = take_steps(config, tmp_path / "four", count=1, make=make)
   assert metrics["sampler/logprob_gap_max"] < 1e-4

@@ -73,13 +73,6 @@ def check_config(config: Config) -> None:
     f"environment.harness is {environment.harness!r}, whose endpoint does not split the slots"
     " of a row; set 1",
   )
-  _require(
-    sampling.context == 1 or not sampling.prompt_piece,
-    "sampling.prompt_piece",
-    sampling.prompt_piece,
-    f"sampling.context is {sampling.context}, which splits the slots of a prompt over devices; set"
-    " 0, so that prompts are computed whole",
-  )
   _check_branches(config)
   _check_rollout(config)
   _check_lora(config)

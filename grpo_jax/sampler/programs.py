@@ -360,9 +360,12 @@ class FlightPrograms:
   ) -> tuple[Flight, jax.Array | None]:
     """Computes suffixes after their known beginnings, and puts the whole prompts into places."""
     tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
-    U, of_flight = tokens_nU.shape[1], flight.cache.prefix
+    given, of_flight = tokens_nU.shape[1], flight.cache.prefix
     # Keys and values of prompts are never rounded to `cache_dtype`.
-    config = dataclasses.replace(self._shaped(of_flight.slots), cache_dtype="")
+    config = dataclasses.replace(self._shaped(of_flight.slots), cache_dtype="").split_along_slots
+    if config.context > 1:  # devices that share the tokens have equally many
+      tokens_nU = jnp.pad(tokens_nU, ((0, 0), (0, -given % config.context)))
+    U = tokens_nU.shape[1]
     # Indices out of range are clamped: `_either` takes no beginning from there.
     N = flight.grid.places
     of_places = model.take_prompts(of_flight, jnp.minimum(from_n, N - 1))
@@ -386,6 +389,8 @@ class FlightPrograms:
       last_ND=flight.last_ND.at[places_n].set(last_nD, mode="drop"),
       next_N=next_N,
     )
+    if experts is not None and config.context > 1:
+      experts = experts[:, :given]
     return constrain_flight(self._config, flight), everywhere(self._config, experts)
 
   def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
