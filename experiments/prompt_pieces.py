@@ -110,9 +110,9 @@ def by_compiler(longest: int, pieces: list[int], context: int) -> None:
       (sample,) = [program for program in programs(run) if program.name == "sample"]
       compiled = run.programs.sampler().programs
       for stage in sample.stages:
-        if stage.program not in (compiled.arrive, compiled.go_on):
+        if stage.program not in (compiled.arrive, compiled.continue_prompts):
           continue
-        name = "arrive" if stage.program is compiled.arrive else "go_on"
+        name = "arrive" if stage.program is compiled.arrive else "continue_prompts"
         print(f"pieces of {piece or 'all'} tokens, {name}, called {stage.runs} times:", end=" ")
         try:
           executable = stage.lower().compile()

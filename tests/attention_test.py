@@ -14,12 +14,13 @@ import pytest
 
 from grpo_jax.model import attention
 from grpo_jax.model.attention import View, chunked, cudnn, dense, splash
+from grpo_jax.model.attention.by_rows import by_rows
 
 # Each implementation as it runs on a CPU.
 HERE = {
   "dense": dense.attend,
   "chunked": chunked.attend,
-  "splash": splash.make_attend(interpret=True),
+  "splash": by_rows(splash.make_attend_rows(interpret=True)),
   "cudnn": cudnn.make_attend("xla"),
 }
 

@@ -96,7 +96,7 @@ def draw(config, params, piece, seats=5, in_order=True, groups=P, pauses=False, 
   sampler.programs.columns = 5
   stream = sampler.stream(lambda: (params, 0), groups, G, in_order=in_order)
   calls = []
-  for name in ("arrive", "go_on", "chunk"):
+  for name in ("arrive", "continue_prompts", "chunk"):
     program = getattr(stream._programs, name)
 
     def called(*arguments, name=name, program=program):
@@ -111,9 +111,9 @@ def draw(config, params, piece, seats=5, in_order=True, groups=P, pauses=False, 
 
 def assert_pieces_change_nothing(config, params, piece=4, placed=None, **options):
   whole, calls = draw(config, params, 0, **options)
-  assert "go_on" not in dict(calls)
+  assert "continue_prompts" not in dict(calls)
   pieces, calls = draw(*(placed or (config, params)), piece, **options)
-  assert "go_on" in dict(calls)
+  assert "continue_prompts" in dict(calls)
   for number, completions in whole.items():
     assert_same(pieces[number], completions)
   return calls
@@ -153,7 +153,7 @@ def test_pieces_change_no_token_and_rows_wait_for_one_of_them_at_a_time(
   for name, rows_draw in calls:
     assert name == "chunk" or before in (None, "chunk") or not rows_draw
     before = name
-  assert any(rows_draw for name, rows_draw in calls if name == "go_on")
+  assert any(rows_draw for name, rows_draw in calls if name == "continue_prompts")
 
 
 @pytest.mark.slow
@@ -172,12 +172,16 @@ def test_pieces_change_no_token_and_rows_wait_for_one_of_them_at_a_time(
     ("deepseek_v3", "", (1, 1, 1, 1, 8)),
     ("qwen3_moe_mixed", "", (1, 1, 1, 1, 4)),
     ("gemma4_e", "", (1, 1, 1, 1, 2)),
+    ("gemma4", "", (2, 1, 2, 1)),
+    ("gpt_oss", "", (2, 1, 1, 2)),
   ],
 )
-def test_families_compute_prompts_in_pieces(name, cache_dtype, mesh):
+@pytest.mark.parametrize("attention", ["dense", "chunked"])
+def test_families_compute_prompts_in_pieces(name, cache_dtype, mesh, attention):
   """With windows, sinks, scaled angles, states, latent attention and experts."""
   config, params = model.load(FAMILIES / name)
   config = dataclasses.replace(config, dtype="float32", cache_dtype=cache_dtype)
+  config = dataclasses.replace(config, attention=attention)
   placed = on(mesh, config, params) if mesh else None
   assert_pieces_change_nothing(config, params, 5, placed)
 
@@ -187,7 +191,7 @@ def test_the_experts_of_prompts_are_those_of_whole_prompts():
   config, params = model.load(FAMILIES / "qwen3_moe_mixed")
   config = dataclasses.replace(config, dtype="float32", keeps_experts=True)
   (whole, _), (pieces, calls) = draw(config, params, 0), draw(config, params, 4)
-  assert "go_on" in dict(calls)
+  assert "continue_prompts" in dict(calls)
   lengths = requests_of(config, Sampler(config, Decoding(T)))
   for number, one in whole.items():
     n = lengths[number - 100].prompts.lengths_n[lengths[number - 100].place]
@@ -207,6 +211,6 @@ def test_the_plan_of_a_run_has_a_program_for_pieces():
   compiled = run.programs.sampler().programs
   runs = {stage.program: stage.runs for stage in sample.stages}
   # Two of the four prompts have no place at first. Each has 12 tokens in three pieces.
-  assert runs[compiled.arrive] == 2 and runs[compiled.go_on] == 4
+  assert runs[compiled.arrive] == 2 and runs[compiled.continue_prompts] == 4
   for stage in sample.stages:
     stage.lower()

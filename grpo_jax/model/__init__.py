@@ -12,6 +12,7 @@ huggingface/ import huggingface/. The decoder does not.
 from grpo_jax.model.attention import (
   Groups,
   Packing,
+  after_prompts,
   attention_of,
   exchanges_in_words,
   make_packing,
@@ -22,6 +23,7 @@ from grpo_jax.model.attention import (
 from grpo_jax.model.cache import (
   Cache,
   Prefix,
+  add_to_prompts,
   as_prefix,
   begin_rows,
   empty_cache,
@@ -104,6 +106,7 @@ __all__ = [
   "score",
   "Routes",
   "OFFLOAD",
+  "after_prompts",
   "attention_of",
   "exchanges_in_words",
   "on_devices",
@@ -124,6 +127,7 @@ __all__ = [
   "roll_rows",
   "rows_as_prefix",
   "rows_as_prompts",
+  "add_to_prompts",
   "slots_step",
   "take_prompts",
   "take_rows",

@@ -302,6 +302,70 @@ def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Pref
   return prefix.replace(keys=keys, values=values, lengths_P=lengths_P, states=states)
 
 
+def add_to_prompts(cache: Cache, places_n: jax.Array, own_n: jax.Array) -> Prefix:
+  """Adds tokens to some prompts of `cache.prefix`, in place where the prompts have all slots.
+
+  Args:
+    cache: The rows are the tokens to add: n rows of n prompts that they continue, without axes that
+      were dropped, not rounded to int8. The prefix has all P prompts, and as `lengths_P` how many
+      tokens each has before.
+    places_n: int32, the prompt that each row continues. Rows with P or more are left out.
+    own_n: int32, how many of its tokens each row adds.
+  """
+  prefix = cache.prefix
+  before = take_prompts(prefix, jnp.minimum(places_n, len(prefix.lengths_P) - 1))
+  padding_n = cache.slots - own_n
+  # What is not read below is not computed.
+  joined = rows_as_prompts(cache.replace(prefix=before), own_n, padding_n)
+
+  def added(old: PerStack, joined: PerStack, rows: PerStack) -> PerStack:
+    new = dict[str, jax.Array]()
+    for name, x_LPKSE in old.items():
+      if x_LPKSE.shape[3] < prefix.slots:  # the last tokens, which all move
+        new[name] = x_LPKSE.at[:, places_n].set(joined[name], mode="drop")
+        continue
+      row = with_axes(rows[name], cache.axes)
+      rows_LnKUE = (row if row.ndim == 6 else row[None])[:, :, :, 0]
+      new[name] = _with_tokens(x_LPKSE, rows_LnKUE, places_n, before.lengths_P, own_n)
+    return new
+
+  states = jax.tree.map(
+    lambda old, new: old.at[:, places_n].set(new, mode="drop"), prefix.states, joined.states
+  )
+  return prefix.replace(
+    keys=added(prefix.keys, joined.keys, cache.keys),
+    values=added(prefix.values, joined.values, cache.values),
+    lengths_P=prefix.lengths_P.at[places_n].set(joined.lengths_P, mode="drop"),
+    states=states,
+  )
+
+
+def _with_tokens(
+  x_LPKSE: jax.Array,
+  rows_LnKUE: jax.Array,
+  places_n: jax.Array,
+  known_n: jax.Array,
+  own_n: jax.Array,
+) -> jax.Array:
+  """Writes the first `own_n` of U tokens of each row into the slots after `known_n`."""
+  (L, P, K, S, E), U = x_LPKSE.shape, rows_LnKUE.shape[3]
+  width = min(S, U)
+
+  def write(i: jax.Array, x_LPKSE: jax.Array) -> jax.Array:
+    place, known = jnp.minimum(places_n[i], P - 1), known_n[i]
+    # Near the end of S slots, the slice begins before the first new token.
+    first = jnp.minimum(known, S - width)
+    at, sizes = (0, place, 0, first, 0), (L, 1, K, width, E)
+    row_LKUE = jax.lax.dynamic_index_in_dim(rows_LnKUE, i, 1, keepdims=False)
+    moved = jnp.roll(row_LKUE, known - first, axis=2)[:, None, :, :width]
+    slot_W = first + jnp.arange(width)
+    is_new_W = (slot_W >= known) & (slot_W < known + own_n[i]) & (places_n[i] < P)
+    old = jax.lax.dynamic_slice(x_LPKSE, at, sizes)
+    return jax.lax.dynamic_update_slice(x_LPKSE, jnp.where(is_new_W[:, None], moved, old), at)
+
+  return jax.lax.fori_loop(0, len(places_n), write, x_LPKSE)
+
+
 def with_slots(config: ModelConfig, cache: Cache, slots: int) -> Cache:
   """Changes the number of slots, to at least as many as the longest row has tokens.
 

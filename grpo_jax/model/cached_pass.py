@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from grpo_jax.model.attention import decode_choice
+from grpo_jax.model.attention import View, after_prompts, decode_choice
 from grpo_jax.model.attention.softmax import Int8, Own, Scoring, as_int8, softmax_attention
 from grpo_jax.model.block import LayerMemory, Shared
 from grpo_jax.model.cache import Cache, Prefix, slots_step, with_axes, without_axes
@@ -80,6 +80,19 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     if T == 1 and decode_choice.fits(config) and C % slots_step(config) == 0:
       out = by_kernel(q_PKGRTE, _both(stacks_of_own), prefix_mask)
       return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), written
+    # A pass that fills all slots is the first one of the rows, so they see all of its tokens.
+    is_first = T == C > 1 and prefix is not None and not config.cache_dtype
+    if is_first and (attend := after_prompts(config)) is not None:
+      own_keys, own_values = jax.tree.map(of_layer, _both(stacks_of_own))
+      keys, values = (
+        _joined(x, own, cache.axes) for x, own in zip(prefix, (own_keys, own_values), strict=True)
+      )
+      S = prefix[0].shape[-2]
+      lengths_P = jnp.minimum(cache.prefix.lengths_P, S)  # a stack with a window has the last S
+      settings = dict(window=window, cap=config.attention_cap, sinks_H=sinks_H, rows=config.rows)
+      view = View(S, G, T, **settings)
+      out = attend(q_BTHE.reshape(P, G * T, H, E), keys, values, lengths_P, view)
+      return out.reshape(B, T, H, E), written
     mask = _own_mask(cache, T, C, window)
     keys, values = jax.tree.map(of_layer, _both(stacks_of_own))
     own, scoring = Own(keys, values, cache.axes.lower()), Scoring(config.attention_cap, sinks_H)
@@ -87,6 +100,14 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), written
 
   return attend_with_cache
+
+
+def _joined(prompt_PKSE: jax.Array, own: jax.Array, axes: str) -> jax.Array:
+  """[P, S + G * T, K, E]: keys or values of prompts, and those of their rows. `own` has `axes`."""
+  own_PKGTE = with_axes(own, axes)
+  P, K, _, _, E = own_PKGTE.shape
+  own_PNKE = own_PKGTE.transpose(0, 2, 3, 1, 4).reshape(P, -1, K, E)
+  return jnp.concatenate([prompt_PKSE.swapaxes(1, 2), own_PNKE], 1)
 
 
 def _both(pair: tuple[Any, Any]) -> tuple[Any, Any]:

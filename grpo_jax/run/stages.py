@@ -15,7 +15,7 @@ from grpo_jax.run.memory import device_bytes, images_of, visual_of
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.programs import FlightPrograms, Suffixes
+from grpo_jax.sampler.programs import FlightPrograms, Pieces
 from grpo_jax.sampler.rows import Chunk
 from grpo_jax.sampler.sampling import settings_of
 from grpo_jax.sampler.stream import Pace, by_row
@@ -236,11 +236,10 @@ class _ProgramArguments:
     yield programs.arrive, (flight, self._sampled, prompts, places), -(-count // most)
     if is_split:
       n = programs.pieces_at_once(pace.prompt_piece, S, most)
-      suffixes = Suffixes(
-        self._host_array("int32", n, pace.prompt_piece), *[self._host_array("int32", n)] * 5
-      )
+      tokens = self._host_array("int32", n, pace.prompt_piece)
       pieces = -(-S // pace.prompt_piece) - 1  # after the first one
-      yield programs.go_on, (flight, None, self._sampled, suffixes), pieces * -(-count // n)
+      arguments = flight, self._sampled, Pieces(tokens, *[self._host_array("int32", n)] * 3)
+      yield programs.continue_prompts, arguments, pieces * -(-count // n)
 
   def encode(self) -> Program:
     """Encodes the images of a batch with a frozen vision tower."""

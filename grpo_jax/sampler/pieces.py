@@ -13,7 +13,7 @@ import numpy as np
 from grpo_jax import model
 from grpo_jax.sampler.flight import Flight, Prompts
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.programs import FlightPrograms, Suffixes
+from grpo_jax.sampler.programs import FlightPrograms, Pieces
 from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.sampler.seats import NOBODY, Arrival, Seats
 
@@ -103,7 +103,7 @@ class Unfinished:
 def together(
   begun: Sequence[BegunPrompt], most: int, is_alike: Callable[[int, int], bool]
 ) -> list[BegunPrompt]:
-  """The prompts of the next call: the oldest, and others that have begun, or not, as it has.
+  """The prompts for the next call: the oldest, and others that have begun, or not, as it has.
 
   Args:
     begun: The prompts that must be computed, oldest first.
@@ -253,30 +253,34 @@ class PlacedPrompts:
     self, flight: Flight, chosen: Sequence[BegunPrompt], params: model.Params
   ) -> tuple[Flight, list[BegunPrompt]]:
     """Computes the next pieces of as many prompts as a call can. Also returns how far they are."""
-    piece, slots = self._piece, flight.cache.prefix.slots
+    piece, slots, shards = self._piece, flight.cache.prefix.slots, self._programs.row_shards
     n = self._programs.pieces_at_once(piece, slots, self._at_once)
-    chosen = chosen[:n]
-    suffixes = Suffixes(
+    pieces = Pieces(
       tokens_nU=np.zeros((n, piece), np.int32),
       lengths_n=np.ones(n, np.int32),
-      from_n=np.zeros(n, np.int32),
       known_n=np.ones(n, np.int32),
       places_n=np.full(n, flight.grid.places, np.int32),  # past the last place: dropped
-      shift_n=np.zeros(n, np.int32),
     )
-    computed = []
-    for i, (place, x, known) in enumerate(chosen):
+    computed = dict[int, BegunPrompt]()  # by index in the arrays
+    places_of_shard = flight.grid.places // shards
+    free = [[*range(shard * n // shards, (shard + 1) * n // shards)] for shard in range(shards)]
+    for place, x, known in chosen:
+      indices = free[place // places_of_shard]
+      if not indices:
+        continue
+      i = indices.pop(0)
       prompts, index = self._requests[x].prompts, self._requests[x].place
       end = min(known + piece, self._prompt_tokens(x))
-      suffixes.tokens_nU[i, : end - known] = prompts.tokens_nS[index, known:end]
-      suffixes.lengths_n[i], suffixes.known_n[i] = end - known, known
-      suffixes.from_n[i] = suffixes.places_n[i] = place
-      computed.append(BegunPrompt(place, x, end))
-    flight, experts = self._programs.go_on(flight, None, params, suffixes)
+      pieces.tokens_nU[i, : end - known] = prompts.tokens_nS[index, known:end]
+      pieces.lengths_n[i], pieces.known_n[i], pieces.places_n[i] = end - known, known, place
+      computed[i] = BegunPrompt(place, x, end)
+    flight, experts = self._programs.continue_prompts(flight, params, pieces)
     if experts is not None:
-      for experts_UY, old, new in zip(jax.device_get(experts), chosen, computed):
-        self._keep_experts(new.prompt, old.tokens, experts_UY[: new.tokens - old.tokens])
-    return flight, computed
+      experts_nUY = jax.device_get(experts)
+      for i, one in computed.items():
+        first, count = int(pieces.known_n[i]), int(pieces.lengths_n[i])
+        self._keep_experts(one.prompt, first, experts_nUY[i, :count])
+    return flight, [*computed.values()]
 
   def _keep_experts_of(self, xs: Sequence[int], experts: jax.Array | None) -> None:
     """Stores the experts [n, S, Y] of the first prompt tokens, if they are not None."""

@@ -37,6 +37,8 @@ from grpo_jax.sampler.seats import Grid
 from grpo_jax.types import Images, Visual
 
 MOST_PATCHES = 2**16  # patches of images that a device encodes at the same time
+# A device that computes this many tokens reads no weights for longer than it computes.
+_ENOUGH_TOKENS = 2048
 _MOST_SCORES = 2**26  # attention scores up to which a shared beginning is computed once
 
 
@@ -97,6 +99,38 @@ class Suffixes(NamedTuple):
   shift_n: np.ndarray
 
 
+class Pieces(NamedTuple):
+  """The next tokens of n prompts that are computed in pieces.
+
+  The n pieces are split over the mesh like the places, and the place of each is in its shard.
+
+  Attributes:
+    tokens_nU: int32, the tokens, right-padded.
+    lengths_n: int32, how many tokens each piece has. At least 1.
+    known_n: int32, how many tokens of the prompt are at its place already.
+    places_n: int32, the place of each prompt. Pieces with N or more are dropped.
+  """
+
+  tokens_nU: np.ndarray
+  lengths_n: np.ndarray
+  known_n: np.ndarray
+  places_n: np.ndarray
+
+
+class _Continued(NamedTuple):
+  """The results of the forward pass over tokens that continue n prompts.
+
+  Attributes:
+    cache: The cache of the n beginnings, with the tokens as the one row of each.
+    last_nD: The features of the last tokens.
+    experts_nUY: The experts of each token. None without `keeps_experts`.
+  """
+
+  cache: model.Cache
+  last_nD: jax.Array
+  experts_nUY: jax.Array | None
+
+
 def most_rewound(columns: int) -> int:
   """`Cache.rewind` for chunks of `columns` columns: by how many slots a row may be rolled.
 
@@ -151,9 +185,17 @@ class FlightPrograms:
     """(flight, cached texts, params, Suffixes) -> (Flight, experts): computes suffixes of prompts.
 
     The cached texts, a `Prefix`, are None if every beginning lies in a place of the flight. The
-    experts [n, U, Y] of the suffixes are None without `keeps_experts`.
+    experts [n, U, Y] of the suffixes are None without `keeps_experts`. No mesh splits the slots.
     """
     return Jitted(self._go_on, donate_argnums=0)
+
+  @functools.cached_property
+  def continue_prompts(self) -> Jitted:
+    """(flight, params, Pieces) -> (Flight, experts): computes the next pieces of prompts.
+
+    The experts are as in `begin`, for the tokens of the pieces.
+    """
+    return Jitted(self._continue_prompts, donate_argnums=0)
 
   @functools.cached_property
   def copy(self) -> Any:
@@ -191,18 +233,25 @@ class FlightPrograms:
 
     return Jitted(self._chunk, key, donate_argnums=1)
 
+  @property
+  def row_shards(self) -> int:
+    """The number of parts into which the mesh splits places and rows."""
+    return self._config.row_shards
+
   def pieces_at_once(self, piece: int, prompt_slots: int, most: int) -> int:
-    """How many prompts one call of `go_on` computes a piece of, a multiple of the row shards.
+    """How many prompts a call of `continue_prompts` computes, a multiple of the row shards.
 
     Args:
       piece: Tokens of a piece.
       prompt_slots: S, the length that prompts are padded to.
       most: The most prompts, a multiple of the row shards.
     """
-    # After known tokens, attention holds all scores in memory.
-    scores = self._config.num_heads * piece * (prompt_slots + piece)
-    shards = self._config.row_shards
-    return shards * max(1, min(most // shards, _MOST_SCORES // scores))
+    shards, at_once = self._config.row_shards, _ENOUGH_TOKENS // piece
+    if model.after_prompts(self._config.split_along_slots) is None:
+      # After known tokens, attention holds all scores in memory.
+      scores = self._config.num_heads * piece * (prompt_slots + piece)
+      at_once = min(at_once, _MOST_SCORES // scores)
+    return shards * max(1, min(most // shards, at_once))
 
   def abstract(
     self, grid: Grid, slots: int, params: Any, prompt_slots: int, settings: RowSettings
@@ -242,8 +291,8 @@ class FlightPrograms:
     (n, S), shared = prompts.tokens_nS.shape, prompts.shared
     config = self._shaped(slots)
     visual = self._encode(params, prompts.images)
-    # After a cached beginning, attention holds all scores in memory. They must not be too many.
-    if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
+    # After a cached beginning, attention may hold all scores in memory. They must not be too many.
+    if n * config.num_heads * (S - shared) * S > _MOST_SCORES and not model.after_prompts(config):
       shared = 0
     positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
     tokens_nT, cache, shared_experts = prompts.tokens_nS[:, shared:], None, None
@@ -360,12 +409,7 @@ class FlightPrograms:
   ) -> tuple[Flight, jax.Array | None]:
     """Computes suffixes after their known beginnings, and puts the whole prompts into places."""
     tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
-    given, of_flight = tokens_nU.shape[1], flight.cache.prefix
-    # Keys and values of prompts are never rounded to `cache_dtype`.
-    config = dataclasses.replace(self._shaped(of_flight.slots), cache_dtype="").split_along_slots
-    if config.context > 1:  # devices that share the tokens have equally many
-      tokens_nU = jnp.pad(tokens_nU, ((0, 0), (0, -given % config.context)))
-    U = tokens_nU.shape[1]
+    of_flight = flight.cache.prefix
     # Indices out of range are clamped: `_either` takes no beginning from there.
     N = flight.grid.places
     of_places = model.take_prompts(of_flight, jnp.minimum(from_n, N - 1))
@@ -373,25 +417,85 @@ class FlightPrograms:
     if cached is not None:
       of_texts = model.take_prompts(cached, jnp.maximum(from_n - N, 0))
       beginnings = _either(from_n >= N, of_texts.replace(lengths_P=known_n), beginnings)
-    cache = model.empty_cache(config, beginnings, 1, U)  # a suffix is the one row of its beginning
-    positions_nU = (known_n + shift_n)[:, None] + jnp.arange(U)
-    hidden_nUD, cache, experts = model.routed_features(
-      params, config, tokens_nU, positions_nU, cache, lengths_n
-    )
-    padding_n = U - lengths_n  # slots that were written after a suffix
-    prompts = model.rows_as_prompts(cache, lengths_n, padding_n)
-    last_nD = jnp.take_along_axis(hidden_nUD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
+    made = self._after(beginnings, params, tokens_nU, lengths_n, known_n + shift_n)
+    padding_n = made.cache.slots - lengths_n  # slots that were written after a suffix
+    prompts = model.rows_as_prompts(made.cache, lengths_n, padding_n)
     next_N = flight.next_N
     if next_N is not None:
       next_N = next_N.at[places_n].set(known_n + shift_n + lengths_n, mode="drop")
     flight = flight.replace(
       cache=flight.cache.replace(prefix=model.put_prompts(of_flight, places_n, prompts)),
-      last_ND=flight.last_ND.at[places_n].set(last_nD, mode="drop"),
+      last_ND=flight.last_ND.at[places_n].set(made.last_nD, mode="drop"),
       next_N=next_N,
     )
+    return constrain_flight(self._config, flight), made.experts_nUY
+
+  def _continue_prompts(
+    self, flight: Flight, params: Any, pieces: Pieces
+  ) -> tuple[Flight, jax.Array | None]:
+    """Computes pieces after what their places have, and adds them there (see the property)."""
+    config = self._config
+    arrays = (constrain_rows(config, jnp.asarray(x)) for x in pieces)
+    tokens_nU, lengths_n, known_n, places_n = arrays
+    # Within a shard, places are numbered from 0.
+    N = flight.grid.places // config.row_shards
+    is_dropped_n, place_n = places_n >= flight.grid.places, places_n % N
+
+    def take(flight: Flight, place_n: jax.Array) -> Flight:
+      prefix = model.take_prompts(flight.cache.prefix, place_n)
+      return flight.replace(cache=flight.cache.replace(prefix=prefix))
+
+    def add(
+      of_pieces: Flight, place_n: jax.Array, is_dropped_n: jax.Array, lengths_n: jax.Array
+    ) -> Flight:
+      """The flight with the tokens of the pieces, which are its rows here."""
+      place_n = jnp.where(is_dropped_n, N, place_n)
+      prefix = model.add_to_prompts(of_pieces.cache, place_n, lengths_n)
+      return of_pieces.replace(cache=of_pieces.cache.replace(prefix=prefix))
+
+    prompts = flight.prompts_only
+    taken = on_each_shard(config, take, prompts, place_n).cache.prefix.replace(lengths_P=known_n)
+    made = self._after(taken, params, tokens_nU, lengths_n, known_n)
+    if config.slot_shards > 1:  # the slots of a piece may lie on several devices
+      whole = model.rows_as_prompts(made.cache, lengths_n, made.cache.slots - lengths_n)
+      prefix = model.put_prompts(flight.cache.prefix, places_n, whole)
+    else:
+      of_pieces = prompts.replace(cache=made.cache.replace(prefix=flight.cache.prefix))
+      prefix = on_each_shard(config, add, of_pieces, place_n, is_dropped_n, lengths_n).cache.prefix
+    next_N = flight.next_N
+    if next_N is not None:
+      next_N = next_N.at[places_n].set(known_n + lengths_n, mode="drop")
+    flight = flight.replace(
+      cache=flight.cache.replace(prefix=prefix),
+      last_ND=flight.last_ND.at[places_n].set(made.last_nD, mode="drop"),
+      next_N=next_N,
+    )
+    return constrain_flight(config, flight), made.experts_nUY
+
+  def _after(
+    self,
+    beginnings: model.Prefix,
+    params: Any,
+    tokens_nU: jax.Array,
+    lengths_n: jax.Array,
+    first_n: jax.Array,
+  ) -> "_Continued":
+    """Computes tokens after the beginnings of n prompts. `first_n` are the first positions."""
+    # Keys and values of prompts are never rounded to `cache_dtype`.
+    config = dataclasses.replace(self._shaped(beginnings.slots), cache_dtype="").split_along_slots
+    given = tokens_nU.shape[1]
+    if config.context > 1:  # devices that share the tokens have equally many
+      tokens_nU = jnp.pad(tokens_nU, ((0, 0), (0, -given % config.context)))
+    U = tokens_nU.shape[1]
+    cache = model.empty_cache(config, beginnings, 1, U)  # the one row of each beginning
+    positions_nU = first_n[:, None] + jnp.arange(U)
+    hidden_nUD, cache, experts = model.routed_features(
+      params, config, tokens_nU, positions_nU, cache, lengths_n
+    )
+    last_nD = jnp.take_along_axis(hidden_nUD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
     if experts is not None and config.context > 1:
       experts = experts[:, :given]
-    return constrain_flight(self._config, flight), everywhere(self._config, experts)
+    return _Continued(cache, last_nD, everywhere(self._config, experts))
 
   def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
     def copy(flight: Flight, from_N: jax.Array) -> Flight:

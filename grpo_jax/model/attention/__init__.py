@@ -7,7 +7,13 @@ The folder may import the config and the layers of the decoder.
 """
 
 from grpo_jax.model.attention.choose import ATTENTION, choose, implementation
-from grpo_jax.model.attention.groups import Groups, attention_of, in_groups, recur_in_groups
+from grpo_jax.model.attention.groups import (
+  Groups,
+  after_prompts,
+  attention_of,
+  in_groups,
+  recur_in_groups,
+)
 from grpo_jax.model.attention.packing import Packing, make_packing, move, pack, unpack
 from grpo_jax.model.attention.sent import exchanges_in_words
 from grpo_jax.model.attention.view import View
@@ -17,6 +23,7 @@ __all__ = [
   "Groups",
   "Packing",
   "View",
+  "after_prompts",
   "attention_of",
   "choose",
   "exchanges_in_words",

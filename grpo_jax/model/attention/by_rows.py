@@ -24,6 +24,7 @@ AttendRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, View],
 
 def by_rows(attend_rows: AttendRows) -> AttendGroups:
   """Makes an attention of groups, split over the mesh, out of an attention of rows."""
+  attend_completions = _of_completions(attend_rows)
 
   def attend(
     q_PNHE: jax.Array,
@@ -33,22 +34,47 @@ def by_rows(attend_rows: AttendRows) -> AttendGroups:
     view: View,
   ) -> jax.Array:
     """Attends within the prompts, then from each completion's row to prompt and completion."""
-    P, _, H, E = q_PNHE.shape
-    S, G, T = view.prompt_slots, view.completions, view.slots
+    S = view.prompt_slots
     # A prompt's padding needs no mask. It comes after the tokens, and a token sees later keys only
     # within its picture.
     prompt_out = attend_rows(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], None, view)
-    if G == 0:
+    if view.completions == 0:
       return prompt_out
+    out = attend_completions(q_PNHE[:, S:], k_PNKE, v_PNKE, prompt_lengths_P, view)
+    return jnp.concatenate([prompt_out, out], axis=1)
+
+  return on_mesh(attend)
+
+
+def completions_by_rows(attend_rows: AttendRows) -> AttendGroups:
+  """Like `by_rows`, but queries and outputs are those of the completions alone, [P, G * T, H, E].
+
+  The prompts' keys and values were computed earlier.
+  """
+  return on_mesh(_of_completions(attend_rows))
+
+
+def _of_completions(attend_rows: AttendRows) -> AttendGroups:
+  """`completions_by_rows` on a device."""
+
+  def attend_completions(
+    q_PNHE: jax.Array,
+    k_PNKE: jax.Array,
+    v_PNKE: jax.Array,
+    prompt_lengths_P: jax.Array,
+    view: View,
+  ) -> jax.Array:
+    P, _, H, E = q_PNHE.shape
+    G, T = view.completions, view.slots
     k_BCKE = _after_prompts(k_PNKE, prompt_lengths_P, view)
     v_BCKE = _after_prompts(v_PNKE, prompt_lengths_P, view)
     is_token_BC = jnp.repeat(_is_token(prompt_lengths_P, view), G, axis=0)
-    q_BTHE = q_PNHE[:, S:].reshape(P * G, T, H, E)
+    q_BTHE = q_PNHE.reshape(P * G, T, H, E)
     of_completions = dataclasses.replace(view, pictures_PS=None)
     out_BTHE = attend_rows(q_BTHE, k_BCKE, v_BCKE, is_token_BC, of_completions)
-    return jnp.concatenate([prompt_out, out_BTHE.reshape(P, G * T, H, E)], axis=1)
+    return out_BTHE.reshape(P, G * T, H, E)
 
-  return on_mesh(attend)
+  return attend_completions
 
 
 def _after_prompts(x_PNKE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:

@@ -17,6 +17,17 @@ def implementation(name: str) -> AttendGroups:
   return importlib.import_module(f"grpo_jax.model.attention.{name}").attend
 
 
+def completions(name: str) -> AttendGroups | None:
+  """The attention of completions alone (see `by_rows.completions_by_rows`), with linear memory.
+
+  None for `dense`, which holds all scores. `cudnn` computes whole rows, so `chunked` replaces it.
+  """
+  if name == "dense":
+    return None
+  module = "chunked" if name == "cudnn" else name
+  return importlib.import_module(f"grpo_jax.model.attention.{module}").attend_completions
+
+
 def choose(
   name: str, platform: str, dtype: str, head_dim: int, cap: float = 0.0, sinks: bool = False
 ) -> tuple[str, str]:

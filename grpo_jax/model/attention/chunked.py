@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.attention.by_rows import by_rows
+from grpo_jax.model.attention.by_rows import by_rows, completions_by_rows
 from grpo_jax.model.attention.softmax import Own, Scoring, softmax_attention
 from grpo_jax.model.attention.view import View
 
@@ -131,4 +131,4 @@ def _chunk_attention(
   return attend_chunk
 
 
-attend = by_rows(_attend_rows)
+attend, attend_completions = by_rows(_attend_rows), completions_by_rows(_attend_rows)

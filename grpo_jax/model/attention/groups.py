@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.attention import dense
-from grpo_jax.model.attention.choose import BEST, KERNELS, choose, implementation
+from grpo_jax.model.attention.choose import BEST, KERNELS, choose, completions, implementation
 from grpo_jax.model.attention.context import AttendStream, across, recur_by_heads
 from grpo_jax.model.attention.packing import Packing, pack, unpack
-from grpo_jax.model.attention.view import View
+from grpo_jax.model.attention.view import AttendGroups, View
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.mixers.seen import Attend, Recur, Scan
 
@@ -179,6 +179,17 @@ def in_groups(
     return attend_in_groups
 
   return attend_of
+
+
+def after_prompts(config: ModelConfig) -> AttendGroups | None:
+  """The attention of completions after prompts whose keys and values are in a cache.
+
+  None means that it holds all scores: attention is `dense`, or devices share the tokens.
+  """
+  if config.context > 1:
+    return None
+  # The latents of a token are one key and value, of a size for which the kernel was not made.
+  return completions("chunked" if config.latent else attention_of(config)[0])
 
 
 def attention_of(config: ModelConfig) -> tuple[str, str]:

@@ -9,19 +9,19 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.model.attention.by_rows import by_rows
-from grpo_jax.model.attention.view import AttendGroups, View
+from grpo_jax.model.attention.by_rows import AttendRows, by_rows, completions_by_rows
+from grpo_jax.model.attention.view import View
 
 BLOCKS = (128, 256, 512)  # how many queries, and keys, the kernel computes at a time
 # The overhead of a block, in scores that take as long. A guess, not measured.
 BLOCK_COST = 40_000
 
 
-def make_attend(interpret: bool = False) -> AttendGroups:
-  """Makes the attention of groups, a `view.AttendGroups`.
+def make_attend_rows(interpret: bool = False) -> AttendRows:
+  """Makes the attention of rows.
 
-  `by_rows` turns a group into rows: a row has T queries, the keys of `past` earlier tokens, such as
-  the prompt's, and T keys of its own. The kernel works in whole blocks of queries and of keys, so
+  A row has T queries, the keys of `past` earlier tokens, such as the prompt's, and T keys of its
+  own. The kernel works in whole blocks of queries and of keys, so
   both are padded: before the past and after the row. So the last slot of the past stays next to the
   row's first, and the mask stays "no key after the query". The kernel skips the blocks that this
   mask hides entirely. Padding keys get another segment than the queries, which hides them.
@@ -57,10 +57,10 @@ def make_attend(interpret: bool = False) -> AttendGroups:
     out_BHTE = jax.vmap(kernel)(q_BHTE, k_BKCE, v_BKCE, segments)
     return out_BHTE[:, :, :T].swapaxes(1, 2)
 
-  return by_rows(attend_rows)
+  return attend_rows
 
 
-attend = make_attend()
+attend, attend_completions = by_rows(make_attend_rows()), completions_by_rows(make_attend_rows())
 
 
 def _pad(x: jax.Array, sides: tuple[int, int]) -> jax.Array:
