@@ -472,11 +472,26 @@ def roll_rows(cache: Cache, by_PG: jax.Array, shards: int = 1) -> Cache:
   return cache.replace(keys=keys, values=values)
 
 
-def take_prompts(prefix: Prefix, from_P: jax.Array) -> Prefix:
-  """Selects prompts: prompt p of the result is prompt from_P[p]."""
+def take_prompts(prefix: Prefix, from_P: jax.Array, one_by_one: bool = False) -> Prefix:
+  """Selects prompts: prompt p of the result is prompt from_P[p].
+
+  Args:
+    prefix: The prompts.
+    from_P: int32.
+    one_by_one: Copies each prompt with an instruction of its own. A TPU gathers several long ones
+      in small parts, and reads them many times (experiments/LOG.md, 2026-11-30).
+  """
 
   def take(x: jax.Array) -> jax.Array:
-    return jnp.take(x, from_P, axis=1)
+    if not one_by_one:
+      return jnp.take(x, from_P, axis=1)
+
+    def copy(p: jax.Array, taken: jax.Array) -> jax.Array:
+      one = jax.lax.dynamic_slice_in_dim(x, from_P[p], 1, axis=1)
+      return jax.lax.dynamic_update_slice_in_dim(taken, one, p, axis=1)
+
+    empty = jnp.zeros((x.shape[0], len(from_P), *x.shape[2:]), x.dtype)
+    return jax.lax.fori_loop(0, len(from_P), copy, empty)
 
   keys, values, states = jax.tree.map(take, (prefix.keys, prefix.values, prefix.states))
   lengths_P = prefix.lengths_P[from_P]

@@ -442,7 +442,7 @@ class FlightPrograms:
     is_dropped_n, place_n = places_n >= flight.grid.places, places_n % N
 
     def take(flight: Flight, place_n: jax.Array) -> Flight:
-      prefix = model.take_prompts(flight.cache.prefix, place_n)
+      prefix = model.take_prompts(flight.cache.prefix, place_n, one_by_one=True)
       return flight.replace(cache=flight.cache.replace(prefix=prefix))
 
     def add(
