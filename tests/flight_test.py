@@ -328,22 +328,25 @@ def test_prompts_that_wait_for_a_place_get_the_same_completions():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "family, rows, cache_dtype",
+  "family, rows, cache_dtype, attention",
   [
-    ("tiny", 2, ""),
-    ("gemma3", 5, "int8"),
-    ("gemma3", 0, ""),
-    ("qwen3_5", 2, ""),
-    ("gemma4_e", 2, ""),
-    ("gemma4_e", 2, "int8"),
-    ("qwen3_moe_mixed", 2, ""),
+    ("tiny", 2, "", "dense"),
+    ("gemma3", 5, "int8", "dense"),
+    ("gemma3", 0, "", "dense"),
+    ("gemma3", 0, "int8", "chunked"),
+    ("qwen3_5", 2, "", "dense"),
+    ("gemma4_e", 2, "", "dense"),
+    ("gemma4_e", 2, "", "chunked"),
+    ("gemma4_e", 2, "int8", "dense"),
+    ("qwen3_moe_mixed", 2, "", "dense"),
   ],
 )
 def test_what_all_prompts_share_is_computed_once_and_changes_no_token(
-  family, rows, cache_dtype, monkeypatch
+  family, rows, cache_dtype, attention, monkeypatch
 ):
   config, params = tiny() if family == "tiny" else model.load(FAMILIES / family)
   config = dataclasses.replace(config, dtype="float32", cache_dtype=cache_dtype)
+  config = dataclasses.replace(config, attention=attention)
   tokens_PS, lengths_P = prompts(config.vocab_size)
   first = np.random.default_rng(1).integers(2, config.vocab_size, 70)
   tokens_PS = np.concatenate([np.tile(first, (P, 1)), tokens_PS], 1).astype(np.int32)

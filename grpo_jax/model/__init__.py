@@ -23,21 +23,23 @@ from grpo_jax.model.attention import (
 from grpo_jax.model.cache import (
   Cache,
   Prefix,
-  add_to_prompts,
-  as_prefix,
   begin_rows,
   empty_cache,
-  put_prompts,
   roll_rows,
-  rows_as_prefix,
-  rows_as_prompts,
   slots_step,
   take_prompts,
   take_rows,
   with_slots,
-  within_windows,
 )
 from grpo_jax.model.cache_bytes import cache_bytes
+from grpo_jax.model.cached_prompts import (
+  add_to_prompts,
+  as_prefix,
+  put_prompts,
+  rows_as_prefix,
+  rows_as_prompts,
+  within_windows,
+)
 from grpo_jax.model.config import AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
 from grpo_jax.model.huggingface.load_weights import (

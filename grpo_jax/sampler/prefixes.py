@@ -13,12 +13,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import model
+from grpo_jax.compiling import Jitted
 from grpo_jax.sampler.flight import Flight, Prompts, constrain_flight, everywhere
 from grpo_jax.sampler.logits import likeliest
 from grpo_jax.sampler.programs import FlightPrograms, Prefilled
 from grpo_jax.types import Images
 
 _MOST_LOGITS = 2**25  # logits of prompt tokens in memory at the same time
+
+
+class Suffixes(NamedTuple):
+  """The suffixes of n prompts whose beginnings were computed earlier.
+
+  Attributes:
+    tokens_nU: int32, the tokens after the known beginning, right-padded.
+    lengths_n: int32, how many tokens each suffix has. At least 1.
+    from_n: int32, the source of the beginning: place n of the flight, or N + t for cached text t.
+    known_n: int32, how many tokens the beginning has.
+    places_n: int32, the place that gets the whole prompt. Prompts with N or more are dropped.
+    shift_n: int32, the position of a suffix token minus its index in the prompt. It is not 0 after
+      images whose tokens have positions in several axes.
+  """
+
+  tokens_nU: np.ndarray
+  lengths_n: np.ndarray
+  from_n: np.ndarray
+  known_n: np.ndarray
+  places_n: np.ndarray
+  shift_n: np.ndarray
 
 
 class EndedRows(NamedTuple):
@@ -73,6 +95,15 @@ class PrefixPrograms(FlightPrograms):
   def arrive_scored(self) -> Any:
     """(flight, params, Prompts, places_n, A) -> (Flight, ScoredPrompts): `arrive` with scores."""
     return jax.jit(self._arrive_scored, donate_argnums=0, static_argnums=4)
+
+  @functools.cached_property
+  def go_on(self) -> Jitted:
+    """(flight, cached texts, params, Suffixes) -> (Flight, experts): computes suffixes of prompts.
+
+    The cached texts, a `Prefix`, are None if every beginning lies in a place of the flight. The
+    experts [n, U, Y] of the suffixes are None without `keeps_experts`. No mesh splits the slots.
+    """
+    return Jitted(self._go_on, donate_argnums=0)
 
   @functools.cached_property
   def keep(self) -> Any:
@@ -130,6 +161,32 @@ class PrefixPrograms(FlightPrograms):
     by_position = jax.lax.map(of_position, (hidden_SnD, next_token_Sn), batch_size=at_once)
     return jax.tree.map(lambda x: x.swapaxes(0, 1), by_position)
 
+  def _go_on(
+    self, flight: Flight, cached: model.Prefix | None, params: Any, suffixes: Suffixes
+  ) -> tuple[Flight, jax.Array | None]:
+    """Computes suffixes after their known beginnings, and puts the whole prompts into places."""
+    tokens_nU, lengths_n, from_n, known_n, places_n, shift_n = map(jnp.asarray, suffixes)
+    of_flight = flight.cache.prefix
+    # Indices out of range are clamped: `_either` takes no beginning from there.
+    N = flight.grid.places
+    of_places = model.take_prompts(of_flight, jnp.minimum(from_n, N - 1))
+    beginnings = of_places.replace(lengths_P=known_n)
+    if cached is not None:
+      of_texts = model.take_prompts(cached, jnp.maximum(from_n - N, 0))
+      beginnings = _either(from_n >= N, of_texts.replace(lengths_P=known_n), beginnings)
+    made = self._after(beginnings, params, tokens_nU, lengths_n, known_n + shift_n)
+    padding_n = made.cache.slots - lengths_n  # slots that were written after a suffix
+    prompts = model.rows_as_prompts(made.cache, lengths_n, padding_n)
+    next_N = flight.next_N
+    if next_N is not None:
+      next_N = next_N.at[places_n].set(known_n + shift_n + lengths_n, mode="drop")
+    flight = flight.replace(
+      cache=flight.cache.replace(prefix=model.put_prompts(of_flight, places_n, prompts)),
+      last_ND=flight.last_ND.at[places_n].set(made.last_nD, mode="drop"),
+      next_N=next_N,
+    )
+    return constrain_flight(self._config, flight), made.experts_nUY
+
   def _keep(self, flight: Flight, cached: model.Prefix, ended: EndedRows) -> model.Prefix:
     rows_n, own_n, texts_n = map(jnp.asarray, ended)
     if self._config.cache_dtype:  # the rows' tokens are rounded, so only the prompts are cached
@@ -145,3 +202,15 @@ class PrefixPrograms(FlightPrograms):
     """Gives cached texts the shardings that the flight's prompts have."""
     flight = flight.replace(cache=flight.cache.replace(prefix=cached))
     return constrain_flight(self._config, flight).cache.prefix
+
+
+def _either(is_first_n: jax.Array, first: model.Prefix, second: model.Prefix) -> model.Prefix:
+  """For each of n prompts, the one of `first` or of `second`. Both have the same lengths."""
+
+  def choose(x: jax.Array, y: jax.Array) -> jax.Array:
+    if x.ndim == 1:  # the lengths
+      return x
+    is_first = is_first_n.reshape(-1, *[1] * (x.ndim - 2))  # of keys, values or states [L, n, ...]
+    return jnp.where(is_first, x, y)
+
+  return jax.tree.map(choose, first, second)

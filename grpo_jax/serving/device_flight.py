@@ -17,8 +17,7 @@ import numpy as np
 from grpo_jax import model
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding
-from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, ScoredPrompts
-from grpo_jax.sampler.programs import Suffixes
+from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, ScoredPrompts, Suffixes
 from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.sampling import sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
