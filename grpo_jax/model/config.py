@@ -11,7 +11,8 @@ from grpo_jax.model.on_devices import split_already
 from grpo_jax.model.rope import RopeScaling
 from grpo_jax.model.vision_shape import VisionShape
 
-SLOTS_AXIS = "slots"  # the mesh axis that splits the slots of a cache, in meshes that have it
+# The mesh axis that splits the slots of a cache and the tokens of prompts, in meshes that have it.
+SLOTS_AXIS = "slots"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,7 @@ def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int, context: int = 1) -> jax
   """The mesh of the sampler. Its `fsdp` is 1, so that decoding need not gather weights.
 
   It has no axis `context`. If the argument exceeds 1, it has an axis `slots` of this size instead,
-  along which weights and activations are whole and only the cache is split.
+  along which weights are whole. It splits the cache, and prompts while they are computed.
 
   Args:
     mesh: The mesh of the run, or of the devices that only sample.

@@ -40,9 +40,6 @@ class Unfinished:
     # By place: those that get a copy once their source has the prompt.
     self._copies: dict[int, Arrival] = {}
 
-  def __bool__(self) -> bool:
-    return bool(self._begun or self._copies)
-
   @property
   def places(self) -> set[int]:
     """The places at which no row can sit yet."""
@@ -101,21 +98,17 @@ class Unfinished:
 
 
 def together(
-  begun: Sequence[BegunPrompt], most: int, is_alike: Callable[[int, int], bool]
+  new: Sequence[BegunPrompt], most: int, is_alike: Callable[[int, int], bool]
 ) -> list[BegunPrompt]:
-  """The prompts for the next call: the oldest, and others that have begun, or not, as it has.
+  """The new prompts that the next call computes: the oldest, and those after it that are alike.
 
   Args:
-    begun: The prompts that must be computed, oldest first.
+    new: The prompts of which nothing is computed, oldest first.
     most: The most prompts of a call.
     is_alike: Whether one call can compute two prompts from their beginning on.
   """
-  oldest = begun[0]
-  if oldest.tokens:
-    return [one for one in begun if one.tokens][:most]
-  new = [one for one in begun if not one.tokens]
-  differs = [not is_alike(oldest.prompt, one.prompt) for one in new]
-  return new[: differs.index(True) if True in differs else None][:most]
+  differs = [not is_alike(new[0].prompt, one.prompt) for one in new]
+  return list(new[: differs.index(True) if True in differs else None])[:most]
 
 
 def first_tokens(prompts: Prompts, count: int) -> Prompts:
@@ -127,7 +120,7 @@ def first_tokens(prompts: Prompts, count: int) -> Prompts:
   )
 
 
-class PlacedPrompts:
+class ArrivingPrompts:
   """The prompts that have places in a flight, and the calls that compute them.
 
   The first prompts are computed by the program that makes the cache, and later ones in batches. A
@@ -225,10 +218,12 @@ class PlacedPrompts:
     self, flight: Flight, begun: Sequence[BegunPrompt], params: model.Params, draws: bool
   ) -> Flight:
     """Computes the oldest unfinished prompts, or the next piece of each, in one call."""
-    chosen = together(begun, self._at_once, self._are_of_same_set)
-    if chosen[0].tokens:
-      flight, computed = self._continue_prompts(flight, chosen, params)
+    if begun[0].tokens:
+      rest = [one for one in begun if one.tokens]
+      flight, computed = self._continue_prompts(flight, rest, params)
     else:
+      new = [one for one in begun if not one.tokens]
+      chosen = together(new, self._at_once, self._are_of_same_set)
       flight, computed = self._start_prompts(flight, chosen, params, bool(self._piece) and draws)
     self._unfinished.computed(computed, self._prompt_tokens)
     return flight
@@ -250,9 +245,12 @@ class PlacedPrompts:
     return flight, [one._replace(tokens=n) for one, n in zip(chosen, lengths, strict=True)]
 
   def _continue_prompts(
-    self, flight: Flight, chosen: Sequence[BegunPrompt], params: model.Params
+    self, flight: Flight, rest: Sequence[BegunPrompt], params: model.Params
   ) -> tuple[Flight, list[BegunPrompt]]:
-    """Computes the next pieces of as many prompts as a call can. Also returns how far they are."""
+    """Computes the next pieces of as many prompts as a call can. Also returns how far they are.
+
+    Those of a shard of the mesh are computed there, the oldest first.
+    """
     piece, slots, shards = self._piece, flight.cache.prefix.slots, self._programs.row_shards
     n = self._programs.pieces_at_once(piece, slots, self._at_once)
     pieces = Pieces(
@@ -264,7 +262,7 @@ class PlacedPrompts:
     computed = dict[int, BegunPrompt]()  # by index in the arrays
     places_of_shard = flight.grid.places // shards
     free = [[*range(shard * n // shards, (shard + 1) * n // shards)] for shard in range(shards)]
-    for place, x, known in chosen:
+    for place, x, known in rest:
       indices = free[place // places_of_shard]
       if not indices:
         continue

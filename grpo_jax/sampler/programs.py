@@ -39,6 +39,7 @@ from grpo_jax.types import Images, Visual
 MOST_PATCHES = 2**16  # patches of images that a device encodes at the same time
 # A device that computes this many tokens reads no weights for longer than it computes.
 _ENOUGH_TOKENS = 2048
+MOST_COPIED = 2**16  # tokens of prompts that a shard copies from their places, in a call
 _MOST_SCORES = 2**26  # attention scores up to which a shared beginning is computed once
 
 
@@ -216,7 +217,8 @@ class FlightPrograms:
       prompt_slots: S, the length that prompts are padded to.
       most: The most prompts, a multiple of the row shards.
     """
-    shards, at_once = self._config.row_shards, _ENOUGH_TOKENS // piece
+    shards = self._config.row_shards
+    at_once = min(_ENOUGH_TOKENS // piece, MOST_COPIED // prompt_slots)
     if model.after_prompts(self._config.split_along_slots) is None:
       # After known tokens, attention holds all scores in memory.
       scores = self._config.num_heads * piece * (prompt_slots + piece)
@@ -423,7 +425,7 @@ class FlightPrograms:
     tokens_nU: jax.Array,
     lengths_n: jax.Array,
     first_n: jax.Array,
-  ) -> "_Continued":
+  ) -> _Continued:
     """Computes tokens after the beginnings of n prompts. `first_n` are the first positions."""
     # Keys and values of prompts are never rounded to `cache_dtype`.
     config = dataclasses.replace(self._shaped(beginnings.slots), cache_dtype="").split_along_slots

@@ -266,6 +266,11 @@ def take_seats(seats: Seats, closed: Collection[int] = ()) -> list[int]:
   return taken
 
 
+def can_sit_now(seats: Seats, closed: Collection[int]) -> bool:
+  """Whether a waiting row would get a seat at one of the places that are not closed."""
+  return bool(take_seats(copy.deepcopy(seats), closed))
+
+
 def can_sit(seats: Seats, fill: Callable[[Seats, int], Sequence[Arrival]], batch: int) -> bool:
   """Whether a waiting row would get a seat now. A free seat at another prompt's place is no use.
 

@@ -6,7 +6,6 @@ that pauses keeps its seat and its cache while the others go on.
 """
 
 from collections.abc import Callable, Sequence
-import copy
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,7 +17,7 @@ from grpo_jax.sampler.filters import FILTERS
 from grpo_jax.sampler.flight import Flight, NewRows, Resumed
 from grpo_jax.sampler.guides import Guided
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.pieces import PlacedPrompts
+from grpo_jax.sampler.pieces import ArrivingPrompts
 from grpo_jax.sampler.programs import FlightPrograms, most_rewound
 from grpo_jax.sampler.requests import Finished, GroupRequest, News, StoppedRow
 from grpo_jax.sampler.rows import Chunk, Drawn, Extras
@@ -152,7 +151,7 @@ class Stream:
     self._has_rolled = True  # False after a chunk with paused rows, until they are rolled
     self._rounds = 0  # since the cache counted from 0
     self._requests: dict[int, GroupRequest] = {}  # by index x
-    self._prompts = PlacedPrompts(
+    self._prompts = ArrivingPrompts(
       self._programs,
       self._requests,
       self._keep_experts,
@@ -424,7 +423,7 @@ class Stream:
       self._rounds = 0
     prompts.add(arrivals, seats.prompt_N)
     # Rows that draw, or could draw now, wait for one piece alone.
-    draws = self._rows_draw or bool(seats_lib.take_seats(copy.deepcopy(seats), prompts.closed))
+    draws = self._rows_draw or seats_lib.can_sit_now(seats, prompts.closed)
     self._flight = prompts.compute(self._flight, params, draws)
 
   def _keep_experts(self, x: int, first: int, experts_UY: np.ndarray) -> None:

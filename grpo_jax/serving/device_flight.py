@@ -18,6 +18,7 @@ from grpo_jax import model
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, ScoredPrompts, Suffixes
+from grpo_jax.sampler.programs import MOST_COPIED
 from grpo_jax.sampler.rows import Chunk, Drawn, Extras
 from grpo_jax.sampler.sampling import sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
@@ -31,7 +32,7 @@ _MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
 # The most prompts, and padded tokens, of a batch on each shard. A single prompt may have more.
 _MOST_PROMPTS, _TOKENS_AT_ONCE = 8, 512
 _SUFFIXES = (32, 256)  # padded lengths of suffixes of prompts. Longer ones need several calls
-_MOST_SCORES = 2**27  # attention scores of a batch of suffixes, which are all in memory
+_MOST_SCORES = 2**27  # attention scores of a batch of suffixes, where all are in memory
 MOST_ALTERNATIVES = 20  # as with OpenAI. Programs return so many, and rows use the first of them
 
 T = TypeVar("T")
@@ -356,7 +357,9 @@ def _suffixes(config: model.ModelConfig, sizes: Sizes) -> dict[int, int]:
     return {}
   S, found = sizes.prompt_tokens, dict[int, int]()
   for length in [length for length in _SUFFIXES if length <= S] or [S]:
-    most = _MOST_SCORES // (config.num_heads * length * (S + length))
+    most = max(1, MOST_COPIED // S)
+    if model.after_prompts(config) is None:
+      most = min(most, _MOST_SCORES // (config.num_heads * length * (S + length)))
     at_once = min(_MOST_PROMPTS, sizes.rows // config.row_shards, _TOKENS_AT_ONCE // length, most)
     if at_once or not found:  # there is at least one length
       found[length] = max(1, at_once)

@@ -7,6 +7,7 @@ t and key C - T + t belong to the same token. Prompts are rows with C = T. Only 
 
 from collections.abc import Callable
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -108,8 +109,7 @@ def on_mesh(attend: AttendGroups) -> AttendGroups:
   """Runs `attend` on each device's groups and heads, if `view.rows` names a mesh.
 
   The heads are split over the mesh axis `tensor` if its size divides H. Otherwise each device along
-  this axis computes all heads. If its size divides H but not K, keys and values are repeated for
-  each query head.
+  this axis computes all heads. If its size divides H but not K, keys and values are repeated.
   """
 
   def attend_on_mesh(
@@ -122,11 +122,10 @@ def on_mesh(attend: AttendGroups) -> AttendGroups:
     if view.rows is None:
       return attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view)
     mesh, row_axes = view.rows.mesh, view.rows.spec[0]
-    H, K = q_PNHE.shape[2], k_PNKE.shape[2]
     size = mesh.shape.get("tensor", 1)
-    head_axis = "tensor" if H % size == 0 else None
-    if head_axis and K % size:  # a device that holds query heads must hold their key heads
-      k_PNKE, v_PNKE = (jnp.repeat(x, H // K, axis=2) for x in (k_PNKE, v_PNKE))
+    head_axis = "tensor" if q_PNHE.shape[2] % size == 0 else None
+    if head_axis:  # a device that holds query heads must hold their key heads
+      k_PNKE, v_PNKE = (divided(x, size) for x in (k_PNKE, v_PNKE))
 
     def attend_here(
       q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array, view_arrays: dict[str, Any]
@@ -142,3 +141,10 @@ def on_mesh(attend: AttendGroups) -> AttendGroups:
     return attend_apart(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view_arrays)
 
   return attend_on_mesh
+
+
+def divided(x_PNKE: jax.Array, devices: int) -> jax.Array:
+  """Repeats each head of keys or values until the number of devices divides the heads."""
+  heads = x_PNKE.shape[2]
+  copies = math.lcm(heads, devices) // heads
+  return x_PNKE if copies == 1 else jnp.repeat(x_PNKE, copies, axis=2)

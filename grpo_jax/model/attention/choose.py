@@ -20,12 +20,14 @@ def implementation(name: str) -> AttendGroups:
 def completions(name: str) -> AttendGroups | None:
   """The attention of completions alone (see `by_rows.completions_by_rows`), with linear memory.
 
-  None for `dense`, which holds all scores. `cudnn` computes whole rows, so `chunked` replaces it.
+  None for `dense`, which holds all scores. `chunked` takes the place of an implementation without
+  `attend_completions`, such as `cudnn`, which computes whole rows.
   """
   if name == "dense":
     return None
-  module = "chunked" if name == "cudnn" else name
-  return importlib.import_module(f"grpo_jax.model.attention.{module}").attend_completions
+  module = importlib.import_module(f"grpo_jax.model.attention.{name}")
+  attend = getattr(module, "attend_completions", None)
+  return attend or completions("chunked")
 
 
 def choose(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from grpo_jax.model.attention.by_rows import divided
 from grpo_jax.model.attention.halo import attend_halo
 from grpo_jax.model.attention.packing import Packing
 from grpo_jax.model.attention.ring import attend_ring, slots_of
@@ -149,7 +150,7 @@ def by_heads(attend: AttendStream, axis: str) -> AttendStream:
       sinks_H = None if sinks_H is None else with_more(sinks_H, 0)
     if sinks_H is not None:  # every device has all sinks, and needs those of its heads
       sinks_H = sinks_H.reshape(devices, -1)[jax.lax.axis_index(axis)]
-    arrays = q_PNHE, _divided(k_PNKE, devices), _divided(v_PNKE, devices)
+    arrays = q_PNHE, divided(k_PNKE, devices), divided(v_PNKE, devices)
     # Splits the axis of heads, and joins that of tokens. Below, the outputs go the other way.
     q, k, v = (jax.lax.all_to_all(x, axis, 2, 1, tiled=True) for x in arrays)
     of_device = dataclasses.replace(view, sinks_H=sinks_H)
@@ -273,7 +274,7 @@ def across(attend: AttendStream, has_kernel: bool) -> AttendStream:
     mesh, pictures_PS, (row_axes, axis) = view.rows.mesh, view.pictures_PS, view.rows.spec
     head_axis = "tensor" if q_PNHE.shape[2] % mesh.shape["tensor"] == 0 else None
     if head_axis:  # a device that holds query heads must hold their key heads
-      k_PNKE, v_PNKE = (_divided(x, mesh.shape[head_axis]) for x in (k_PNKE, v_PNKE))
+      k_PNKE, v_PNKE = (divided(x, mesh.shape[head_axis]) for x in (k_PNKE, v_PNKE))
 
     def attend_here(
       q: jax.Array,
@@ -377,10 +378,3 @@ def recur_by_heads(
     return out_PN, jax.tree.map(lambda x: without_more(x, 1), kept)
 
   return recur
-
-
-def _divided(x_PNKE: jax.Array, devices: int) -> jax.Array:
-  """Repeats each head of keys or values until the number of devices divides the heads."""
-  heads = x_PNKE.shape[2]
-  copies = math.lcm(heads, devices) // heads
-  return x_PNKE if copies == 1 else jnp.repeat(x_PNKE, copies, axis=2)

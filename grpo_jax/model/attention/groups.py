@@ -188,8 +188,9 @@ def after_prompts(config: ModelConfig) -> AttendGroups | None:
   """
   if config.context > 1:
     return None
-  # The latents of a token are one key and value, of a size for which the kernel was not made.
-  return completions("chunked" if config.latent else attention_of(config)[0])
+  name, _ = attention_of(config)
+  # A token's latents are one key and value, of a size for which the kernels were not made.
+  return completions("chunked" if config.latent and name in KERNELS else name)
 
 
 def attention_of(config: ModelConfig) -> tuple[str, str]:

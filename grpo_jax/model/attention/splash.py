@@ -21,10 +21,10 @@ def make_attend_rows(interpret: bool = False) -> AttendRows:
   """Makes the attention of rows.
 
   A row has T queries, the keys of `past` earlier tokens, such as the prompt's, and T keys of its
-  own. The kernel works in whole blocks of queries and of keys, so
-  both are padded: before the past and after the row. So the last slot of the past stays next to the
-  row's first, and the mask stays "no key after the query". The kernel skips the blocks that this
-  mask hides entirely. Padding keys get another segment than the queries, which hides them.
+  own. The kernel works in whole blocks of queries and of keys, so both are padded: before the past
+  and after the row. So the last slot of the past stays next to the row's first, and the mask stays
+  "no key after the query". The kernel skips the blocks that this mask hides entirely. Padding keys
+  get another segment than the queries, which hides them.
 
   Args:
     interpret: Emulate the kernel, so that it runs on any platform. For tests.
