@@ -105,7 +105,7 @@ def chips(names: list[str]) -> None:
   devices = devices_of("v5p:2x2x2", None)
   with tempfile.TemporaryDirectory() as folder:
     Path(folder, "config.json").write_text(json.dumps(config_json.config_to_json(QWEN)))
-    for fsdp, context in ((8, 1), (4, 2), (2, 4)):
+    for fsdp, context in ((8, 1), (4, 2), (2, 4), (1, 8)):
       c = config_of(2048, 32768, prompts=8, group_size=8, micro_batch=fsdp)
       c.model.update(path=folder, dtype="bfloat16", reference_dtype="bfloat16")
       c.sampling.dtype = "bfloat16"
