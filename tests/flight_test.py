@@ -638,6 +638,20 @@ def test_a_chunk_writes_its_tokens_in_place(grid, heads):
   assert needed < 4 * grid.rows * heads * slots * config.head_dim
 
 
+@pytest.mark.parametrize("mesh", [(), (2, 1, 1, 1), (1, 1, 1, 1, 2)], ids=str)
+def test_copies_of_prompts_leave_the_others_where_they_are(mesh):
+  """They need less temporary memory than the keys and values of two prompts."""
+  config, params = tiny(head_dim=32, num_layers=4, unrolled=True)
+  config, params = on(mesh, config, params) if mesh else (config, params)
+  places, slots = 32, 512
+  programs = Sampler(config, Decoding(max_tokens=4)).programs
+  settings = RowSettings(jax.ShapeDtypeStruct((places,), "float32"))
+  flight = programs.abstract(Grid(places, 1), 4, params, slots, settings)
+  lowered = programs.copy.lower(flight, jax.ShapeDtypeStruct((places,), "int32"))
+  needed = lowered.compile().memory_analysis().temp_size_in_bytes
+  assert needed < 2 * (2 * 4 * 2 * slots * 32 * 4)  # two prompts in float32
+
+
 @pytest.mark.slow
 def test_devices_share_the_memory_of_a_cache_whose_slots_they_split():
   """While a chunk is decoded, while rows resume, and while prompts are computed for a flight."""

@@ -35,6 +35,7 @@ from grpo_jax.model.cache_bytes import cache_bytes
 from grpo_jax.model.cached_prompts import (
   add_to_prompts,
   as_prefix,
+  copy_prompts,
   put_prompts,
   rows_as_prefix,
   rows_as_prompts,
@@ -130,6 +131,7 @@ __all__ = [
   "rows_as_prefix",
   "rows_as_prompts",
   "add_to_prompts",
+  "copy_prompts",
   "slots_step",
   "take_prompts",
   "take_rows",

@@ -148,6 +148,28 @@ def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
   return prefix.replace(keys=keys, values=values, lengths_P=lengths_P, states=states)
 
 
+def copy_prompts(prefix: Prefix, from_P: jax.Array) -> Prefix:
+  """Copies prompts in place: prompt p becomes prompt from_P[p], which stays as it is.
+
+  Only prompts that change are read and written.
+  """
+  changes_P = from_P != jnp.arange(len(from_P))
+  first_P = jnp.argsort(~changes_P)  # those that change come first
+
+  def copy(i: jax.Array, arrays: tuple[PerStack, ...]) -> tuple[PerStack, ...]:
+    p = first_P[i]
+
+    def copy_one(x: jax.Array) -> jax.Array:
+      source = jax.lax.dynamic_slice_in_dim(x, from_P[p], 1, axis=1)
+      return jax.lax.dynamic_update_slice_in_dim(x, source, p, axis=1)
+
+    return jax.tree.map(copy_one, arrays)
+
+  arrays = prefix.keys, prefix.values, prefix.states
+  keys, values, states = jax.lax.fori_loop(0, changes_P.sum(), copy, arrays)
+  return prefix.replace(keys=keys, values=values, lengths_P=prefix.lengths_P[from_P], states=states)
+
+
 def add_to_prompts(cache: Cache, places_n: jax.Array, own_n: jax.Array) -> Prefix:
   """Adds tokens to some prompts of `cache.prefix`, in place where the prompts have all slots.
 

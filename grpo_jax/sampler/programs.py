@@ -445,7 +445,7 @@ class FlightPrograms:
 
   def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
     def copy(flight: Flight, from_N: jax.Array) -> Flight:
-      prefix = model.take_prompts(flight.cache.prefix, from_N)
+      prefix = model.copy_prompts(flight.cache.prefix, from_N)
       cache, last_ND = flight.cache.replace(prefix=prefix), flight.last_ND[from_N]
       next_N = jax.tree.map(lambda x: x[from_N], flight.next_N)
       return flight.replace(cache=cache, last_ND=last_ND, next_N=next_N)
