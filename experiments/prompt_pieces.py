@@ -12,7 +12,8 @@ before, so that compiling is not timed. The sum of all token ids shows that all 
 With --chips, the compiler of jax[tpu] compiles what computes later prompts of the shape of
 Qwen2.5-7B on eight chips of a TPU v5p, which need not exist, with 64 rows in flight: what a call
 needs beside its arguments, and how long it takes at least. Where attention has a kernel, its time
-adds to that of the other computation.
+adds to that of the other computation. The last line is about the program that copies prompts to
+further places: it counts one prompt of each shard.
 """
 
 import argparse
@@ -113,6 +114,7 @@ def by_compiler(longest: int, pieces: list[int], context: int) -> None:
       for stage in sample.stages:
         if stage.program not in (compiled.arrive, compiled.continue_prompts):
           continue
+        flight = stage.arguments[0]
         name = "arrive" if stage.program is compiled.arrive else "continue_prompts"
         print(f"pieces of {piece or 'all'} tokens, {name}, called {stage.runs} times:", end=" ")
         try:
@@ -134,6 +136,13 @@ def by_compiler(longest: int, pieces: list[int], context: int) -> None:
           + ", ".join(f"{limit} {least:.3f} s" for limit, least in limits.items())
           + (f", attention {attention:.3f} s with a kernel" if has_kernel else "")
         )
+  from_N = jax.ShapeDtypeStruct((flight.grid.places,), "int32")
+  executable = compiled.copy.lower(flight, from_N).compile()
+  moved = cost.count(executable.as_text()).whole.memory_bytes
+  print(
+    f"a copy: {executable.memory_analysis().temp_size_in_bytes / 1e9:.2f} GB of temporary arrays,"
+    f" {moved / 1e9:.1f} GB read and written"
+  )
 
 
 def main() -> None:
