@@ -140,13 +140,16 @@ def assert_pauses_change_nothing(config, params, placed, seats, chunk):
   asked = requests_of(placed[0], sampler, True)
   batches = [asked[:3], asked[3:4], asked[4:]]
   late = drawn(begin(), batches, replying(lambda row: (0, 3, 11)[(row.prompt + row.member) % 3]))
-  went_on = 0
+  went_on, gaps = 0, []
   for number, completions in at_once.items():
-    assert_same(late[number], completions)
+    # Sums in another order differ in the last digit, and a number near the middle between two of
+    # int8 then becomes the other one. That changes few log-probs.
+    assert_same(late[number], completions, atol=1e-2 if config.cache_dtype else 1e-4)
+    gaps.append(np.abs(late[number].logprobs_PGT - completions.logprobs_PGT).ravel())
     length_G = completions.lengths_PG[0]
     is_given = ~completions.sampled_PGT[0] & (np.arange(T) < length_G[:, None])
     went_on += int(is_given.any(1).sum())
-  assert went_on > P
+  assert went_on > P and (np.concatenate(gaps) > 1e-4).mean() <= 0.01
 
 
 @pytest.mark.slow
