@@ -283,8 +283,10 @@ def test_pictures_with_many_patches_are_computed_in_chunks(golden, monkeypatch):
   monkeypatch.setattr(chunked, "MAX_CHUNK", 8)
   (_, found), gradients = run()
   check(name, "in chunks", found, whole, valid_BT)
+  # One unit in the last place of each weight moves the gradients of qwen3_5_moe by up to 1.5e-4.
+  bound = 3e-4 if name == "qwen3_5_moe" else 1e-4
   for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(of_whole), strict=True):
-    assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs) + 1e-6
+    assert np.linalg.norm(ours - theirs) <= bound * np.linalg.norm(theirs) + 1e-6
 
 
 @pytest.mark.slow
