@@ -144,6 +144,28 @@ def test_families_write_the_same_after_what_is_known(name, cache_dtype, mesh, at
     engine.close()
 
 
+@pytest.mark.parametrize(
+  "sources, calls, lost",
+  [
+    ({}, 0, 0),
+    ({3: 3}, 0, 0),
+    ({1: 0, 2: 0}, 1, 0),
+    ({0: 1, 1: 2, 2: 3}, 3, 0),  # a chain
+    ({0: 1, 1: 0, 5: 1}, 2, 1),  # a circle, which loses a copy
+    ({0: 1, 1: 2, 2: 0, 4: 5, 5: 4}, 3, 2),
+  ],
+)
+def test_no_copy_overwrites_what_a_later_one_reads(sources, calls, lost):
+  asked, places = dict(sources), [*range(6)]
+  found = decoder.copies_in_order(sources)
+  assert len(found) == calls and len(sources) == len(asked) - lost
+  for copies in found:
+    assert not {*copies} & {*copies.values()}
+    for place, source in copies.items():
+      places[place] = places[source]
+  assert all(asked[place] == source == places[place] for place, source in sources.items())
+
+
 @pytest.mark.slow
 def test_what_is_known_is_not_computed_again(tiny):
   config, params = tiny

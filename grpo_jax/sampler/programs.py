@@ -170,7 +170,10 @@ class FlightPrograms:
 
   @functools.cached_property
   def copy(self) -> Any:
-    """(flight, from_N) -> Flight: place n gets the prompt of place from_N[n] in the same shard."""
+    """(flight, from_N) -> Flight: place n gets the prompt of place from_N[n] in the same shard.
+
+    Places from which others are copied stay as they are.
+    """
     return jax.jit(self._copy, donate_argnums=0)
 
   @functools.cached_property

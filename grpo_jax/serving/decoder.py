@@ -332,21 +332,19 @@ class Decoder:
 
     Adds place -> 0 to `computed` for those that it copies.
     """
-    from_N, per_shard = np.arange(self._rows), self._rows // self._shards
-    copied = dict[int, tuple[int, ...]]()
-    others = dict[int, tuple[int, ...]]()
+    per_shard, sources = self._rows // self._shards, dict[int, int]()
     for place, prompt in missing.items():
       first = place // per_shard * per_shard
       source = self._known.same(prompt, range(first, first + per_shard))
-      if source in self._begun:  # it has only the first tokens of this prompt
-        source = None
-      (others if source is None else copied)[place] = prompt
-      from_N[place] = place if source is None else source
-    if (from_N != np.arange(self._rows)).any():
-      self._device.copy(from_N)
+      if source is not None and source not in self._begun:  # which have only their first tokens
+        sources[place] = source
+    for copies in copies_in_order(sources):
+      self._device.copy(copies)
+    copied = [place for place in missing if place in sources]
+    others = {place: prompt for place, prompt in missing.items() if place not in sources}
     self._known.forget(others)  # the old prompts at their places will be overwritten
-    for place, prompt in copied.items():
-      self._known.put(place, prompt)
+    for place in copied:
+      self._known.put(place, missing[place])
     computed |= dict.fromkeys(copied, 0)
     self._counts.copies += len(copied)
     return others
@@ -447,6 +445,26 @@ class Decoder:
     values = {name: one.off for name, one in self.filters.items()} | settings.filter_values
     given = {name: x for name, x in vars(settings).items() if x is not None}
     return off.replace(**given).with_filters(values)
+
+
+def copies_in_order(sources: dict[int, int]) -> list[dict[int, int]]:
+  """Orders copies {place: source} in calls, none of which overwrites a source of its own or later.
+
+  Where places would wait for each other in a circle, one copy is removed from `sources`. Its prompt
+  must then be computed.
+  """
+  left = {place: source for place, source in sources.items() if place != source}
+  calls = list[dict[int, int]]()
+  while left:
+    needed = set(left.values())
+    ready = {place: source for place, source in left.items() if place not in needed}
+    if ready:
+      calls.append(ready)
+    else:
+      ready = dict([left.popitem()])
+      del sources[next(iter(ready))]
+    left = {place: source for place, source in left.items() if place not in ready}
+  return calls
 
 
 def likely_tokens(tokens_A: np.ndarray, logprobs_A: np.ndarray) -> Likely:

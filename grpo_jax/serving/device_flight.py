@@ -117,7 +117,7 @@ class DeviceFlight:
     for length, most in self._suffixes.items():
       for count in {1, most * self._shards}:
         self._go_on([nothing] * count, length, params)
-    self.copy(np.arange(self._rows))
+    self.copy({})
     self.calls = 0  # the calls above computed no request
 
   @functools.cached_property
@@ -286,8 +286,10 @@ class DeviceFlight:
       ended = EndedRows(*np.array(filled, np.int32).T)
       self._texts = self.programs.keep(self._flight, self._texts, ended)
 
-  def copy(self, from_N: np.ndarray) -> None:
-    """Gives each place n the prompt of place from_N[n]."""
+  def copy(self, sources: Mapping[int, int]) -> None:
+    """Gives places the prompts of other places {place: source}, which stay as they are."""
+    from_N = np.arange(self._rows)
+    from_N[[*sources]] = [*sources.values()]
     self._flight = self._flight.with_prompts(self.programs.copy(self._flight.prompts_only, from_N))
 
   def _by_length(self, prompts: list[PlacedPrompt]) -> Iterator[tuple[int, list[PlacedPrompt]]]:
