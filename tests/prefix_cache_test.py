@@ -118,7 +118,7 @@ CASES = [
   *((name, "", (2, 1, 2, 1), "dense") for name in ("gemma3", "qwen3_5", "deepseek_v3")),
   # As on a TPU or GPU, where attention after what is known does not hold all scores.
   *((name, "", (), "chunked") for name in ("gemma3", "gemma4_e", "gpt_oss")),
-  ("gemma3", "int8", (2, 1, 2, 1), "chunked"),
+  ("gemma3", "", (2, 1, 2, 1), "chunked"),
 ]
 
 
